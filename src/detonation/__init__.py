@@ -1,0 +1,53 @@
+"""DeToNATION: train PyTorch models sharded inside the node, and let nodes exchange only what matters.
+
+The public names are loaded on first use, so that `detonation --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from detonation.cluster.mesh import init_mesh as init_mesh
+    from detonation.cluster.mesh import same_weights as same_weights
+    from detonation.cluster.mesh import shard as shard
+    from detonation.cluster.verify import fingerprint as fingerprint
+    from detonation.core.checkpoint import load_replica_state as load_replica_state
+    from detonation.core.checkpoint import replica_state as replica_state
+    from detonation.core.replicate import Replicated as Replicated
+    from detonation.core.replicate import replicate as replicate
+    from detonation.core.schemes import Scheme as Scheme
+    from detonation.core.schemes import demo as demo
+    from detonation.core.schemes import diloco as diloco
+    from detonation.core.schemes import full as full
+    from detonation.core.schemes import none as none
+    from detonation.core.schemes import random as random
+    from detonation.core.schemes import scheme as scheme
+    from detonation.core.schemes import slicing as slicing
+    from detonation.core.schemes import striding as striding
+    from detonation.core.signsgd import SignSGD as SignSGD
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "detonation.cluster.mesh": ["init_mesh", "same_weights", "shard"],
+    "detonation.cluster.verify": ["fingerprint"],
+    "detonation.core.checkpoint": ["load_replica_state", "replica_state"],
+    "detonation.core.replicate": ["Replicated", "replicate"],
+    "detonation.core.schemes": [
+        "Scheme", "demo", "diloco", "full", "none", "random", "scheme", "slicing", "striding",
+    ],
+    "detonation.core.signsgd": ["SignSGD"],
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'detonation' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
