@@ -1,0 +1,1 @@
+"""What a replication algorithm is: signal, memory, codec, link, round. Needs torch and nothing else."""

@@ -1,0 +1,52 @@
+"""Memory: what a replica has not told yet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from detonation.core.flat import Layout
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How memory behaves: `residual = decay * residual + signal`, then `residual -= alpha * told`.
+
+    decay: from 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of the signal.
+    alpha: from 0 to 1, the part of what was told that is taken out; 1 in DeMo v1 and FlexDeMo, 0.2 best in DeMo v2.
+    """
+
+    decay: float
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("decay", "alpha"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be from 0 to 1")
+
+
+class Memory:
+    """The fp32 residual of one replica, private to it: 4 bytes per local coordinate.
+
+    Its padding stays zero: what a transform moves there belongs to no parameter and must not compete to be told.
+    """
+
+    def __init__(self, layout: Layout, feedback: Feedback, device: torch.device) -> None:
+        self.feedback = feedback
+        self.residual = layout.zeros(device)  # [rows, chunk]
+        self.views = layout.views(self.residual)
+        self._padding = layout.padding(device)
+
+    def absorb(self, signals: Sequence[Tensor | None]) -> Tensor:
+        """Adds a signal (one tensor a parameter; an absent one is zero) and returns the residual."""
+        self.residual.mul_(self.feedback.decay)
+        pairs = [(v, s) for v, s in zip(self.views, signals, strict=True) if s is not None and s.numel()]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [signal.to(torch.float32) for _, signal in pairs])
+        return self.residual
+
+    def release(self, told: Tensor) -> None:
+        """Takes out what was told."""  # [rows, chunk]
+        self.residual.sub_(told, alpha=self.feedback.alpha)
+        self.residual.view(-1).index_fill_(0, self._padding, 0.0)

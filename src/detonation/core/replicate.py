@@ -1,0 +1,256 @@
+"""`replicate`: any torch optimizer, and the replicas that it shall agree with."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from detonation.core.channel import Channel
+from detonation.core.flat import Layout, digest, local
+from detonation.core.link import Link
+from detonation.core.replicators import GradientReplicator, ParameterReplicator, Replicator
+from detonation.core.schemes import Scheme
+from detonation.core.traffic import dense_bytes
+
+Level = tuple[DeviceMesh, Scheme]
+
+
+def replicate(
+    optimizer: Optimizer,
+    model: nn.Module,
+    axis: DeviceMesh | None = None,
+    scheme: Scheme | None = None,
+    *,
+    levels: Sequence[Level] | None = None,
+    seed: int = 0,
+) -> "Replicated":
+    """Makes `optimizer` train `model` together with its replicas along `axis`, as `scheme` says.
+
+    From et al., arXiv 2502.06728. `optimizer` is any torch optimizer over parameters of `model`, sharded or not
+    (FSDP2 on the mesh *inside* the node only); its own step applies what the replicas agreed on. The result is an
+    optimizer that schedulers, gradient clipping and state-dict helpers take as one; it shares `param_groups` and
+    `state` with `optimizer`.
+
+    levels: instead of axis and scheme, a list of (axis, scheme) from the innermost tier of the network to the
+    outermost; the output of one level is the signal of the next. Levels of gradients come before levels of parameters.
+    seed: of the random selections; the same on all replicas.
+
+    Collectives run at `step()` only, so all ranks must call it. At the first one the replicas compare settings,
+    shapes and weights, and raise `Mismatch` where they differ; `LargerThanDense` where the scheme would send more than
+    full synchronisation.
+    """
+    if levels is None:
+        if axis is None or scheme is None:
+            raise ValueError("replicate needs an axis and a scheme, or levels=[(axis, scheme), ...]")
+        levels = [(axis, scheme)]
+    elif axis is not None or scheme is not None:
+        raise ValueError("replicate takes an axis and a scheme, or levels, not both")
+    return Replicated(optimizer, model, levels, seed)
+
+
+class Replicated(Optimizer):
+    """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`."""
+
+    def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], seed: int) -> None:
+        _check(base, levels)
+        self.base, self.levels = base, tuple(levels)
+        self.step_count = 0
+        self._model, self._seed = model, seed
+        self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
+        self._names: list[str] = []
+        self._loaded: Mapping[str, Tensor] = {}
+        super().__setstate__({})  # hooks and profiling, without a second list of parameters
+
+    # state, param_groups and defaults are the base optimizer's own, also after it replaced them in load_state_dict
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.base.defaults
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to its replicas so far."""
+        return sum(replicator.channel.link.bytes_sent for replicator in self._replicators or [])
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that this rank would send in one step of full fp32 synchronisation."""
+        numel = sum(local(parameter).numel() for parameter in self._parameters().values())
+        return sum(dense_bytes(numel, axis.size()) for axis, _ in self.levels)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of training, on all ranks at once; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._only_creates_state():
+            self.base.step()
+            return loss
+        replicators = self.set_up()
+        for replicator in replicators:
+            replicator.before(self.step_count)
+        self.base.step()
+        for replicator in replicators:
+            replicator.after(self.step_count)
+        self.step_count += 1
+        return loss
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Ends rounds that are still open, on all ranks at once: afterwards all replicas hold the same weights."""
+        for replicator in self._replicators or []:
+            replicator.settle(self.step_count)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._replicators is not None:
+            raise ValueError("parameters can be added before the first step only: the replicas agreed on a layout")
+        self.base.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's state, and under "replication" what is private to this replica and shard.
+
+        The private part differs between replicas: save it per rank. Helpers of torch.distributed.checkpoint leave it
+        out; see `replica_state`.
+        """
+        return {**self.base.state_dict(), "replication": self.replica_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned on this rank, with or without the "replication" part."""
+        rest = {key: value for key, value in state_dict.items() if key != "replication"}
+        self.base.load_state_dict(rest)
+        if "replication" in state_dict:
+            self.load_replica_state(state_dict["replication"])
+
+    def replica_state(self) -> dict[str, Tensor]:
+        """Copies of what is private to this replica and shard, by flat keys: `step`, `0.residual.<parameter>`, ..."""
+        state = {"step": torch.tensor(self.step_count)}
+        if self._replicators is None:
+            return state | dict(self._loaded)
+        return state | {key: tensor.clone() for key, tensor in self._private().items()}
+
+    def load_replica_state(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from what `replica_state` returned; before the first step it is kept until then.
+
+        Raises `ValueError` where it does not fit this model and scheme.
+        """
+        self.step_count = int(state["step"])
+        self._loaded = {key: tensor for key, tensor in state.items() if key != "step"}
+        if self._replicators is not None:
+            self._restore()
+
+    def set_up(self) -> list[Replicator]:
+        """Builds the levels at the first step, when the parameters are the ones that will be trained."""
+        if self._replicators is None:
+            parameters = self._parameters()
+            device = _one_device(parameters)
+            self._names = list(parameters)
+            self._replicators = [
+                _replicator(parameters, axis, scheme, device, self._seed)
+                for axis, scheme in self.levels
+                if scheme.signal != "nothing"
+            ]
+            if self._loaded:
+                self._restore()
+            for replicator, (_, scheme) in zip(self._replicators, self._active(), strict=True):
+                replicator.channel.link.agree(_description(scheme, parameters, replicator, self._seed), device)
+        return self._replicators
+
+    def _active(self) -> list[Level]:
+        return [level for level in self.levels if level[1].signal != "nothing"]
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """The trained parameters by name, in the model's order."""
+        mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+        found = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
+        if len(found) < len(mine):
+            raise ValueError(f"{len(mine) - len(found)} parameters of the optimizer are not in the model")
+        return found
+
+    def _only_creates_state(self) -> bool:
+        """torch's state-dict helpers call `step()` once on an optimizer without state, with lr 0 and zero gradients.
+
+        That call is not a step of training: it must not communicate, count or decay.
+        """
+        if self.state or any(group.get("lr", 1) != 0 for group in self.param_groups):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return all(g is not None and not local(g).count_nonzero() for g in gradients)
+
+    def _private(self) -> dict[str, Tensor]:
+        return {
+            f"{level}.{kind}.{name}": tensor
+            for level, replicator in enumerate(self._replicators or [])
+            for kind, tensors in replicator.state().items()
+            for name, tensor in zip(self._names, tensors, strict=True)
+        }
+
+    def _restore(self) -> None:
+        private = self._private()
+        if private.keys() != self._loaded.keys():
+            odd = sorted(private.keys() ^ self._loaded.keys())
+            raise ValueError(f"the saved state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+        for key, tensor in private.items():
+            if tensor.shape != self._loaded[key].shape:
+                shapes = f"{tuple(self._loaded[key].shape)}, is {tuple(tensor.shape)} here"
+                raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
+            tensor.copy_(self._loaded[key])
+        self._loaded = {}
+
+
+def _check(base: Optimizer, levels: Sequence[Level]) -> None:
+    if isinstance(base, Replicated):
+        raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
+    if isinstance(base, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated")
+    signals = [scheme.signal for _, scheme in levels]
+    if "gradients" in signals[signals.index("parameters") :] if "parameters" in signals else False:
+        raise ValueError("levels that exchange gradients come before levels that exchange parameters")
+
+
+def _one_device(parameters: Mapping[str, Tensor]) -> torch.device:
+    devices = {local(parameter).device for parameter in parameters.values()}
+    if len(devices) != 1:
+        raise ValueError(f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1")
+    return devices.pop()
+
+
+def _replicator(
+    parameters: Mapping[str, Tensor], axis: DeviceMesh, scheme: Scheme, device: torch.device, seed: int
+) -> Replicator:
+    layout = Layout.of({name: local(p).shape for name, p in parameters.items()}, scheme.codec.selection.chunk)
+    channel = Channel(scheme, layout, Link(axis), device, seed)
+    if scheme.outer is None:
+        return GradientReplicator(parameters, channel)
+    return ParameterReplicator(parameters, channel, scheme.round, scheme.outer)
+
+
+def _description(
+    scheme: Scheme, parameters: Mapping[str, Tensor], replicator: Replicator, seed: int
+) -> dict[str, str]:
+    """All that must be the same on every replica before the first message, by the name that an error shall use."""
+    from detonation import __version__
+
+    settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
+    settings |= {"scheme": scheme.name, "seed": str(seed)}
+    settings |= {name: str(value) for name, value in scheme.arguments.items()}
+    tensors = {name: local(parameter) for name, parameter in parameters.items()}
+    settings |= {f"{name} (shape)": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    weights = zip(parameters, replicator.shared(), strict=True)
+    return settings | {f"{name} (weights)": digest([tensor])[:16] for name, tensor in weights}

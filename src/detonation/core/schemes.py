@@ -1,0 +1,169 @@
+"""Schemes: a frozen, serialisable description of one level of replication. It knows codec and round, no link."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from detonation.choices import make
+from detonation.core.basis import DCT, Identity
+from detonation.core.codec import Codec, Combine
+from detonation.core.memory import Feedback
+from detonation.core.precision import PRECISIONS, Precision
+from detonation.core.rounds import Round
+from detonation.core.selection import Everything, Random, Selection, Slicing, Striding, TopK
+
+
+@dataclass(frozen=True)
+class Outer:
+    """SGD on the anchor: DiLoCo's outer optimizer. lr above 0; momentum from 0 to below 1."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"outer_lr is {self.lr}, must be above 0")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"outer_momentum is {self.momentum}, must be from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One level: what is told (`signal`), how (`codec`, `feedback`, `combine`) and when (`round`).
+
+    Made by `demo(...)`, `diloco(...)` and so on, or from a recipe by `scheme(name, arguments)`; `name` and `arguments`
+    are its spelling there, defaults included.
+    """
+
+    name: str
+    signal: Literal["gradients", "parameters", "nothing"]
+    codec: Codec = field(default=Codec(Identity(), Everything(), PRECISIONS["fp32"]))
+    feedback: Feedback | None = None
+    combine: Combine = "replicas"
+    round: Round = field(default=Round())
+    outer: Outer | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def full(precision: str = "fp32") -> Scheme:
+    """Gradients averaged over all replicas at every step: what hybrid-sharded data parallel does.
+
+    precision: "fp32" or "bf16", the type of the gradients on the wire.
+    """
+    codec = Codec(Identity(), Everything(), _precision(precision))
+    return Scheme("full", "gradients", codec, arguments={"precision": precision})
+
+
+def none() -> Scheme:
+    """No exchange: every replica trains alone, as under FSDP inside its node."""
+    return Scheme("none", "nothing")
+
+
+def demo(
+    topk: int = 4,
+    chunk: int = 64,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    combine: Combine = "replicas",
+) -> Scheme:
+    """Decoupled momentum: the `topk` largest DCT coefficients of every chunk of the momentum, at every step.
+
+    Peng, Quesnelle & Kingma, arXiv 2411.19870; with more than one shard it is FlexDeMo (From et al., arXiv 2502.06728).
+    The papers step with the sign of the update: use it with `SignSGD`. Any other optimizer works too.
+
+    topk: from 1 to chunk. chunk: neighbouring coordinates that are transformed together, at least 1.
+    decay: of the momentum, from 0 to 1; the longer the run, the closer to 1. alpha: see `Feedback`.
+    precision: "fp32" or "bf16". combine: mean over all "replicas", or over the "senders" of a coefficient, as the
+    code published with DeMo does.
+    """
+    if combine not in ("replicas", "senders"):
+        raise ValueError(f"combine is {combine!r}, must be 'replicas' or 'senders'")
+    arguments = {
+        "topk": _whole("topk", topk), "chunk": _whole("chunk", chunk), "decay": decay, "alpha": alpha,
+        "precision": precision, "combine": combine,
+    }  # fmt: skip
+    codec = Codec(DCT(), TopK(topk, chunk), _precision(precision))
+    return Scheme("demo", "gradients", codec, Feedback(decay, alpha), combine, arguments=arguments)
+
+
+def random(rate: float = 1 / 16, decay: float = 0.999, alpha: float = 1.0, precision: str = "fp32") -> Scheme:
+    """A random subset of the momentum, the same on all replicas and fresh at every step, without indices.
+
+    From et al., arXiv 2502.06728. rate: the part of the coordinates told in a step, above 0 and at most 1, rounded
+    down to one over a whole number; every coordinate is told once in a cycle of ceil(1 / rate) steps.
+    """
+    return _rotating("random", Random(rate), decay, alpha, precision)
+
+
+def striding(rate: float = 1 / 16, decay: float = 0.999, alpha: float = 1.0, precision: str = "fp32") -> Scheme:
+    """Every n-th coordinate of the momentum, the comb moving on by one each step. Arguments as in `random`.
+
+    From et al., arXiv 2502.06728, with a rotation that covers everything (in the published code it stands still at
+    power-of-two rates).
+    """
+    return _rotating("striding", Striding(rate), decay, alpha, precision)
+
+
+def slicing(rate: float = 1 / 16, decay: float = 0.999, alpha: float = 1.0, precision: str = "fp32") -> Scheme:
+    """Blocks of neighbouring coordinates of the momentum, the next ones each step. Arguments as in `random`.
+
+    In the code published with arXiv 2502.06728, where it sends zeros; this one sends the momentum.
+    """
+    return _rotating("slicing", Slicing(rate), decay, alpha, precision)
+
+
+def diloco(
+    every: int = 100,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    nesterov: bool = True,
+    precision: str = "fp32",
+) -> Scheme:
+    """Local steps with any optimizer; every `every` steps the replicas average how far their parameters moved.
+
+    Douillard et al., arXiv 2311.08105: the mean of anchor - parameters is the gradient of an outer SGD (`outer_lr`,
+    `outer_momentum`, `nesterov`) that moves the anchor, from which all replicas start the next round, bitwise equal.
+    The inner optimizer's state stays private. With outer_lr 1 and outer_momentum 0 this is plain averaging.
+    """
+    arguments = {
+        "every": _whole("every", every), "outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov,
+        "precision": precision,
+    }  # fmt: skip
+    codec = Codec(Identity(), Everything(), _precision(precision))
+    outer = Outer(outer_lr, outer_momentum, nesterov and outer_momentum > 0)
+    return Scheme("diloco", "parameters", codec, round=Round(every), outer=outer, arguments=arguments)
+
+
+SCHEMES: dict[str, Callable[..., Scheme]] = {f.__name__: f for f in (full, none, demo, random, striding, slicing, diloco)}
+
+
+def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
+    """The scheme called `name` with `arguments`, as a recipe says it.
+
+    Raises `ValueError` for a name or an argument that does not exist (listing those that do), and for a value out of
+    range.
+
+    >>> scheme("demo", {"topk": 2}).arguments["chunk"]
+    64
+    """
+    return make("scheme", SCHEMES, name, arguments or {})
+
+
+def _rotating(name: str, selection: Selection, decay: float, alpha: float, precision: str) -> Scheme:
+    arguments = {"rate": selection.rate, "decay": decay, "alpha": alpha, "precision": precision}  # type: ignore[attr-defined]
+    codec = Codec(Identity(), selection, _precision(precision))
+    return Scheme(name, "gradients", codec, Feedback(decay, alpha), arguments=arguments)
+
+
+def _precision(name: str) -> Precision:
+    if name not in PRECISIONS:
+        raise ValueError(f"precision is {name!r}, must be one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def _whole(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}, must be a whole number")
+    return value

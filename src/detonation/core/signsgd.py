@@ -1,0 +1,64 @@
+"""SignSGD: every weight moves by lr in the direction of its update's sign."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from detonation.core.flat import local
+
+
+class SignSGD(Optimizer):
+    """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`.
+
+    Bernstein et al., arXiv 1802.04434. The optimizer of DeMo, whose momentum lives in the scheme: leave it 0 there.
+
+    lr: at least 0, the distance that every weight moves in a step. momentum: from 0 to below 1. weight_decay: decoupled,
+    at least 0.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0:
+            raise ValueError(f"lr is {lr}, must be at least 0")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}, must be from 0 to below 1")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on all parameters that have a gradient; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+            if not parameters:
+                continue
+            directions = [local(p.grad) for p in parameters]
+            if group["momentum"]:
+                directions = self._momentum(parameters, directions, group["momentum"])
+            weights = [local(p) for p in parameters]
+            if group["weight_decay"]:
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, torch._foreach_sign(directions), alpha=-group["lr"])
+        return loss
+
+    def _momentum(self, parameters: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
+        for p in parameters:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, gradients)
+        return buffers
