@@ -91,7 +91,7 @@ class Replicated(Optimizer):
         return sum(dense_bytes(numel, axis.size()) for axis, _ in self.levels)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of training, on all ranks at once; returns what `closure` returns."""
         loss = None
         if closure is not None:
@@ -178,7 +178,7 @@ class Replicated(Optimizer):
     def _parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name, in the model's order."""
         mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        found = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
+        found: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
         if len(found) < len(mine):
             raise ValueError(f"{len(mine) - len(found)} parameters of the optimizer are not in the model")
         return found
@@ -241,9 +241,7 @@ def _replicator(
     return ParameterReplicator(parameters, channel, scheme.round, scheme.outer)
 
 
-def _description(
-    scheme: Scheme, parameters: Mapping[str, Tensor], replicator: Replicator, seed: int
-) -> dict[str, str]:
+def _description(scheme: Scheme, parameters: Mapping[str, Tensor], replicator: Replicator, seed: int) -> dict[str, str]:
     """All that must be the same on every replica before the first message, by the name that an error shall use."""
     from detonation import __version__
 

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
-from detonation.core.schemes import Outer, Round
+from detonation.core.rounds import Round
+from detonation.core.schemes import Outer
 
 
 class NonFiniteGradient(ArithmeticError):

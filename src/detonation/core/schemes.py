@@ -136,7 +136,15 @@ def diloco(
     return Scheme("diloco", "parameters", codec, round=Round(every), outer=outer, arguments=arguments)
 
 
-SCHEMES: dict[str, Callable[..., Scheme]] = {f.__name__: f for f in (full, none, demo, random, striding, slicing, diloco)}
+SCHEMES: dict[str, Callable[..., Scheme]] = {
+    "full": full,
+    "none": none,
+    "demo": demo,
+    "random": random,
+    "striding": striding,
+    "slicing": slicing,
+    "diloco": diloco,
+}
 
 
 def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:

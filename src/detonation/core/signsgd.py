@@ -15,8 +15,8 @@ class SignSGD(Optimizer):
 
     Bernstein et al., arXiv 1802.04434. The optimizer of DeMo, whose momentum lives in the scheme: leave it 0 there.
 
-    lr: at least 0, the distance that every weight moves in a step. momentum: from 0 to below 1. weight_decay: decoupled,
-    at least 0.
+    lr: at least 0, the distance that every weight moves in a step. momentum: from 0 to below 1.
+    weight_decay: decoupled, at least 0.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SignSGD(Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all parameters that have a gradient; returns what `closure` returns."""
         loss = None
         if closure is not None:

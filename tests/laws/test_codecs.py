@@ -1,0 +1,212 @@
+"""The laws of DESIGN 3 that need no network, for every scheme, over generated layouts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import GRADIENT, TALKING
+
+import detonation as dt
+from detonation.core import traffic
+from detonation.core.flat import Layout
+from detonation.core.memory import Feedback, Memory
+from detonation.core.selection import Rotation
+
+CPU = torch.device("cpu")
+SHAPES = st.lists(
+    st.one_of(
+        st.sampled_from([(), (1,), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (17, 31), (64, 64)]),
+        st.tuples(st.integers(0, 40), st.integers(1, 40)),
+    ),
+    max_size=6,
+)
+each_scheme = pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
+each_gradient_scheme = pytest.mark.parametrize("scheme", GRADIENT.values(), ids=GRADIENT)
+laws = settings(max_examples=25, deadline=None)
+
+
+def layout_of(shapes: list[tuple[int, ...]], scheme: dt.Scheme) -> Layout:
+    return Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, scheme.codec.selection.chunk)
+
+
+def signals_of(layout: Layout, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
+
+
+@given(shapes=SHAPES, chunk=st.integers(1, 300))
+@laws
+def test_layout_holds_every_coordinate_once(shapes, chunk):
+    layout = Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, chunk)
+    signals = signals_of(layout, 0)
+    flat = layout.flatten(signals, CPU)
+    assert flat.shape == (layout.rows, chunk)
+    assert all(torch.equal(view, signal) for view, signal in zip(layout.views(flat), signals, strict=True))
+    assert layout.numel + len(layout.padding(CPU)) == flat.numel()
+    assert not flat.view(-1)[layout.padding(CPU)].any()
+    rows = [range(slot.row, slot.row + slot.rows) for slot in layout.slots]
+    assert [row for each in rows for row in each] == list(range(layout.rows))  # no chunk spans two parameters
+
+
+@each_scheme
+@given(shapes=SHAPES, steps=st.integers(1, 6))
+@laws
+def test_law_1_nothing_is_lost(scheme, shapes, steps):
+    layout = layout_of(shapes, scheme)
+    memory = Memory(layout, Feedback(decay=1.0, alpha=1.0), CPU)
+    told = layout.zeros(CPU)
+    put_in = [torch.zeros(slot.shape) for slot in layout.slots]
+    for step in range(steps):
+        signals = signals_of(layout, step)
+        message = scheme.codec.encode(memory.absorb(signals), step, seed=0)
+        decoded = scheme.codec.decode([message], layout.rows, step, seed=0, combine="replicas")
+        memory.release(decoded)
+        told += decoded
+        put_in = [total + signal for total, signal in zip(put_in, signals, strict=True)]
+    for kept, sent, total in zip(memory.views, layout.views(told), put_in, strict=True):
+        torch.testing.assert_close(kept + sent, total, atol=2e-5, rtol=1e-5)
+
+
+@each_gradient_scheme
+@given(shapes=SHAPES, alpha=st.floats(0, 1), decay=st.floats(0, 1))
+@laws
+def test_memory_is_the_stated_recurrence_and_its_padding_stays_zero(scheme, shapes, alpha, decay):
+    layout = layout_of(shapes, scheme)
+    memory = Memory(layout, Feedback(decay, alpha), CPU)
+    before = signals_of(layout, 1)
+    memory.absorb(before)
+    signals = signals_of(layout, 2)
+    told = layout.flatten(signals_of(layout, 3), CPU) + 1  # also where the padding is
+    memory.absorb(signals)
+    memory.release(told)
+    for view, old, new, out in zip(memory.views, before, signals, layout.views(told), strict=True):
+        torch.testing.assert_close(view, decay * old + new - alpha * out, atol=1e-5, rtol=1e-5)
+    assert not memory.residual.view(-1)[layout.padding(CPU)].any()
+
+
+@each_scheme
+@given(shapes=SHAPES, replicas=st.integers(1, 5), step=st.integers(0, 10**6))
+@laws
+def test_law_2_the_same_messages_decode_to_the_same_bits(scheme, shapes, replicas, step):
+    layout = layout_of(shapes, scheme)
+    flats = [layout.flatten(signals_of(layout, replica), CPU) for replica in range(replicas)]
+
+    def agreed() -> torch.Tensor:
+        messages = [scheme.codec.encode(flat.clone(), step, seed=5) for flat in flats]
+        return scheme.codec.decode(messages, layout.rows, step, seed=5, combine=scheme.combine)
+
+    assert torch.equal(agreed(), agreed())
+
+
+@pytest.mark.parametrize("rate", [1, 1 / 2, 1 / 3, 0.3, 0.75, 1 / 4, 1 / 16, 1 / 32, 0.1, 1 / 49, 1 / 100, 0.011])
+@pytest.mark.parametrize("make", [dt.random, dt.striding, dt.slicing])
+@given(shapes=SHAPES, seed=st.integers(0, 9), start=st.integers(0, 3))
+@settings(max_examples=5, deadline=None)
+def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start):
+    scheme = make(rate=rate)
+    layout, period = layout_of(shapes, scheme), scheme.codec.selection.period
+    ones = layout.flatten([torch.ones(slot.shape) for slot in layout.slots], CPU)
+    heard = layout.zeros(CPU)
+    for step in range(start * period, (start + 1) * period):
+        message = scheme.codec.encode(ones, step, seed)
+        heard += scheme.codec.decode([message], layout.rows, step, seed, "replicas")
+    assert period - 1 < 1 / rate + 1e-6 and scheme.codec.selection.kept <= rate * scheme.codec.selection.chunk + 1e-6
+    assert all((view == 1).all() for view in layout.views(heard))
+
+
+def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_seeds():
+    selection = dt.random(rate=1 / 8).codec.selection
+    flat = torch.zeros(50, selection.chunk)
+    first, next_cycle = selection.columns(flat, 0, 0), selection.columns(flat, selection.period, 0)
+    assert not torch.equal(first, next_cycle)
+    assert not torch.equal(first, selection.columns(flat, 0, 1))
+    assert len(first.sort(1).values.unique(dim=0)) > 20
+
+
+@given(signal=st.lists(st.floats(-1, 1, width=32), min_size=24, max_size=24), topk=st.integers(1, 8))
+@laws
+def test_top_k_tells_the_largest(signal, topk):
+    flat = torch.tensor(signal).view(3, 8)
+    columns = dt.demo(topk, 8).codec.selection.columns(flat, 0, 0)
+    told = flat.abs().gather(1, columns).sort(1, descending=True).values
+    assert torch.equal(told, flat.abs().sort(1, descending=True).values[:, :topk])
+
+
+@each_scheme
+@given(shapes=SHAPES, step=st.integers(0, 100))
+@laws
+def test_law_4_a_message_owns_its_memory_and_its_size_is_known(scheme, shapes, step):
+    layout = layout_of(shapes, scheme)
+    flat = layout.flatten(signals_of(layout, 0), CPU)
+    message = scheme.codec.encode(flat, step, seed=0)
+    before = [part.clone() for part in message.parts]
+    flat.fill_(float("nan"))
+    assert all(torch.equal(part, old) for part, old in zip(message.parts, before, strict=True))
+    assert sum(part.nbytes for part in message.parts) == scheme.codec.nbytes(layout.rows)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8, 32, 64])
+@pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
+def test_law_5_never_larger_than_dense(scheme, replicas):
+    layout = Layout.of({"w": (640, 64), "b": (64,)}, scheme.codec.selection.chunk)
+    dense = traffic.dense_bytes(layout.numel, replicas)
+    per_step = traffic.bytes_sent(scheme, layout, replicas, scheme.round.every - 1) / scheme.round.every
+    if per_step <= dense:
+        traffic.check(scheme, layout, replicas)
+    else:
+        with pytest.raises(traffic.LargerThanDense, match=f"{per_step:,.0f} bytes.*{dense:,}"):
+            traffic.check(scheme, layout, replicas)
+
+
+def test_law_5_refuses_what_grows_with_the_replicas():
+    layout = Layout.of({"w": (640, 64)}, 64)
+    traffic.check(dt.demo(topk=4, chunk=64), layout, 16)
+    with pytest.raises(traffic.LargerThanDense, match="819,200 bytes a step over 65 replicas"):
+        traffic.check(dt.demo(topk=4, chunk=64), layout, 65)
+
+
+@each_scheme
+@given(shapes=SHAPES, scale=st.sampled_from([2.0**-10, 2.0, 2.0**7]))
+@laws
+def test_law_7_the_update_is_linear_in_the_signal(scheme, shapes, scale):
+    layout = layout_of(shapes, scheme)
+    flat = layout.flatten(signals_of(layout, 0), CPU)
+
+    def update(signal: torch.Tensor) -> torch.Tensor:
+        message = scheme.codec.encode(signal, 0, seed=0)
+        return scheme.codec.decode([message], layout.rows, 0, seed=0, combine=scheme.combine)
+
+    assert torch.equal(update(flat * scale), update(flat) * scale)  # powers of two scale without rounding
+
+
+@each_scheme
+def test_law_10_absent_is_zero(scheme):
+    shapes = {"a": (33,), "gone": (5, 5), "empty": (0, 4), "scalar": ()}
+    layout = Layout.of(shapes, scheme.codec.selection.chunk)
+    signals = signals_of(layout, 0)
+    zeroed = [signals[0], torch.zeros(5, 5), signals[2], signals[3]]
+    absent = [signals[0], None, signals[2], signals[3]]
+    assert torch.equal(layout.flatten(zeroed, CPU), layout.flatten(absent, CPU))
+    memories = [Memory(layout, Feedback(0.9), CPU) for _ in range(2)]
+    assert torch.equal(memories[0].absorb(zeroed), memories[1].absorb(absent))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 64, 1009])
+def test_dct_is_orthonormal_and_the_one_of_the_textbook(size):
+    basis = dt.demo(1, size).codec.basis
+    eye = torch.eye(size)
+    torch.testing.assert_close(basis.inverse(basis.forward(eye)), eye, atol=1e-5, rtol=0)
+    x = torch.randn(1, size, dtype=torch.float64)
+    n = torch.arange(size, dtype=torch.float64)
+    plain = torch.stack(
+        [(x * torch.cos(torch.pi * (n + 0.5) * k / size)).sum() * (2 / size) ** 0.5 for k in range(size)]
+    )
+    plain[0] /= 2**0.5
+    torch.testing.assert_close(basis.forward(x.float())[0], plain.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_every_rotation_declares_equal_messages():
+    for make in (dt.random, dt.striding, dt.slicing):
+        for rate in (1.0, 0.7, 0.5, 1 / 3, 1 / 64, 1 / 100):
+            selection = make(rate).codec.selection
+            assert isinstance(selection, Rotation) and selection.kept * selection.period == selection.chunk

@@ -1,0 +1,253 @@
+"""Every scheme against plain torch that says the same in a few lines. Laws 6, 7 and sharding invariance."""
+
+import math
+
+import pytest
+import torch
+import worlds
+from torch.distributed.fsdp import fully_shard
+from zoo import Plain, batch, built
+
+import detonation as dt
+from detonation.core.flat import local
+
+STEPS = 10
+
+
+def train(mesh, scheme, make, steps=STEPS, settle=False):
+    """Full weights after training `Plain` under `scheme`, by name. Not by sign: where replicas cancel, that is noise."""
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(make(model.parameters()), model, mesh["replicate"], scheme)
+    for step in range(steps):
+        model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if settle:
+        optimizer.settle()
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model, ranks, step):
+    """What a replica made of these ranks has as its gradient: the mean over their batches."""
+    model.zero_grad()
+    sum(model(batch(rank, step, 32)).mean() / len(ranks) for rank in ranks).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def close(mine, plain, **tolerance):
+    for name, p in plain.items():
+        torch.testing.assert_close(mine[name], p, **tolerance)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def full_against_hsdp(mesh):
+    mine = train(mesh, dt.full(), adamw)
+    model = built(Plain)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)  # a 2-D mesh: torch's own hybrid sharding
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    close(mine, {name: p.full_tensor() for name, p in model.named_parameters()}, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("replicas, shards", [(2, 1), (2, 2)])
+def test_law_6_full_is_torch_hybrid_sharding(replicas, shards):
+    worlds.run(full_against_hsdp, replicas, shards)
+
+
+def none_against_fsdp(mesh):
+    mine = train(mesh, dt.none(), adamw)
+    ranks = mesh.mesh[mesh.get_local_rank("replicate")].tolist()
+    model = built(Plain)
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        gradients(model, ranks, step)
+        optimizer.step()
+    close(mine, dict(model.named_parameters()), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("replicas, shards", [(2, 1), (2, 2), (1, 2)])
+def test_law_6_none_is_fsdp_alone(replicas, shards):
+    worlds.run(none_against_fsdp, replicas, shards)
+
+
+def one_replica(mesh):
+    """With one node every lossless scheme is the plain optimizer, by the same code."""
+    plain = train(mesh, dt.none(), adamw)
+    close(train(mesh, dt.full(), adamw), plain, atol=0, rtol=0)
+    close(train(mesh, dt.random(rate=1, decay=0), adamw), plain, atol=0, rtol=0)
+    close(train(mesh, dt.diloco(every=2, outer_lr=1, outer_momentum=0), adamw), plain, atol=1e-6, rtol=1e-6)
+
+
+def test_law_6_one_replica_is_the_plain_optimizer():
+    worlds.run(one_replica, 1, 2)
+
+
+def plain_decoupled(mesh, extract, decay):
+    """Decoupled momentum over replicas of one rank each, in ordinary torch: `extract(name, m, step)` is what is told."""
+    model = built(Plain)
+    optimizer = sgd(model.parameters())
+    momenta = [{n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(mesh.size())]
+    for step in range(STEPS):
+        told = []
+        for rank, momentum in enumerate(momenta):
+            for name, g in gradients(model, [rank], step).items():
+                momentum[name].mul_(decay).add_(g)
+            told.append({name: extract(name, m, step) for name, m in momentum.items()})
+            for name, q in told[-1].items():
+                momentum[name].sub_(q)
+        for name, p in model.named_parameters():
+            p.grad = torch.stack([q[name] for q in told]).mean(0)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def plain_dct_top_k(name, m, step):
+    """The 2 largest of every 16 DCT coefficients, each found by its definition."""
+    n = torch.arange(16.0)
+    waves = torch.stack(
+        [torch.cos(math.pi * (n + 0.5) * k / 16) * math.sqrt((1 if k == 0 else 2) / 16) for k in range(16)]
+    )
+    coefficients = m.reshape(-1, 16) @ waves.T
+    smallest = coefficients.abs().sort(1, descending=True).values[:, 1:2]
+    return (torch.where(coefficients.abs() >= smallest, coefficients, 0) @ waves).view_as(m)
+
+
+def demo_against_plain(mesh):
+    scheme = dt.demo(topk=2, chunk=16, decay=0.9)
+    close(train(mesh, scheme, sgd), plain_decoupled(mesh, plain_dct_top_k, 0.9), atol=1e-6, rtol=1e-6)
+
+
+def test_demo_is_the_papers_rule():
+    worlds.run(demo_against_plain, 2, 1)
+
+
+def rotating_against_plain(mesh, scheme, comb):
+    """Random, striding and slicing: zero what was sent, mean of the rest of the momentum at the same places."""
+
+    def told(name, m, step):
+        rows = m.reshape(-1).clone()
+        padded = torch.nn.functional.pad(rows, (0, -len(rows) % scheme.codec.selection.chunk))
+        mask = comb(padded.view(-1, scheme.codec.selection.chunk), step)
+        return (padded * mask.reshape(-1))[: len(rows)].view_as(m)
+
+    close(train(mesh, scheme, sgd), plain_decoupled(mesh, told, 0.9), atol=1e-6, rtol=1e-6)
+
+
+def striding_comb(rows, step):
+    return ((torch.arange(rows.shape[1]) - step) % 4 == 0).expand_as(rows)
+
+
+def slicing_block(rows, step):
+    return (torch.arange(rows.shape[1]) // 16 == step % 4).expand_as(rows)
+
+
+def test_striding_is_a_comb_that_moves():
+    worlds.run(rotating_against_plain, 2, 1, dt.striding(rate=1 / 4, decay=0.9), striding_comb)
+
+
+def test_slicing_is_a_block_that_moves():
+    worlds.run(rotating_against_plain, 2, 1, dt.slicing(rate=1 / 4, decay=0.9), slicing_block)
+
+
+def random_against_plain(mesh):
+    """The subset depends on the place of a parameter in the flat: rows of 64, one parameter after the other."""
+    scheme = dt.random(rate=1 / 4, decay=0.9)
+    sizes = {name: p.numel() for name, p in built(Plain).named_parameters()}
+    rows = {name: -(-size // 64) for name, size in sizes.items()}
+
+    def told(name, m, step):
+        columns = scheme.codec.selection.columns(torch.zeros(sum(rows.values()), 64), step, 0)
+        mask = torch.zeros(sum(rows.values()), 64).scatter_(1, columns, 1.0).split(list(rows.values()))
+        return m * mask[list(rows).index(name)].reshape(-1)[: sizes[name]].view_as(m)
+
+    close(train(mesh, scheme, sgd), plain_decoupled(mesh, told, 0.9), atol=1e-6, rtol=1e-6)
+
+
+def test_random_sends_the_same_fresh_subset_everywhere():
+    worlds.run(random_against_plain, 2, 1)
+
+
+def diloco_against_plain(mesh):
+    mine = train(mesh, dt.diloco(every=4, outer_lr=0.7, outer_momentum=0.9), adamw, steps=12)
+    models = [built(Plain) for _ in range(mesh.size())]
+    inner = [adamw(model.parameters()) for model in models]
+    anchor = built(Plain)
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(12):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            gradients(model, [rank], step)
+            optimizer.step()
+        if step % 4 == 3:
+            for at, *theirs in zip(anchor.parameters(), *[m.parameters() for m in models], strict=True):
+                at.grad = torch.stack([at.detach() - p.detach() for p in theirs]).mean(0)
+            outer.step()
+            for model in models:
+                model.load_state_dict(anchor.state_dict())
+    close(mine, dict(anchor.named_parameters()), atol=1e-5, rtol=1e-5)
+
+
+def test_diloco_is_the_papers_rule():
+    worlds.run(diloco_against_plain, 2, 1)
+
+
+def diloco_every_step(mesh):
+    mine = train(mesh, dt.diloco(every=1, outer_lr=1, outer_momentum=0), sgd)
+    close(mine, train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)
+
+
+def test_law_6_diloco_at_every_step_is_synchronous_sgd():
+    worlds.run(diloco_every_step, 2, 2)
+
+
+def flexdemo_with_equal_batches(mesh, scheme):
+    """The shards of a weight of 64 x 32 hold whole rows of 16, so the same chunks are seen on any number of shards."""
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(sgd(model.parameters()), model, mesh["replicate"], scheme)
+    for step in range(STEPS):
+        model(batch(mesh.get_local_rank("replicate"), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor().tolist() for name, p in model.named_parameters()}
+
+
+def test_flexdemo_on_two_shards_is_demo_on_one():
+    scheme = dt.demo(topk=2, chunk=16, decay=0.9)
+    two = worlds.run(flexdemo_with_equal_batches, 2, 2, scheme)[0]
+    one = worlds.run(flexdemo_with_equal_batches, 2, 1, scheme)[0]
+    close(
+        {k: torch.tensor(v) for k, v in two.items()}, {k: torch.tensor(v) for k, v in one.items()}, atol=1e-6, rtol=1e-6
+    )
+
+
+def step_of(mesh, scheme, lr):
+    model = dt.shard(built(Plain), mesh)
+    start = {name: local(p).detach().clone() for name, p in model.named_parameters()}
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=lr), model, mesh["replicate"], scheme)
+    model(batch(mesh.get_rank(), 0, 32)).mean().backward()
+    optimizer.step()
+    return {name: local(p).detach() - start[name] for name, p in model.named_parameters()}
+
+
+def lr_means_one_thing(mesh, scheme):
+    once, four_times = step_of(mesh, scheme, 0.25), step_of(mesh, scheme, 1.0)
+    for name, moved in once.items():
+        torch.testing.assert_close(4 * moved, four_times[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scheme", [dt.full(), dt.demo(), dt.random(rate=1 / 4), dt.striding(), dt.slicing()], ids=lambda s: s.name
+)
+def test_law_7_the_step_is_linear_in_lr(scheme):
+    worlds.run(lr_means_one_thing, 2, 1, scheme)

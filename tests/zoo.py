@@ -1,0 +1,71 @@
+"""What the tests share: every scheme once, models with awkward parameters, and data that differs between ranks."""
+
+import torch
+from torch import Tensor, nn
+
+import detonation as dt
+
+SCHEMES = {
+    "full": dt.full(),
+    "full-bf16": dt.full(precision="bf16"),
+    "none": dt.none(),
+    "demo": dt.demo(topk=4, chunk=16),
+    "demo-senders-bf16": dt.demo(topk=2, chunk=64, precision="bf16", combine="senders"),
+    "demo-alpha": dt.demo(topk=3, chunk=10, decay=0.9, alpha=0.2),
+    "demo-whole": dt.demo(topk=1, chunk=1000),
+    "random": dt.random(rate=1 / 4),
+    "random-odd": dt.random(rate=0.3, decay=0.95, precision="bf16"),
+    "striding": dt.striding(rate=1 / 16),
+    "slicing": dt.slicing(rate=1 / 8),
+    "diloco": dt.diloco(every=3),
+    "diloco-bf16": dt.diloco(every=2, precision="bf16"),
+}
+"""The table of laws: a new scheme is one line here."""
+
+TALKING = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
+GRADIENT = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal == "gradients"}
+WORLDS = [(2, 1), (2, 2), (4, 1), (1, 2)]
+
+
+class Menagerie(nn.Module):
+    """Parameters of every awkward kind: a 4-D kernel, prime sizes, tied, frozen, unused, bf16 and, unsharded, a scalar."""
+
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.kernel = nn.Conv2d(1, 5, 3)  # 4-D; 5 rows over 2 shards are uneven
+        self.body = nn.ModuleList([nn.Linear(257, 31), nn.Linear(31, 257, bias=False)])
+        self.tied = nn.Linear(31, 257, bias=False)
+        self.tied.weight = self.body[1].weight
+        self.single = nn.Parameter(torch.ones(1, 7))  # one row: empty on all shards but the first
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(11))
+        self.half = nn.Linear(13, 3, dtype=torch.bfloat16)
+        self.scalar = nn.Parameter(torch.tensor(0.5)) if scalar else 0.5
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 257] -> [batch]
+        hidden = self.body[0](x)
+        out = self.body[1](hidden) + self.tied(hidden.sin())
+        picture = self.kernel(out[:, :256].view(-1, 1, 16, 16)).sum((1, 2, 3))
+        small = self.half(x[:, :13].bfloat16()).float().sum(1)
+        return picture * self.scalar + small + (x[:, :7] * self.single).sum(1) + self.frozen.sum()
+
+
+class Plain(nn.Module):
+    """A small model whose shards divide evenly, for comparison with ordinary torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 64), nn.Linear(64, 32)])
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, 32] -> [batch]
+        return self.layers[1](self.layers[0](x).tanh()).square().mean(1)
+
+
+def batch(rank: int, step: int, width: int) -> Tensor:
+    """The batch of one rank at one step: pure, so that any process can compute any other's."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))  # [4, width]
+
+
+def built(model: type[nn.Module], **arguments: object) -> nn.Module:
+    torch.manual_seed(0)
+    return model(**arguments)
