@@ -39,14 +39,14 @@ class Menagerie(nn.Module):
         self.single = nn.Parameter(torch.ones(1, 7))  # one row: empty on all shards but the first
         self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(11))
-        self.half = nn.Linear(13, 3, dtype=torch.bfloat16)
+        self.coarse = nn.ModuleList([nn.Linear(13, 3, dtype=torch.bfloat16)])  # a unit of its own: FSDP2 wants one dtype
         self.scalar = nn.Parameter(torch.tensor(0.5)) if scalar else 0.5
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, 257] -> [batch]
         hidden = self.body[0](x)
         out = self.body[1](hidden) + self.tied(hidden.sin())
         picture = self.kernel(out[:, :256].view(-1, 1, 16, 16)).sum((1, 2, 3))
-        small = self.half(x[:, :13].bfloat16()).float().sum(1)
+        small = self.coarse[0](x[:, :13].bfloat16()).float().sum(1)
         return picture * self.scalar + small + (x[:, :7] * self.single).sum(1) + self.frozen.sum()
 
 

@@ -1,12 +1,14 @@
 """Mesh: which rank is which shard of which replica, and the model laid out on it."""
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from detonation.core.flat import local
 
@@ -33,22 +35,29 @@ def init_mesh(replicas: int, shards: int, device: str | None = None) -> DeviceMe
 def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> nn.Module:
     """Shards `model` in place inside each node (FSDP2 on `mesh["shard"]`), with the same weights on every replica.
 
-    Each element of every `nn.ModuleList` (the layers of a transformer) becomes a unit of its own, the model the last
-    one. Weights are those of the first rank. mixed_precision: as in `torch.distributed.fsdp.fully_shard`.
+    Each element of an outermost `nn.ModuleList` (the layers of a transformer) becomes a unit of its own, unless it
+    shares a parameter with the rest of the model; the model is the last unit. Weights are those of the first rank.
+    mixed_precision: as in `torch.distributed.fsdp.fully_shard`.
     """
     same_weights(model, mesh["shard"])
-    options = {"mesh": mesh["shard"], "mp_policy": mixed_precision or MixedPrecisionPolicy()}
-    for layers in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
-        for layer in layers:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, **options)
-    fully_shard(model, **options)
-    if mesh.device_type == "cpu":
-        # gloo averages by summing first; some versions summed only
-        for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
-            module.set_force_sum_reduction_for_comms(True)
+    policy = mixed_precision or MixedPrecisionPolicy()
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for unit in [*_layers(model), model]:
+        mine = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
+        if unit is model or (mine and all(uses[parameter] == count for parameter, count in mine.items())):
+            fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
+            if mesh.device_type == "cpu":  # gloo averages by summing first; some versions summed only
+                unit.set_force_sum_reduction_for_comms(True)
     same_weights(model, mesh["replicate"])
     return model
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
 
 
 @torch.no_grad()

@@ -1,0 +1,225 @@
+"""Real worlds of gloo ranks: replicas agree, bytes are what was predicted, awkward parameters train."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+import worlds
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from zoo import SCHEMES, WORLDS, Menagerie, Plain, batch, built
+
+import detonation as dt
+from detonation.core import traffic
+from detonation.core.flat import Layout, local
+
+STEPS = 4
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta"]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def train(model, optimizer, rank, steps=STEPS, width=257):
+    for step in range(steps):
+        model(batch(rank, step, width)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def menagerie(mesh, scheme, sharded):
+    """Trains every awkward parameter; returns what the test compares, for this rank."""
+    model = built(Menagerie, scalar=not sharded)
+    if sharded:
+        dt.shard(model, mesh)
+    start = [local(p).detach().clone() for p in model.parameters()]
+    frozen = local(model.frozen).detach().clone()
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], scheme)
+    train(model, optimizer, mesh.get_rank())
+    optimizer.settle()
+    moved = sum(float((local(p).detach() - old).abs().sum()) for p, old in zip(model.parameters(), start, strict=True))
+    assert torch.equal(local(model.frozen).detach(), frozen)
+    assert all(local(p).isfinite().all() for p in model.parameters())
+    return dt.fingerprint(model, mesh), optimizer.bytes_sent, predicted(model, mesh, scheme), moved
+
+
+def predicted(model, mesh, scheme):
+    """Bytes by arithmetic alone, from the shapes of the local shards."""
+    trained = {name: local(p).shape for name, p in model.named_parameters() if p.requires_grad}
+    layout = Layout.of(trained, scheme.codec.selection.chunk)
+    sent = sum(traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), step) for step in range(STEPS))
+    if scheme.outer and STEPS % scheme.round.every:  # settling ends the open round
+        sent += traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), scheme.round.every - 1)
+    return sent
+
+
+def every_menagerie(mesh, sharded):
+    return {name: menagerie(mesh, scheme, sharded) for name, scheme in SCHEMES.items()}
+
+
+@lru_cache
+def menageries(replicas, shards):
+    """One world for all schemes: starting it costs more than the training."""
+    return worlds.run(every_menagerie, replicas, shards, shards > 1)
+
+
+@pytest.mark.parametrize("replicas, shards", WORLDS)
+@pytest.mark.parametrize("name, scheme", SCHEMES.items(), ids=SCHEMES)
+def test_laws_2_4_10_replicas_agree_bytes_are_predicted_and_nothing_crashes(name, scheme, replicas, shards):
+    results = [rank[name] for rank in menageries(replicas, shards)]
+    assert len({fingerprint for (fingerprint, _), *_ in results}) == 1
+    alone = scheme.signal == "nothing" and replicas > 1
+    assert all(equal is not alone for (_, equal), *_ in results)
+    assert all(sent == foreseen for _, sent, foreseen, _ in results)
+    assert (results[0][1] > 0) is (replicas > 1 and not alone)
+    assert results[0][3] > 0
+
+
+def every_step(mesh, scheme):
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], scheme)
+    equal = []
+    for step in range(6):
+        train(model, optimizer, mesh.get_rank() + 100 * step, steps=1, width=32)
+        equal.append(dt.fingerprint(model, mesh)[1])
+    return equal
+
+
+@pytest.mark.parametrize("scheme", [dt.demo(), dt.random(), dt.full()], ids=lambda s: s.name)
+def test_law_2_replicas_are_bitwise_equal_after_every_step(scheme):
+    assert worlds.run(every_step, 2, 2, scheme)[0] == [True] * 6
+
+
+def test_law_2_diloco_is_bitwise_equal_after_every_round_and_not_between():
+    assert worlds.run(every_step, 2, 2, dt.diloco(every=3))[0] == [False, False, True] * 2
+
+
+def by_optimizers(mesh):
+    return {name: by_optimizer(mesh, name) for name in OPTIMIZERS}
+
+
+def by_optimizer(mesh, name):
+    model = dt.shard(built(Plain), mesh)
+    base = getattr(torch.optim, name)(model.parameters())
+    start = [local(p).detach().clone() for p in model.parameters()]
+    train(model, dt.replicate(base, model, mesh["replicate"], dt.demo()), mesh.get_rank(), width=32)
+    assert any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), start, strict=True))
+    return dt.fingerprint(model, mesh)[1]
+
+
+def test_demo_takes_nine_torch_optimizers():
+    assert worlds.run(by_optimizers, 2, 1) == [dict.fromkeys(OPTIMIZERS, True)] * 2
+
+
+class Projections(nn.Module):
+    """Tensor-parallel by columns and rows, as DTensors on the axis inside the node."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        weights = built(Plain)
+        up, down = weights.layers[0].weight.detach(), weights.layers[1].weight.detach()
+        self.up = nn.Parameter(distribute_tensor(up, mesh, [Shard(0)]))
+        self.down = nn.Parameter(distribute_tensor(down, mesh, [Shard(1)]))
+        self.scale = nn.Parameter(distribute_tensor(torch.ones(32), mesh, [Replicate()]))
+
+    def forward(self, x):
+        x = distribute_tensor(x, self.up.device_mesh, [Replicate()])
+        return ((x @ self.up.T).tanh() @ self.down.T * self.scale).square().mean(1).full_tensor()
+
+
+def tensor_parallel(mesh):
+    model = Projections(mesh["shard"])
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full())
+    train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
+    whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    plain = Projections(init_single())
+    reference = sgd(plain)
+    for step in range(STEPS):
+        sum(plain(batch(replica, step, 32)).mean() / 2 for replica in range(2)).backward()
+        reference.step()
+        reference.zero_grad()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(whole[name], p.full_tensor().detach(), atol=1e-6, rtol=1e-5)
+    return dt.fingerprint(model, mesh)[1]
+
+
+def init_single() -> DeviceMesh:
+    """A mesh of this rank alone."""
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([r]) for r in range(torch.distributed.get_world_size())]
+    return DeviceMesh.from_group(groups[rank], "cpu", mesh=torch.tensor([rank]))
+
+
+def test_tensor_parallel_parameters_train_as_one_model():
+    assert all(worlds.run(tensor_parallel, 2, 2))
+
+
+def levels(mesh, schemes):
+    """Two tiers of network, one shard: ranks 0-1 and 2-3 share a rack."""
+    racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
+    model = built(Plain)
+    tiers = [(racks["rack"], schemes[0]), (racks["site"], schemes[1])]
+    optimizer = dt.replicate(sgd(model), model, levels=tiers)
+    train(model, optimizer, mesh.get_rank(), steps=4, width=32)
+    return dt.fingerprint(model, mesh), {k: v.tolist() for k, v in model.state_dict().items()}, optimizer.bytes_sent
+
+
+def test_law_8_levels_chain_and_each_counts_its_bytes():
+    (two_levels, weights, sent), *_ = worlds.run(levels, 4, 1, [dt.full(), dt.full()])
+    (_, one_level, _), *_ = worlds.run(one_full_level, 4, 1)
+    assert two_levels[1] and sent == 4 * 2 * traffic.dense_bytes(sum(p.numel() for p in Plain().parameters()), 2)
+    for name, weight in one_level.items():
+        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(weight), atol=1e-6, rtol=1e-5)
+
+
+def one_full_level(mesh):
+    model = built(Plain)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full())
+    train(model, optimizer, mesh.get_rank(), steps=4, width=32)
+    return dt.fingerprint(model, mesh), {k: v.tolist() for k, v in model.state_dict().items()}, optimizer.bytes_sent
+
+
+@pytest.mark.parametrize("outer", [dt.demo(), dt.diloco(every=2)], ids=lambda s: s.name)
+def test_law_8_full_in_the_rack_and_something_else_across(outer):
+    results = worlds.run(levels, 4, 1, [dt.full(), outer])
+    assert all(equal for (_, equal), *_ in results)
+
+
+def placed(mesh):
+    torch.manual_seed(mesh.get_rank())  # every rank starts elsewhere
+    model = Plain()
+    dt.shard(model, mesh)
+    before = [local(p).detach().clone() for p in model.parameters()]
+    dt.same_weights(model, mesh["replicate"])
+    assert all(torch.equal(local(p), old) for p, old in zip(model.parameters(), before, strict=True))
+    torch.manual_seed(0)
+    first = dict(Plain().named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor().detach(), first[name].detach(), atol=0, rtol=0)
+    return dt.fingerprint(model, mesh)
+
+
+def test_shard_gives_every_replica_the_weights_of_the_first_rank():
+    results = worlds.run(placed, 2, 2)
+    assert len(set(results)) == 1 and results[0][1]
+
+
+def swapped_after_sharding(mesh):
+    """Accelerate and the HF Trainer build the optimizer first, shard, then swap its parameters."""
+    model = built(Plain)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for p in base.param_groups[0]["params"]]
+    fully_shard(model, mesh=mesh["shard"])
+    sharded = dict(model.named_parameters())
+    base.param_groups[0]["params"] = [sharded[name] for name in order]
+    train(model, optimizer, mesh.get_rank(), width=32)
+    return dt.fingerprint(model, mesh)[1], optimizer.step_count
+
+
+def test_an_optimizer_built_before_sharding_works():
+    assert worlds.run(swapped_after_sharding, 2, 2) == [(True, STEPS)] * 4
