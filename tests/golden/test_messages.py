@@ -1,0 +1,45 @@
+"""Encoded messages, committed: another version of the code must say the same bytes, or say why not in the changelog.
+
+Made by `python tests/golden/test_messages.py`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import detonation as dt
+from detonation.core.flat import Layout
+
+GOLDEN = Path(__file__).with_name("messages.json")
+SCHEMES = {
+    "demo": dt.demo(topk=2, chunk=16),
+    "random": dt.random(rate=1 / 16),
+    "striding": dt.striding(rate=1 / 16),
+    "slicing": dt.slicing(rate=1 / 4),
+    "full": dt.full(precision="bf16"),
+}
+
+
+def message(scheme: dt.Scheme) -> dict[str, list]:
+    """What is told of a small ramp at step 5: values rounded to what every CPU agrees on, and the columns."""
+    layout = Layout.of({"w": (5, 9), "b": (3,)}, scheme.codec.selection.chunk)
+    ramp = [torch.arange(45.0).view(5, 9).sub(20), torch.tensor([0.5, -8.0, 3.0])]
+    flat = layout.flatten(ramp, torch.device("cpu"))
+    told = scheme.codec.encode(flat, step=5, seed=1)
+    columns = told.columns if told.columns is not None else scheme.codec.selection.columns(flat, 5, 1)
+    order = columns.long().argsort(1)
+    values = told.values.float().view(columns.shape).gather(1, order)
+    return {"values": [[round(v, 3) for v in row] for row in values.tolist()], "columns": columns.gather(1, order).tolist()}
+
+
+@pytest.mark.parametrize("name, scheme", SCHEMES.items(), ids=SCHEMES)
+def test_the_message_is_the_committed_one(name, scheme):
+    golden, now = json.loads(GOLDEN.read_text())[name], message(scheme)
+    assert now["columns"] == golden["columns"]
+    torch.testing.assert_close(torch.tensor(now["values"]), torch.tensor(golden["values"]), atol=2e-3, rtol=0)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({name: message(scheme) for name, scheme in SCHEMES.items()}) + "\n")

@@ -1,0 +1,82 @@
+"""Who may import whom: the table of the design, held to the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import detonation
+
+SOURCE = Path(detonation.__file__).parent
+CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
+    ["flat"],
+    ["basis", "selection", "precision", "rounds"],
+    ["codec"],
+    ["memory", "schemes", "traffic"],
+    ["link"],
+    ["channel"],
+    ["signsgd", "replicators", "replicate"],
+    ["checkpoint"],
+]
+MAY_IMPORT = {  # besides choices, which is a leaf
+    "core": {"core"},
+    "cluster": {"cluster", "core"},
+    "models": {"models"},
+    "data": {"data"},
+    "report": {"report"},
+    "train": {"train", "cluster", "core", "data", "models", "report"},
+    "cli": {"cli", "train", "cluster", "data", "report"},
+}
+NO_NETWORK = ["codec", "basis", "selection", "precision", "memory", "rounds", "schemes", "traffic", "flat"]
+FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it, but for type checkers only."""
+    found = set()
+    for node in ast.walk(ast.parse((SOURCE / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1 or p.stem == "cli"], ids=str)
+def test_packages_import_downwards(path):
+    package = path.parts[0].removesuffix(".py")
+    ours = {name.split(".")[1] for name in imports(path) if name.startswith("detonation.")}
+    assert ours - {"choices", "__version__"} <= MAY_IMPORT[package]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "core" and p.stem != "__init__"], ids=str)
+def test_core_modules_import_downwards(path):
+    order = [name for line in CORE for name in line]
+    below = set(order[: order.index(path.stem)])
+    assert {name.split(".")[2] for name in imports(path) if name.startswith("detonation.core.")} <= below
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "core"], ids=str)
+def test_core_needs_torch_alone_and_the_ground_knows_no_network(path):
+    others = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
+    assert others <= {"torch", "detonation"}
+    if path.stem in NO_NETWORK:
+        network = {name for name in imports(path) if name.startswith("torch.distributed")}
+        assert not network or (path.stem == "flat" and network == {"torch.distributed.tensor", "torch.distributed.tensor.DTensor"})
+
+
+def test_no_star_imports():
+    assert not [path for path in FILES for name in imports(path) if name.endswith(".*")]
+
+
+def test_importing_the_package_does_not_import_torch():
+    check = "import detonation, sys; assert 'torch' not in sys.modules; detonation.demo; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(detonation, name) is not None for name in detonation.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'demi'"):
+        _ = detonation.demi

@@ -1,0 +1,263 @@
+"""What torch's own tools expect of an optimizer, and what a wrong start gets."""
+
+import io
+
+import pytest
+import torch
+import worlds
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from zoo import SCHEMES, Plain, batch, built
+
+import detonation as dt
+from detonation.core.flat import digest, local
+from detonation.core.link import Mismatch
+from detonation.core.replicators import NonFiniteGradient
+from detonation.core.traffic import LargerThanDense
+
+BASES = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "SignSGD": lambda params: dt.SignSGD(params, lr=1e-3, momentum=0.5, weight_decay=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+}
+
+
+def start(mesh, scheme=None, base="AdamW", seed=0):
+    model = dt.shard(built(Plain), mesh)
+    return model, dt.replicate(BASES[base](model.parameters()), model, mesh["replicate"], scheme or dt.demo(), seed=seed)
+
+
+def advance(model, optimizer, steps):
+    rank = torch.distributed.get_rank()
+    for step in steps:
+        model(batch(rank, step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    return digest(model.parameters())
+
+
+def tools(mesh):
+    """A scheduler, clipping, a closure, accumulation, hooks and groups at once, twice the same."""
+    ends = []
+    for _ in range(2):
+        model = dt.shard(built(Plain), mesh)
+        first, *others = model.parameters()
+        base = torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 1e-2}], lr=1e-3, weight_decay=0.1)
+        optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+        assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups is base.param_groups
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        seen = []
+        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+
+        def closure(model=model, optimizer=optimizer, schedule=schedule):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = model(batch(mesh.get_rank(), 10 * schedule.last_epoch + part, 32)).mean() / 2
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return float(loss.detach())
+
+        for _ in range(3):
+            assert optimizer.step(closure) > 0
+            schedule.step()
+        assert seen == [1, 1, 1] and [g["lr"] for g in optimizer.param_groups] == [1e-3 / 4, 1e-2 / 4]
+        assert "lr: 0.00025" in repr(optimizer)
+        ends.append(weights(model))
+    assert ends[0] == ends[1]
+    return dt.fingerprint(model, mesh)[1]
+
+
+def test_schedulers_clipping_closures_accumulation_hooks_and_groups():
+    assert all(worlds.run(tools, 2, 2))
+
+
+def helpers(mesh, base):
+    """torch's state-dict helpers call step() on an optimizer without state: not a step of training."""
+    model, optimizer = start(mesh, base=base)
+    before = weights(model)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert (optimizer.step_count, optimizer.bytes_sent, weights(model)) == (0, 0, before)
+    assert optimizer.replica_state().keys() == {"step"}
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert (optimizer.step_count, optimizer.bytes_sent) == (0, 0)
+    advance(model, optimizer, range(3))
+    untouched, plain = start(mesh, base=base)
+    get_optimizer_state_dict(untouched, plain.base)  # what the helper does to a plain optimizer: AdamW counts it
+    advance(untouched, plain, range(3))
+    assert weights(model) == weights(untouched)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert optimizer.step_count == 3 and "layers.0.weight" in saved["state"] or not optimizer.state
+    return True
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_state_dict_helpers_do_not_train(base):
+    assert all(worlds.run(helpers, 2, 2, base))
+
+
+def warm_up_from_zero(mesh):
+    """A first step with lr 0 and real gradients is a step: its momentum counts."""
+    model, optimizer = start(mesh)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    advance(model, optimizer, range(1))
+    schedule.step()
+    assert optimizer.step_count == 1 and any(k.startswith("0.residual") for k in optimizer.replica_state())
+    return True
+
+
+def test_a_first_step_at_lr_zero_counts():
+    assert all(worlds.run(warm_up_from_zero, 2, 1))
+
+
+def resumed(mesh, base):
+    """Law 9: private state saved per rank resumes exactly, also in the middle of a round."""
+    results = {}
+    for name, scheme in SCHEMES.items():
+        model, optimizer = start(mesh, scheme, base)
+        advance(model, optimizer, range(4))
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        advance(model, optimizer, range(4, 9))
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        again, other = start(mesh, scheme, base)
+        again.load_state_dict(saved["model"])
+        other.load_state_dict(saved["optimizer"])
+        advance(again, other, range(4, 9))
+        same = [torch.equal(v, other.replica_state()[k]) for k, v in optimizer.replica_state().items()]
+        results[name] = weights(again) == weights(model) and all(same)
+    return results
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_law_9_private_state_resumes_exactly(base):
+    assert worlds.run(resumed, 2, 2, base) == [dict.fromkeys(SCHEMES, True)] * 4
+
+
+def private(mesh):
+    model, optimizer = start(mesh)
+    advance(model, optimizer, range(2))
+    return {k: v.tolist() for k, v in dt.replica_state(optimizer).items()}
+
+
+def test_law_9_memory_differs_between_replicas():
+    first, second = worlds.run(private, 2, 1)
+    assert first.keys() == second.keys() and first["step"] == second["step"] == 2
+    assert first["0.residual.layers.0.weight"] != second["0.residual.layers.0.weight"]
+
+
+def state_that_does_not_fit(mesh):
+    model, optimizer = start(mesh)
+    advance(model, optimizer, range(1))
+    state = dt.replica_state(optimizer)
+    errors = []
+    for wrong in ({**state, "0.residual.layers.0.bias": torch.zeros(3)}, {"step": torch.tensor(1), "odd": torch.zeros(1)}):
+        try:
+            dt.load_replica_state(optimizer, wrong)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_state_of_another_model_is_refused():
+    shape, keys = worlds.run(state_that_does_not_fit, 2, 1)[0]
+    assert "0.residual.layers.0.bias was saved with shape (3,), is (64,) here" in shape
+    assert "another model or scheme" in keys
+
+
+def caught(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def started_differently(mesh, how):
+    replica = mesh.get_local_rank("replicate")
+    model, optimizer = start(mesh, dt.demo(topk=2 + replica if how == "topk" else 2), seed=replica if how == "seed" else 0)
+    if how == "weights" and replica == 1:
+        local(model.layers[1].bias).data.add_(1e-3)
+    if how == "shape" and replica == 1:
+        model = dt.shard(nn.Sequential(nn.Linear(32, 8)), DeviceMesh("cpu", [[mesh.get_rank()]], mesh_dim_names=("replicate", "shard")))
+        optimizer = dt.replicate(BASES["AdamW"](model.parameters()), model, mesh["replicate"], dt.demo(topk=2))
+    return caught(advance, model, optimizer, range(1))
+
+
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ("topk", "replica 1 has topk=3, replica 0 has topk=2"),
+        ("seed", "replica 1 has seed=1, replica 0 has seed=0"),
+        ("weights", "replica 1 has layers.1.bias (weights)="),
+        ("shape", "replica 1 has layers.0.weight (shape)=nothing"),
+    ],
+)
+def test_replicas_started_differently_are_told_what_differs(how, named):
+    for kind, text in worlds.run(started_differently, 2, 1, how):
+        assert kind == Mismatch.__name__ and named in text
+
+
+def poisoned(mesh):
+    """NaN in one element on one replica: caught there, by name, before the memory."""
+    model, optimizer = start(mesh)
+    advance(model, optimizer, range(2))
+    before = dt.replica_state(optimizer)
+    model(batch(0, 9, 32)).mean().backward()
+    outcome = None
+    if mesh.get_local_rank("replicate") == 1:
+        local(model.layers[1].weight.grad)[3, 4] = float("nan")
+        outcome = caught(optimizer.step)
+        assert all(torch.equal(v, before[k]) for k, v in dt.replica_state(optimizer).items())
+    return outcome
+
+
+def test_a_non_finite_gradient_is_caught_before_the_memory():
+    kind, text = worlds.run(poisoned, 2, 1)[1]
+    assert kind == NonFiniteGradient.__name__
+    assert text == "the gradient of layers.1.weight is not finite on replica 1 at step 2"
+
+
+def refusals(mesh):
+    model = built(Plain)
+    axis, adamw = mesh["replicate"], torch.optim.AdamW(model.parameters())
+    stranger = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    embedding = nn.Embedding(9, 9, sparse=True)
+    sparse = dt.replicate(torch.optim.SGD(embedding.parameters()), embedding, axis, dt.full())
+    embedding(torch.arange(3)).sum().backward()
+    late = dt.replicate(adamw, model, axis, dt.demo())
+    advance(model, late, range(1))
+    tiny = nn.Linear(1, 1)
+    return [
+        caught(dt.replicate, torch.optim.LBFGS(model.parameters()), model, axis, dt.full()),
+        caught(dt.replicate, late, model, axis, dt.full()),
+        caught(dt.replicate, adamw, model),
+        caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.diloco()), (axis, dt.demo())])),
+        caught(dt.replicate(stranger, model, axis, dt.full()).step),
+        caught(dt.replicate(adamw, model, mesh, dt.full()).step),
+        caught(sparse.step),
+        caught(late.add_param_group, {"params": [nn.Parameter(torch.ones(1))]}),
+        caught(dt.init_mesh, 3, 1),
+        caught(dt.replicate(torch.optim.AdamW(tiny.parameters()), tiny, axis, dt.demo()).step),
+    ]
+
+
+def test_wrong_use_gets_one_clear_line():
+    expected = [
+        ("ValueError", "LBFGS evaluates the loss several times"),
+        ("ValueError", "pass all levels at once"),
+        ("ValueError", "needs an axis and a scheme"),
+        ("ValueError", "gradients come before levels that exchange parameters"),
+        ("ValueError", "2 parameters of the optimizer are not in the model"),
+        ("ValueError", "the axis has 2 dimensions ('replicate', 'shard')"),
+        ("ValueError", "the gradient of weight is sparse"),
+        ("ValueError", "before the first step only"),
+        ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
+        (LargerThanDense.__name__, "would send 40 bytes a step over 2 replicas, full synchronisation sends 8"),
+    ]
+    for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):
+        assert outcome[0] == kind and text in outcome[1], outcome
