@@ -1,0 +1,72 @@
+"""Which scheme, at which settings: trains a recipe once for each scheme, setting and seed, and prints a table.
+
+    python benchmarks/schemes.py recipes/quick-lm.toml --schemes full demo random diloco --seeds 0 1 2
+    python benchmarks/schemes.py recipes/quick-lm.toml --schemes demo --grid optimizer.lr=5e-4,1e-3,2e-3 scheme.decay=0.95,0.999
+
+Runs that are already in --out are not run again. Each row is a mean over the seeds, with the spread (max - min).
+"""
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--schemes", nargs="+", required=True)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--grid", nargs="*", default=[], metavar="path=value,value", help="settings to cross")
+    parser.add_argument("--out", type=Path, default=Path("runs/schemes"))
+    args = parser.parse_args()
+
+    settings = [[f"{path}={value}" for value in values.split(",")] for path, values in (g.split("=", 1) for g in args.grid)]
+    combinations = [list(c) for c in itertools.product(*settings)]
+    rows = []
+    for scheme, combination in itertools.product(args.schemes, combinations):
+        runs = [summary(args.recipe, args.out, [f"scheme.name={scheme}", *combination, f"seed={s}"]) for s in args.seeds]
+        rows.append(row(scheme, combination, [run for run in runs if run]))
+        print(rows[-1], file=sys.stderr, flush=True)
+    print("| scheme | settings | val loss | spread | accuracy | KB a step | reduction | seconds | ms a step |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+def summary(recipe: Path, out: Path, settings: list[str]) -> dict[str, Any] | None:
+    """summary.json of one run; None where it failed (a rate so high that the loss is not finite)."""
+    directory = out / recipe.stem / re.sub(r"[^\w.=-]+", "_", ",".join(settings))
+    if not (directory / "summary.json").exists():
+        flags = [flag for setting in settings for flag in ("--set", setting)]
+        command = [sys.executable, "-m", "detonation", "train", str(recipe), *flags, "--out", str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{' '.join(settings)}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            return None
+    return json.loads((directory / "summary.json").read_text())
+
+
+def row(scheme: str, settings: list[str], runs: list[dict[str, Any]]) -> str:
+    said = ", ".join(settings) or "as in the recipe"
+    if not runs:
+        return f"| {scheme} | {said} | diverged | | | | | | |"
+    losses = [run["val_loss"] for run in runs]
+    accuracies = [run["val_accuracy"] for run in runs if run.get("val_accuracy") is not None]
+    mean = {key: statistics.fmean(run[key] for run in runs) for key in ("bytes_sent_per_step", "seconds", "steps")}
+    reduction = runs[0]["reduction"]
+    cells = [
+        scheme, said, f"{statistics.fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}",
+        f"{statistics.fmean(accuracies):.4f}" if accuracies else "",
+        f"{mean['bytes_sent_per_step'] / 1e3:,.1f}", f"{reduction:.1f}" if reduction else "-",
+        f"{mean['seconds']:.0f}", f"{1e3 * statistics.median(r['median_step_seconds'] for r in runs):.0f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()

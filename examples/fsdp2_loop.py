@@ -1,0 +1,52 @@
+"""FlexDeMo in an ordinary FSDP2 loop: 2 replicas x 2 shards on one machine.
+
+    torchrun --nproc-per-node 4 examples/fsdp2_loop.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import detonation as dt
+
+
+class Model(nn.Module):
+    """A stack of residual layers that learns to undo a random rotation."""
+
+    def __init__(self, width: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, width] -> [batch, width]
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+mesh = dt.init_mesh(replicas=2, shards=2)  # from torchrun's environment
+model = Model().to(mesh.device_type)
+dt.shard(model, mesh)  # FSDP2 inside the node, the same weights on every replica
+optimizer = dt.replicate(
+    torch.optim.AdamW(model.parameters(), lr=3e-3), model, mesh["replicate"], dt.demo(topk=4, chunk=64)
+)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+
+torch.manual_seed(0)
+rotation = torch.linalg.qr(torch.randn(64, 64)).Q.to(mesh.device_type)
+torch.manual_seed(1 + mesh.get_rank())  # every rank sees its own data
+losses = []
+for step in range(100):
+    target = torch.randn(32, 64, device=mesh.device_type)
+    loss = (model(target @ rotation) - target).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+
+_, equal = dt.fingerprint(model, mesh)
+if mesh.get_rank() == 0:
+    less = 100 * optimizer.dense_bytes / optimizer.bytes_sent
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes than full synchronisation, replicas equal: {equal}")
+dist.destroy_process_group()
