@@ -1,0 +1,174 @@
+"""The command `detonation`: parse, call, print. Heavy imports wait until a verb needs them."""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+
+_Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
+_Integer = Annotated[int | None, arg(metavar="INT")]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Common:
+    json: bool = False
+    """Print exactly one JSON object last on stdout; what people read goes to stderr."""
+    debug: bool = False
+    """Show tracebacks and the warnings of the libraries underneath."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(_Common):
+    """Train a model as a recipe says.
+
+    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started.
+    """
+
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
+    """What to train, such as recipes/quick-lm.toml."""
+    set: _Sets = ()
+    """Override the recipe: --set train.steps=100 scheme.name=diloco"""
+    replicas: _Integer = None
+    """Copies of the model (nodes); the recipe's when left out."""
+    shards: _Integer = None
+    """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
+    resume: bool = False
+    """Continue the run in --out from its latest checkpoint, with as many replicas and shards."""
+    stop_after: _Integer = None
+    """Stop after so many steps with the state saved, as a preemption would."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(_Common):
+    """Write a page that shows a run, or one that compares several."""
+
+    directories: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR...")]] = dataclasses.field(kw_only=True)
+    """Run directories."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """The page; DIR/report.html for one run and report.html for several when left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch(_Common):
+    """Bring data sets to this machine."""
+
+    names: Positional[Annotated[tuple[str, ...], arg(metavar="NAME...")]] = dataclasses.field(kw_only=True)
+    """Data sets, such as fashion-mnist, cifar10, sotu, shakespeare, bible-en-es."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Env(_Common):
+    """Print versions and platform, to paste into a bug report."""
+
+
+_Verb = (
+    Annotated[Train, subcommand("train")]
+    | Annotated[Report, subcommand("report")]
+    | Annotated[Fetch, subcommand("fetch")]
+    | Annotated[Env, subcommand("env")]
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command line; returns 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
+    verb: Any = tyro.cli(
+        _Verb,
+        prog="detonation",
+        description="Train PyTorch models over slow links: sharded inside the node, in touch between nodes.",
+        args=arguments,
+        config=(FlagCreatePairsOff,),
+    )
+    # Both are read when torch is imported, and only then.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
+    try:
+        result = _VERBS[type(verb)](verb)
+    except KeyboardInterrupt:
+        return _fail(verb, "interrupted", 130)
+    except Exception as error:
+        return _explain(verb, error)
+    if verb.json and result is not None:
+        print(json.dumps(result))
+    return 0
+
+
+def _train(verb: Train) -> dict[str, Any] | None:
+    from detonation.report.page import try_write
+    from detonation.report.table import show
+    from detonation.train.run import Request, is_first, run
+
+    sets = tuple(assignment for group in verb.set for assignment in group)
+    request = Request(
+        verb.recipe, sets, verb.replicas, verb.shards, verb.out, verb.resume, verb.stop_after, to_stderr=verb.json
+    )
+    summary = run(request)
+    if not is_first():
+        return None
+    page = [] if "stopped_after" in summary else [try_write([Path(summary["directory"])])]
+    show(summary, page, sys.stderr if verb.json else sys.stdout)
+    return summary
+
+
+def _report(verb: Report) -> dict[str, Any]:
+    from detonation.report.page import write
+
+    path = write(list(verb.directories), verb.out)
+    _say(verb, str(path))
+    return {"report": str(path)}
+
+
+def _fetch(verb: Fetch) -> dict[str, Any]:
+    from detonation.data import SOURCES
+    from detonation.data.fetch import fetch
+
+    if not verb.names:
+        raise ValueError(f"fetch needs at least one name: {', '.join(SOURCES)}")
+    paths = {}
+    for name in verb.names:
+        paths[name] = str(fetch(name))
+        _say(verb, f"{name}: {paths[name]}")
+    return paths
+
+
+def _env(verb: Env) -> dict[str, Any]:
+    from detonation.train.environment import environment, lines
+
+    found = environment()
+    for line in lines(found):
+        _say(verb, line)
+    return found
+
+
+_VERBS: dict[type, Any] = {Train: _train, Report: _report, Fetch: _fetch, Env: _env}
+
+
+def _say(verb: _Common, line: str) -> None:
+    print(line, file=sys.stderr if verb.json else sys.stdout)
+
+
+def _explain(verb: _Common, error: Exception) -> int:
+    from detonation.cluster.failure import WorldError, describe
+
+    world = error if isinstance(error, WorldError) else None
+    if verb.debug:
+        trace = world.failure.trace if world else ""
+        print(trace or "".join(traceback.format_exception(error)), file=sys.stderr, end="")
+    if world and world.told:
+        return 2 if world.failure.bad_input else 1
+    bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
+    return _fail(verb, describe(error), 2 if bad_input else 1)
+
+
+def _fail(verb: _Common, line: str, code: int) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    if verb.json:
+        print(json.dumps({"error": line, "code": code}))
+    return code

@@ -1,0 +1,52 @@
+"""The summary of a run as rows for people, and on a terminal."""
+
+from collections.abc import Iterable
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from detonation.report.words import factor, size
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a summary says, as labels and texts."""
+    arguments = ", ".join(f"{key}={value}" for key, value in summary["scheme_arguments"].items())
+    less = summary["reduction"]
+    found = [
+        ("scheme", f"{summary['scheme']}({arguments}) with {summary['optimizer']}"),
+        ("world", f"{summary['replicas']} replicas x {summary['shards']} shards"),
+        ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
+        ("steps", f"{summary['steps']:,}"),
+        ("training loss", f"{summary['train_loss']:.4f}"),
+        ("validation loss", f"{summary['val_loss']:.4f}{_bigram(summary)}"),
+        ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
+        ("time in steps", f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"),
+        ("throughput", f"{summary['examples_per_second']:,.1f} examples/s"),
+        ("sent by a replica", f"{size(summary['bytes_sent_per_step'])} a step"),
+        ("full synchronisation", f"{size(summary['bytes_full_sync_per_step'])} a step"),
+        ("reduction", factor(less)),
+        ("replicas equal", "yes, bitwise" if summary["replicas_equal"] else "no"),
+        ("fingerprint", summary["fingerprint"][:16]),
+    ]
+    return [(label, text) for label, text in found if text]
+
+
+def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:
+    """Prints the summary of a run, `notes`, and where the run lies."""
+    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    if "stopped_after" in summary:
+        where = summary["directory"]
+        console.print(f"stopped after step {summary['stopped_after']}; continue with --out {where} --resume")
+        return
+    table = Table(show_header=False)
+    for label, text in rows(summary):
+        table.add_row(label, text)
+    console.print(table)
+    for note in notes:
+        console.print(note)
+    console.print(f"run directory: {summary['directory']}")
+
+
+def _bigram(summary: dict[str, Any]) -> str:
+    return f" nats/byte (a bigram model: {summary['bigram_loss']:.4f})" if "bigram_loss" in summary else ""

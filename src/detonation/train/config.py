@@ -1,0 +1,185 @@
+"""What a run is: frozen dataclasses are the single truth, TOML is their spelling. Pure Python; imports no torch."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from detonation.choices import unknown
+
+Table = dict[str, Any]
+T = TypeVar("T")
+
+
+def require(holds: bool, what: str, value: object, allowed: str) -> None:
+    """Raises the `ValueError` that names a setting, its value and what is allowed, unless `holds`."""
+    if not holds:
+        raise ValueError(f"{what} is {value!r}, but must be {allowed}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something chosen by name, with that thing's own arguments."""
+
+    name: str
+    arguments: Table = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A class of torch.optim by name, or `SignSGD`; `arguments` are that class's own."""
+
+    name: str
+    lr: float
+    arguments: Table = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(0 < self.lr < math.inf, "optimizer.lr", self.lr, "a finite number above 0")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How lr changes: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step."""
+
+    name: str = "cosine"
+    warmup: int = 0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.name not in ("constant", "cosine", "linear"):
+            raise unknown("schedule", self.name, ("constant", "cosine", "linear"))
+        require(self.warmup >= 0, "schedule.warmup", self.warmup, "at least 0")
+        require(0 <= self.floor <= 1, "schedule.floor", self.floor, "within [0, 1]")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long and in what portions; `batch_size` is that of one process, `clip` 0 and `validate_every` 0 mean off."""
+
+    steps: int
+    batch_size: int
+    accumulate: int = 1
+    clip: float = 0.0
+    autocast: str = ""
+    log_every: int = 10
+    validate_every: int = 0
+    validation_batches: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        require(
+            self.validate_every >= 0, "train.validate_every", self.validate_every, "at least 0 (0 = only at the end)"
+        )
+        require(0 <= self.clip < math.inf, "train.clip", self.clip, "at least 0 (0 = off)")
+        require(self.autocast in ("", "bf16"), "train.autocast", self.autocast, "'' or 'bf16'")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`replicas` copies of the model (nodes), each cut into `shards` (accelerators in a node)."""
+
+    replicas: int = 2
+    shards: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
+        require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, fully resolved."""
+
+    model: Choice
+    data: Choice
+    scheme: Choice
+    optimizer: Optimizer
+    train: Train
+    schedule: Schedule = Schedule()
+    mesh: Mesh = Mesh()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**31, "seed", self.seed, "within [0, 2**31)")
+
+
+CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
+"""The tables whose other keys belong to the thing chosen, and the key that chooses it."""
+
+_PLAIN: dict[str, type] = {"schedule": Schedule, "train": Train, "mesh": Mesh}
+TABLES = (*CHOSEN_BY, *_PLAIN)
+
+
+def from_table(table: Mapping[str, Any]) -> Config:
+    """The configuration that a recipe's tables spell.
+
+    Raises `ValueError` naming a key that is unknown, missing or mistyped, or a value out of range.
+    """
+    for key in table:
+        if key not in (*TABLES, "seed"):
+            raise unknown("recipe key", key, (*TABLES, "seed", "tuned"))
+    for key in TABLES:
+        require(isinstance(table.get(key, {}), dict), key, table.get(key), "a table")
+    return Config(
+        model=_choice("model", table),
+        data=_choice("data", table),
+        scheme=_choice("scheme", table),
+        optimizer=_optimizer(table),
+        train=_plain("train", Train, table),
+        schedule=_plain("schedule", Schedule, table),
+        mesh=_plain("mesh", Mesh, table),
+        seed=_typed(int, "seed", table.get("seed", 0)),
+    )
+
+
+def to_table(config: Config) -> Table:
+    """The tables that spell `config`: `from_table(to_table(config)) == config`."""
+    table: Table = {"seed": config.seed}
+    for key, chooser in CHOSEN_BY.items():
+        chosen = dataclasses.asdict(getattr(config, key))
+        arguments = {k: v for k, v in chosen.pop("arguments").items() if v is not None}
+        table[key] = {chooser: chosen.pop("name"), **chosen, **arguments}
+    for key in _PLAIN:
+        table[key] = dataclasses.asdict(getattr(config, key))
+    return table
+
+
+def _choice(key: str, table: Mapping[str, Any]) -> Choice:
+    arguments = dict(table.get(key, {}))
+    name = _needed(key, CHOSEN_BY[key], arguments)
+    return Choice(_typed(str, f"{key}.{CHOSEN_BY[key]}", name), arguments)
+
+
+def _optimizer(table: Mapping[str, Any]) -> Optimizer:
+    arguments = dict(table.get("optimizer", {}))
+    name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
+    lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
+    return Optimizer(name, lr, arguments)
+
+
+def _plain(key: str, kind: type[T], table: Mapping[str, Any]) -> T:
+    types = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = dict(table.get(key, {}))
+    for name in values:
+        if name not in types:
+            raise unknown(f"key of [{key}]", name, types)
+    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field_.default is dataclasses.MISSING:
+            _needed(key, field_.name, dict(values))
+    return kind(**{name: _typed(types[name], f"{key}.{name}", value) for name, value in values.items()})
+
+
+def _needed(key: str, name: str, values: Table) -> Any:
+    if name not in values:
+        raise ValueError(f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set {key}.{name}=...")
+    return values.pop(name)
+
+
+def _typed(kind: Any, what: str, value: Any) -> Any:
+    names = {int: "a whole number", float: "a number", str: "text in quotes"}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    require(isinstance(value, kind) and not isinstance(value, bool), what, value, names[kind])
+    return value

@@ -1,0 +1,94 @@
+"""The training loop of one rank: a step is forward and backward, agreement that all went well, and the update."""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from detonation import data
+from detonation.cluster.failure import RunError
+from detonation.train.evaluate import autocast, to, validate
+from detonation.train.metrics import Record
+from detonation.train.setup import Session, scheduler
+
+
+class NonFiniteLoss(RunError):
+    """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have spread it."""
+
+
+def fit(session: Session, done: int, until: int, report: Callable[[Record], None]) -> None:
+    """Trains from `done` finished steps to `until`, telling `report` each step's record on every rank. Collective.
+
+    After the last step of the recipe open rounds are settled, so that all replicas hold the same weights.
+    Raises `NonFiniteLoss` on all ranks with the weights that the step began with.
+    """
+    train = session.config.train
+    schedule = scheduler(session, done)
+    for step in range(done, until):
+        began = time.perf_counter()
+        sent = session.optimizer.bytes_sent
+        lr = float(session.optimizer.param_groups[0]["lr"])
+        loss = _agree(session, step, _backward(session, step))
+        _update(session, schedule)
+        if step + 1 == train.steps:
+            session.optimizer.settle()
+        sent = over_shards(session, session.optimizer.bytes_sent - sent)
+        seconds = time.perf_counter() - began
+        due = train.validate_every and (step + 1) % train.validate_every == 0
+        held_out = validate(session) if due or step + 1 == train.steps else {}
+        report(Record(step + 1, loss, lr, seconds, sent, **held_out))
+
+
+def over_shards(session: Session, count: int) -> int:
+    """The sum of `count` over the shards of this rank's replica."""
+    total = torch.tensor(count, dtype=torch.int64, device=session.device)
+    if session.config.mesh.shards > 1:
+        dist.all_reduce(total, group=session.mesh.get_group("shard"))
+    return int(total)
+
+
+def _backward(session: Session, step: int) -> torch.Tensor:
+    """Gradients of one step's examples, each micro-batch of this rank's own; returns their mean loss."""
+    train = session.config.train
+    # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.
+    torch.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
+    losses = []
+    for micro in range(train.accumulate):
+        batch = data.batch(
+            session.data.train,
+            seed=session.config.seed,
+            step=step * train.accumulate + micro,
+            part=session.rank,
+            parts=session.world_size,
+            size=train.batch_size,
+        )
+        with autocast(session):
+            loss = session.model(**to(batch, session.device)).loss / train.accumulate
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def _agree(session: Session, step: int, loss: torch.Tensor) -> float:
+    """The mean loss over all ranks; raises on all of them when it is not finite on one."""
+    mine = loss.float().reshape(1)
+    everyone = [torch.empty_like(mine) for _ in range(session.world_size)]
+    dist.all_gather(everyone, mine)
+    losses: list[float] = torch.cat(everyone).tolist()
+    for rank, value in enumerate(losses):
+        if not math.isfinite(value):
+            replica, shard = divmod(rank, session.config.mesh.shards)
+            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
+    return sum(losses) / len(losses)
+
+
+def _update(session: Session, schedule: LambdaLR) -> None:
+    if session.config.train.clip:
+        clip_grad_norm_(session.model.parameters(), session.config.train.clip)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    schedule.step()

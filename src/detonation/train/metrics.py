@@ -1,0 +1,78 @@
+"""What a run measures: one record a step in `metrics.jsonl`, and the same in words for people."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from detonation.report.words import factor, size
+from detonation.train.directory import unwritable
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step: mean `loss` over all ranks, `seconds` it took, `bytes_sent` by one replica, all its shards together."""
+
+    step: int
+    loss: float
+    lr: float
+    seconds: float
+    bytes_sent: int
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+
+    def line(self) -> str:
+        """The record as one line of JSON; what was not measured is left out."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value is not None}) + "\n"
+
+
+class MetricsFile:
+    """Records in a file, each line whole or absent: those `kept` of an earlier run, then those that are written."""
+
+    def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
+        self.path = path
+        self._file = path.open("wb", buffering=0)
+        self._length = 0
+        for record in kept:
+            self.write(record)
+
+    def write(self, record: Record) -> None:
+        """Appends one line; when the disk is full, takes back what was written of it and raises `Unwritable`."""
+        data = record.line().encode()
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file.fileno(), data[written:])
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), self._length)
+            raise unwritable(self.path, error) from error
+        self._length += len(data)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a metrics file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Record(**json.loads(line)) for line in lines]
+
+
+def reduction(sent: float, full: float) -> float | None:
+    """How many times less than full synchronisation was sent; `None` when nothing was."""
+    return full / sent if sent else None
+
+
+def log_line(records: Sequence[Record], steps: int, full_sync: int) -> str:
+    """One line about the steps since the last such line: latest loss and lr, mean bytes sent and mean time."""
+    last, count = records[-1], len(records)
+    sent = sum(record.bytes_sent for record in records) / count
+    milliseconds = 1000 * sum(record.seconds for record in records) / count
+    less = factor(reduction(sent, full_sync))
+    width = len(str(steps))
+    text = f"step {last.step:{width}}/{steps}  loss {last.loss:.4f}  lr {last.lr:.2e}"
+    text += f"  sent {size(sent)}/step ({less} less)" if sent else "  sent nothing"
+    text += f"  {milliseconds:.0f} ms/step"
+    return text if last.val_loss is None else f"{text}  validation {last.val_loss:.4f}"

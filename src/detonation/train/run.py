@@ -1,0 +1,115 @@
+"""One training run, from a recipe to a finished run directory: checks first, then processes."""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from detonation.choices import unknown
+from detonation.cluster.failure import by_exception, first_told
+from detonation.cluster.join import Place, join, launched, leave
+from detonation.cluster.launch import run_local
+from detonation.core.schemes import SCHEMES
+from detonation.train import directory, recipe
+from detonation.train.config import Config, Table, require, to_table
+from detonation.train.progress import show_cursor
+from detonation.train.setup import check
+from detonation.train.worker import Task, work
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for. `replicas` and `shards` are those of the recipe, or of the launcher, when None."""
+
+    recipe: Path
+    overrides: tuple[str, ...] = ()
+    replicas: int | None = None
+    shards: int | None = None
+    out: Path | None = None
+    resume: bool = False
+    stop_after: int | None = None
+    to_stderr: bool = False
+
+
+def run(request: Request) -> Table:
+    """Trains as `request` says, in the world that a launcher started or in one of its own; returns the summary.
+
+    Raises `ValueError` for bad input before any process starts, and `WorldError` when a rank fails.
+    """
+    require(request.stop_after is None or request.stop_after >= 1, "--stop-after", request.stop_after, "at least 1")
+    if request.resume and request.out is None:
+        raise ValueError("--resume needs --out: the run directory to continue")
+    place = launched(os.environ)
+    if place is not None:
+        return _in_launched(place, request)
+    # A process that computed with several threads must not be forked: the children would wait for threads they lack.
+    torch.set_num_threads(1)
+    task, world_size = _prepare(request, None)
+    try:
+        return dict(run_local(work, world_size, [task])[0])
+    finally:
+        show_cursor(request.to_stderr)
+
+
+def is_first() -> bool:
+    """Is this the process that speaks for all: rank 0 of a launcher's, or the one that started its own?"""
+    place = launched(os.environ)
+    return place is None or place.rank == 0
+
+
+def configure(request: Request, place: Place | None) -> Config:
+    """The configuration of the recipe with what the launcher and the command line say, the latter last."""
+    overrides = recipe.parse_sets(request.overrides)
+    flags = {"replicas": request.replicas, "shards": request.shards}
+    mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
+    if place is not None:
+        mesh = _fill(mesh, place)
+    table = recipe.read(request.recipe)
+    for scheme in table.get("tuned", {}):
+        if scheme not in SCHEMES:
+            raise unknown("scheme in [tuned]", scheme, SCHEMES)
+    return recipe.resolve(table, {**overrides, "mesh": mesh})
+
+
+def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
+    """The task that every rank will do, and how many ranks; whatever can be checked before is checked here."""
+    config = check(configure(request, place))
+    if request.out is not None and (place is None or place.rank == 0):
+        directory.check_free(request.out, request.resume)
+    return asdict(_task(request, config)), config.mesh.replicas * config.mesh.shards
+
+
+def _in_launched(place: Place, request: Request) -> Table:
+    store = join(place)
+    try:
+        task, _ = _prepare(request, place)
+        summary = work(task)
+        leave()
+    except Exception as error:
+        raise first_told(store, by_exception(place.rank, error), place.world_size) from error
+    return summary
+
+
+def _fill(mesh: Table, place: Place) -> Table:
+    """A launcher's world: a replica is a node, unless the command line says otherwise."""
+    replicas, shards = mesh.get("replicas"), mesh.get("shards")
+    if shards is None:
+        shards = place.local_world_size if replicas is None else place.world_size // replicas
+    if replicas is None:
+        replicas = place.world_size // shards
+    if replicas * shards != place.world_size:
+        product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
+        raise ValueError(f"{product}, but the launcher started {place.world_size}")
+    return {"replicas": replicas, "shards": shards}
+
+
+def _task(request: Request, config: Config) -> Task:
+    return Task(
+        config=to_table(config),
+        name=request.recipe.stem,
+        out="" if request.out is None else str(request.out),
+        resume=request.resume,
+        stop_after=request.stop_after or 0,
+        to_stderr=request.to_stderr,
+    )

@@ -1,0 +1,51 @@
+"""What a finished run comes to: `summary.json`."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import detonation as dt
+from detonation import data
+from detonation.train.loop import over_shards
+from detonation.train.metrics import Record, reduction
+from detonation.train.setup import Session
+
+_LATEST = 20
+
+
+def summarise(session: Session, records: Sequence[Record]) -> dict[str, Any]:
+    """The run in numbers, the same on every rank. Collective; `records` are those of all steps.
+
+    `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
+    `bytes_sent_per_step` is what one replica, all its shards together, sends to the others, on average over the steps.
+    """
+    config, last = session.config, records[-1]
+    full_sync = over_shards(session, session.optimizer.dense_bytes)
+    sent = sum(record.bytes_sent for record in records) / len(records)
+    seconds = sum(record.seconds for record in records)
+    fingerprint, equal = dt.fingerprint(session.model, session.mesh)
+    examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
+    return {
+        "scheme": config.scheme.name,
+        "scheme_arguments": dict(config.scheme.arguments),
+        "optimizer": config.optimizer.name,
+        "replicas": config.mesh.replicas,
+        "shards": config.mesh.shards,
+        "seed": config.seed,
+        "model": config.model.name,
+        "data": session.data.name,
+        "num_parameters": sum(parameter.numel() for parameter in session.model.parameters()),
+        "steps": last.step,
+        "train_loss": statistics.fmean(record.loss for record in records[-_LATEST:]),
+        "val_loss": last.val_loss,
+        **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
+        **({"bigram_loss": data.bigram_loss(session.data)} if session.data.kind == "text" else {}),
+        "seconds": seconds,
+        "median_step_seconds": statistics.median(record.seconds for record in records),
+        "examples_per_second": examples / seconds,
+        "bytes_sent_per_step": sent,
+        "bytes_full_sync_per_step": full_sync,
+        "reduction": reduction(sent, full_sync),
+        "replicas_equal": equal,
+        "fingerprint": fingerprint,
+    }

@@ -1,0 +1,139 @@
+"""What each rank does in a run, from joining the others to the summary; rank 0 also keeps the run directory."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from detonation.cluster.join import device_here
+from detonation.train import directory, metrics, toml
+from detonation.train.config import Table, from_table, to_table
+from detonation.train.environment import environment
+from detonation.train.loop import NonFiniteLoss, fit, over_shards
+from detonation.train.progress import Screen
+from detonation.train.setup import Session, start
+from detonation.train.state import latest, load_state, save_state
+from detonation.train.summary import summarise
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What to run, in plain values that can travel to another process. `out` "" means a new directory in `runs`."""
+
+    config: Table
+    name: str
+    out: str = ""
+    resume: bool = False
+    stop_after: int = 0
+    to_stderr: bool = False
+
+
+def work(task: Table) -> Table:
+    """Runs a `Task`, given as a table, on this rank; returns its summary and, as `directory`, where the run lies.
+
+    A run that `stop_after` ended has no summary: it returns `stopped_after` and `directory` alone.
+    """
+    todo = Task(**task)
+    session = start(from_table(todo.config), device_here())
+    # The replicas compare notes, and sizes are checked, before anything is written.
+    session.optimizer.set_up()
+    screen = Screen(session.rank != 0, todo.to_stderr)
+    with _run_directory(session, todo) as path, screen:
+        done = load_state(session, latest(path / directory.CHECKPOINTS)) if todo.resume else 0
+        with contextlib.closing(Recorder(session, path, screen, done)) as recorder:
+            return _train(session, path, recorder, done, todo.stop_after)
+
+
+class Recorder:
+    """Keeps every step's record; rank 0 also writes it down, and shows the ones to be logged."""
+
+    def __init__(self, session: Session, path: Path, screen: Screen, done: int) -> None:
+        self._train, self._screen = session.config.train, screen
+        self._full_sync = over_shards(session, session.optimizer.dense_bytes)
+        file = path / directory.METRICS
+        self.records = [record for record in (metrics.read(file) if done else []) if record.step <= done]
+        dist.barrier()  # all have read before rank 0 writes
+        self._file = metrics.MetricsFile(file, self.records) if session.rank == 0 else None
+        self._logged = len(self.records)
+        screen.line(_title(session, path))
+        screen.start(done, self._train.steps)
+
+    def add(self, record: metrics.Record) -> None:
+        """Takes in the record of one more step."""
+        self.records.append(record)
+        if self._file is not None:
+            self._file.write(record)
+        self._screen.advance()
+        if record.step % self._train.log_every == 0 or record.val_loss is not None:
+            self._screen.line(metrics.log_line(self.records[self._logged :], self._train.steps, self._full_sync))
+            self._logged = len(self.records)
+
+    def close(self) -> None:
+        """Closes the metrics file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_after: int) -> Table:
+    steps = session.config.train.steps
+    until = max(done, min(steps, stop_after or steps))
+    checkpoints = path / directory.CHECKPOINTS
+    try:
+        fit(session, done, until, recorder.add)
+    except NonFiniteLoss as error:
+        saved = save_state(session, checkpoints, len(recorder.records))
+        raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
+    save_state(session, checkpoints, until)
+    if until < steps:
+        return {"stopped_after": until, "directory": str(path)}
+    summary = summarise(session, recorder.records)
+    if session.rank == 0:
+        directory.write_json(path / directory.SUMMARY, summary)
+    return {**summary, "directory": str(path)}
+
+
+def _title(session: Session, path: Path) -> str:
+    config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
+    world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
+    what = f"{config.model.name} with {numel:,} parameters on {session.data.name}"
+    return f"{config.scheme.name} over {world}: {what}, in {path}"
+
+
+@contextlib.contextmanager
+def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
+    """The run's directory, the same on all ranks; rank 0 makes it, writes down what runs, and holds its lock."""
+    held = None
+    if session.rank == 0:
+        path = Path(todo.out) if todo.out else _fresh(f"{todo.name}-{session.config.scheme.name}")
+        directory.check_free(path, todo.resume)
+        held = directory.RunDirectory(path)
+        directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
+        directory.write_json(path / directory.ENVIRONMENT, environment())
+    try:
+        yield Path(_share(str(held.path) if held else "", session))
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _fresh(name: str) -> Path:
+    """A directory of `runs` that is not there yet."""
+    now = time.time()
+    while (path := Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}").exists():
+        now += 1
+    return path
+
+
+def _share(text: str, session: Session) -> str:
+    """Rank 0's `text`, on all ranks."""
+    data = text.encode()
+    count = torch.tensor(len(data), device=session.device)
+    dist.broadcast(count, 0)
+    padded = data or bytes(int(count))
+    buffer = torch.tensor(list(padded), dtype=torch.uint8, device=session.device)
+    dist.broadcast(buffer, 0)
+    return bytes(buffer.tolist()).decode()

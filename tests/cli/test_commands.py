@@ -1,0 +1,159 @@
+"""The real commands: each recipe, what they print, and how they end when something is wrong."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+QUICK = str(ROOT / "recipes" / "quick-lm.toml")
+TIMEOUT_S = 240
+
+
+def detonation(*arguments, **options):
+    """The finished command `detonation arguments...`."""
+    command = [sys.executable, "-m", "detonation", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **options)
+
+
+def last_line(text):
+    return json.loads(text.splitlines()[-1])
+
+
+def images(folder, mode, size):
+    """A directory of noise in two classes, as `data.source` takes it."""
+    noise = random.Random(0)
+    for part, count in (("train", 70), ("validation", 8)):
+        for label in ("dark", "light"):
+            where = folder / part / label
+            where.mkdir(parents=True)
+            for i in range(count):
+                data = noise.randbytes(size * size * len(mode))
+                Image.frombytes(mode, (size, size), data).save(where / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    """For each recipe, data of the right kind that is on every machine."""
+    folder = tmp_path_factory.mktemp("sources")
+    pairs = folder / "pairs.tsv"
+    pairs.write_text("".join(f"the number {i} is here\tel numero {i} esta\n" for i in range(400)))
+    grey = images(folder / "grey", "L", 28)
+    return {
+        "quick-lm": "sotu-sample",
+        "vit-fashion": grey,
+        "vit-cifar10": images(folder / "colour", "RGB", 32),
+        "t5-translation": pairs,
+    }
+
+
+@pytest.mark.parametrize("recipe", ["quick-lm", "vit-fashion", "vit-cifar10", "t5-translation"])
+def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, sources, tmp_path):
+    short = ["train.steps=3", "train.log_every=1", "train.validation_batches=1", f"data.source={sources[recipe]}"]
+    out = tmp_path / "run"
+    done = detonation("train", ROOT / "recipes" / f"{recipe}.toml", "--set", *short, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1, "only the object goes to stdout"
+    summary = last_line(done.stdout)
+    assert (summary["replicas"], summary["shards"], summary["steps"]) == (2, 2, 3)
+    assert summary["replicas_equal"] and summary["reduction"] > 8
+    assert ("val_accuracy" in summary) == recipe.startswith("vit")
+    assert ("bigram_loss" in summary) == (recipe == "quick-lm")
+    steps = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert len(steps) == 3
+    assert all(word in steps[0] for word in ("loss", "lr", "kB/step (x", "less)", "ms/step"))
+    files = {path.name for path in out.iterdir()}
+    assert files >= {"config.toml", "environment.json", "metrics.jsonl", "checkpoints", "summary.json", "report.html"}
+
+
+def test_what_a_person_sees_and_the_report(tmp_path):
+    out = tmp_path / "run"
+    sets = ["scheme.name=diloco", "scheme.every=2", "train.steps=2", "train.validation_batches=1"]
+    done = detonation("train", QUICK, "--set", *sets, "--replicas", 2, "--shards", 1, "--out", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("diloco over 2 replicas x 1 shards: olmo2 with")
+    assert lines[-1] == f"run directory: {out}"
+    assert any("replicas equal" in line and "yes, bitwise" in line for line in lines)
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 2 and "http-equiv" not in page and "<script" not in page
+    assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+
+    both = detonation("report", out, out, "--out", tmp_path / "both.html", "--json")
+    assert last_line(both.stdout) == {"report": str(tmp_path / "both.html")}
+    assert "2 runs" in (tmp_path / "both.html").read_text()
+
+
+def test_it_joins_the_world_of_torchrun_and_an_error_is_told_once(tmp_path):
+    def torchrun(*arguments):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "detonation"]
+        command = [*launcher, "train", QUICK, "--set", "train.steps=2", "train.validation_batches=1", *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
+
+    done = torchrun("--shards", "1", "--json", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    summary = last_line(done.stdout)
+    assert (summary["replicas"], summary["shards"]) == (2, 1)
+    failed = torchrun("scheme.topk=99", "--out", str(tmp_path / "bad"))
+    assert failed.returncode != 0
+    assert failed.stderr.count("error: topk is 99, must be from 1 to chunk (64)") == 1
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "says"),
+    [
+        (lambda pid: os.killpg(pid, signal.SIGINT), 130, "error: interrupted\n"),  # Ctrl-C reaches every process
+        (lambda pid: os.kill(pid, signal.SIGTERM), 143, ""),
+        (lambda pid: os.kill(pid, signal.SIGKILL), -9, ""),
+    ],
+    ids=["ctrl-c", "terminated", "killed"],
+)
+def test_when_the_command_ends_all_its_ranks_do(tmp_path, stop, code, says):
+    train = ["train", QUICK, "--out", str(tmp_path / "run"), "--set", "train.log_every=1"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # what a killed command cannot remove
+    with subprocess.Popen(
+        [sys.executable, "-m", "detonation", *train],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=env,
+    ) as process:
+        assert any(line.startswith("step") for line in iter(process.stdout.readline, ""))
+        stop(process.pid)
+        # The ranks hold the other end of the pipes: these are at their end when the last rank is.
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (code, says)
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    out = tmp_path / "run"
+    train = f"{sys.executable} -m detonation train {QUICK} --set train.steps=1 train.validation_batches=1 --out {out}"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -f 600; {train}"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write {out}/checkpoints/step-000001: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert list((out / "checkpoints").iterdir()) == [], "nothing half-written"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"]])
+def test_help_does_not_wait_for_torch(arguments):
+    check = (
+        "import sys; from detonation.cli import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "usage: detonation" in done.stdout

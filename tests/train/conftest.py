@@ -1,0 +1,44 @@
+"""A run small enough for a test: a real model on the shipped text, in fractions of a second a step."""
+
+import dataclasses
+
+import pytest
+
+from detonation.cluster.launch import run_local
+from detonation.train.config import to_table
+from detonation.train.recipe import parse_sets, resolve
+from detonation.train.setup import check
+from detonation.train.worker import Task, work
+
+RECIPE = {
+    "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
+    "data": {"task": "text", "source": "sotu-sample", "context": 32},
+    "scheme": {"name": "demo", "topk": 4, "chunk": 32},
+    "optimizer": {"name": "AdamW", "lr": 0.003},
+    "train": {"steps": 6, "batch_size": 4, "validation_batches": 4},
+    "schedule": {"warmup": 2},
+    "mesh": {"replicas": 2, "shards": 1},
+}
+
+
+@pytest.fixture
+def tiny():
+    """The configuration of a tiny run, with overrides as --set says them."""
+
+    def configured(*sets):
+        return check(resolve(RECIPE, parse_sets(sets)))
+
+    return configured
+
+
+@pytest.fixture
+def train(tiny, tmp_path):
+    """Runs the tiny recipe in a local world into `tmp_path / out`; returns every rank's summary."""
+
+    def trained(out, *sets, **options):
+        config = tiny(*sets)
+        task = Task(to_table(config), "tiny", str(tmp_path / out), **options)
+        world_size = config.mesh.replicas * config.mesh.shards
+        return run_local(work, world_size, [dataclasses.asdict(task)], timeout_s=120)
+
+    return trained

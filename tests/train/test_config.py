@@ -1,0 +1,129 @@
+"""Recipes: what a file, a tuned variant and --set come to, and what they must not contain."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from detonation.core.schemes import SCHEMES
+from detonation.train import toml
+from detonation.train.config import from_table, to_table
+from detonation.train.recipe import parse_sets, read, resolve
+from detonation.train.run import Request, configure
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+BASE = {
+    "model": {"name": "olmo2", "layers": 1},
+    "data": {"task": "text", "source": "sotu-sample"},
+    "scheme": {"name": "demo", "topk": 2},
+    "optimizer": {"name": "SignSGD", "lr": 0.001, "momentum": 0.5},
+    "train": {"steps": 5, "batch_size": 2},
+    "tuned": {
+        "diloco": {"scheme": {"every": 7}, "optimizer": {"name": "AdamW", "lr": 0.01}, "train": {"steps": 9}},
+        "random": {"optimizer": {"lr": 0.1}},
+    },
+}
+
+
+def said(*sets):
+    return resolve(BASE, parse_sets(sets))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
+    config = resolve(read(path), {"scheme": {"name": scheme}})
+    assert config.scheme.name == scheme
+    assert from_table(tomllib.loads(toml.dumps(to_table(config)))) == config
+
+
+def test_there_are_four_recipes():
+    assert [path.stem for path in RECIPES] == ["quick-lm", "t5-translation", "vit-cifar10", "vit-fashion"]
+
+
+def test_toml_writes_what_toml_reads():
+    table = {"seed": 1, "a": {"text": 'quote " \\ \n\tä \x7f', "yes": True, "list": [1, 2.5, "x"], "odd key": 1e-300}}
+    assert tomllib.loads(toml.dumps(table)) == table
+
+
+def test_the_base_scheme_keeps_its_arguments():
+    assert said().scheme.arguments == {"topk": 2}
+    assert said("scheme.name=demo", "scheme.chunk=8").scheme.arguments == {"topk": 2, "chunk": 8}
+
+
+def test_another_scheme_drops_them_and_brings_what_it_is_tuned_to():
+    config = said("scheme.name=diloco")
+    assert config.scheme.arguments == {"every": 7}
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.arguments) == ("AdamW", 0.01, {})
+    assert config.train.steps == 9
+
+
+def test_a_tuned_optimizer_of_the_same_name_is_laid_over_the_base_one():
+    optimizer = said("scheme.name=random").optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.arguments) == ("SignSGD", 0.1, {"momentum": 0.5})
+
+
+def test_the_command_line_has_the_last_word():
+    config = said("scheme.name=diloco", "scheme.every=3", "train.steps=1", "optimizer.lr=1", "seed=4", "mesh.shards=1")
+    assert (config.scheme.arguments, config.train.steps, config.seed) == ({"every": 3}, 1, 4)
+    assert (config.optimizer.name, config.optimizer.lr, config.mesh.shards) == ("AdamW", 1.0, 1)
+
+
+def test_another_optimizer_keeps_nothing_of_the_first():
+    with pytest.raises(ValueError, match=r"optimizer\.lr is missing"):
+        said("optimizer.name=SGD")
+    assert said("optimizer.name=SGD", "optimizer.lr=0.1").optimizer.arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["train.stps=3"], r"unknown key of \[train\] 'stps', did you mean 'steps'\? Valid: accumulate"),
+        (["trian.steps=3"], r"unknown table of the recipe 'trian', did you mean 'train'\?"),
+        (["train.steps=0"], r"train\.steps is 0, but must be at least 1"),
+        (["train.steps=many"], r"train\.steps is 'many', but must be a whole number"),
+        (["train.steps=true"], r"train\.steps is True, but must be a whole number"),
+        (["train.autocast=fp8"], r"train\.autocast is 'fp8', but must be '' or 'bf16'"),
+        (["train.clip=-1"], r"train\.clip is -1\.0, but must be at least 0"),
+        (["optimizer.lr=0"], r"optimizer\.lr is 0\.0, but must be a finite number above 0"),
+        (["optimizer.lr=nan"], r"optimizer\.lr is nan"),
+        (["schedule.name=cosin"], r"unknown schedule 'cosin', did you mean 'cosine'\?"),
+        (["schedule.floor=2"], r"schedule\.floor is 2\.0, but must be within \[0, 1\]"),
+        (["mesh.replicas=0"], r"mesh\.replicas is 0, but must be at least 1"),
+        (["seed=-1"], r"seed is -1, but must be within"),
+        (["seed"], r"--set takes table\.key=value or seed=value, got 'seed'"),
+        (["a.b.c=1"], r"--set takes table\.key=value"),
+        (["steps=1"], r"--set takes table\.key=value or seed=value, got 'steps=1'"),
+    ],
+)
+def test_bad_settings_are_named(sets, message):
+    with pytest.raises(ValueError, match=message):
+        said(*sets)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({**BASE, "modell": {}}, "unknown recipe key 'modell', did you mean 'model'"),
+        ({**BASE, "tuned": {"demo": {"model": {}}}}, r"unknown table of \[tuned\.demo\] 'model'"),
+        ({**BASE, "train": 3}, "train is 3, but must be a table"),
+        ({key: value for key, value in BASE.items() if key != "model"}, r"model\.name is missing"),
+    ],
+)
+def test_bad_recipes_are_named(recipe, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(recipe, {})
+
+
+def test_a_recipe_that_is_not_there_or_not_toml(tmp_path):
+    with pytest.raises(ValueError, match="cannot read the recipe"):
+        read(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = b")
+    with pytest.raises(ValueError, match="is not TOML"):
+        read(tmp_path / "bad.toml")
+
+
+def test_a_variant_tuned_for_no_scheme_is_not_ignored(tmp_path):
+    (tmp_path / "recipe.toml").write_text("[tuned.dilocco.train]\nsteps = 3\n")
+    with pytest.raises(ValueError, match=r"unknown scheme in \[tuned\] 'dilocco', did you mean 'diloco'\?"):
+        configure(Request(tmp_path / "recipe.toml"), None)

@@ -1,0 +1,80 @@
+"""The run directory: one writer, nothing overwritten, no half lines."""
+
+import errno
+import os
+
+import pytest
+
+from detonation.train import metrics
+from detonation.train.directory import InUse, RunDirectory, Unwritable, check_free, write_text
+
+
+def test_a_second_run_is_told_who_has_the_directory(tmp_path):
+    held = RunDirectory(tmp_path)
+    with pytest.raises(InUse, match=rf"in use by process {os.getpid()} since 20\d\d-.*: wait for it, or choose"):
+        check_free(tmp_path, resume=False)
+    with pytest.raises(InUse):
+        RunDirectory(tmp_path)
+    held.close()
+    check_free(tmp_path, resume=False)
+    RunDirectory(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("files", "resume", "message"),
+    [
+        (["summary.json", "config.toml"], False, "holds a finished run: choose another --out, or remove it"),
+        (["summary.json", "config.toml"], True, "holds a finished run"),
+        (["config.toml"], False, "is not empty: continue it with --resume, or choose another --out"),
+        (["thesis.tex"], False, "is not empty: choose another --out"),
+        ([], True, "nothing to resume in"),
+    ],
+)
+def test_what_is_there_is_not_overwritten(tmp_path, files, resume, message):
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        check_free(tmp_path, resume)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        check_free(tmp_path / "file", resume=False)
+
+
+def record(step):
+    return metrics.Record(step, loss=1.5, lr=0.1, seconds=0.2, bytes_sent=10)
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(record(1))
+    written = os.write
+
+    def full(descriptor, data):
+        if len(data) > 20:
+            return written(descriptor, data[:20])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(Unwritable, match=r"metrics\.jsonl: No space left on device \(free some space"):
+        file.write(record(2))
+    monkeypatch.undo()
+    file.close()
+    assert metrics.read(tmp_path / "metrics.jsonl") == [record(1)]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "config.toml"
+    write_text(path, "old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Unwritable, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,125 @@
+"""Local worlds: results come back, and one rank's end is everyone's, told once."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from detonation.cluster import launch
+from detonation.cluster.failure import WorldError
+from detonation.cluster.join import Place, launched
+from detonation.cluster.launch import run_local
+from detonation.train.run import Request, configure
+
+
+def test_results_come_back_by_rank():
+    def work(offset):
+        total = torch.full((3,), float(dist.get_rank()))
+        dist.all_reduce(total)
+        return {"rank": dist.get_rank(), "nested": [offset, {"total": total}], "empty": torch.zeros(0)}
+
+    results = run_local(work, 3, [1.5], timeout_s=60)
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert results[2]["nested"][0] == 1.5
+    assert torch.equal(results[0]["nested"][1]["total"], torch.full((3,), 3.0))
+
+
+def test_children_compute_with_one_thread_and_know_their_place():
+    def work():
+        return [torch.get_num_threads(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]]
+
+    expected = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    assert run_local(work, 2, timeout_s=60) == [[expected, "0", "0", "2"], [expected, "1", "1", "2"]]
+
+
+def test_the_cause_is_told_not_its_echo():
+    def work():
+        if dist.get_rank() == 2:
+            raise KeyError("layer.7")
+        dist.barrier()
+
+    with pytest.raises(WorldError, match=r"rank 2: KeyError: 'layer\.7'") as caught:
+        run_local(work, 4, timeout_s=60)
+    assert "in work" in caught.value.failure.trace
+    assert not caught.value.failure.bad_input
+
+
+def test_bad_input_found_by_all_is_told_as_it_is():
+    def work():
+        raise ValueError("topk is 99")
+
+    with pytest.raises(WorldError, match=r"^topk is 99$") as caught:
+        run_local(work, 2, timeout_s=60)
+    assert caught.value.failure.bad_input
+
+
+def test_a_killed_rank_brings_the_others_down_within_seconds():
+    def work():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    began = time.monotonic()
+    with pytest.raises(WorldError, match=r"rank 1: ended by SIGKILL"):
+        run_local(work, 3, timeout_s=60)
+    assert time.monotonic() - began < 20
+
+
+def test_a_world_that_hangs_is_ended():
+    with pytest.raises(WorldError, match=r"ranks \[0, 1\] did not finish in time"):
+        run_local(time.sleep, 2, [600], timeout_s=1)
+
+
+def test_no_process_outlives_the_call(tmp_path):
+    def work():
+        (tmp_path / str(os.getpid())).touch()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise RuntimeError("over")
+        time.sleep(600)
+
+    with pytest.raises(WorldError, match="rank 0: over"):
+        run_local(work, 3, timeout_s=60)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_the_place_that_launchers_give():
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert launched(torchrun) == Place(5, 8, 1, 4)
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    assert launched({**slurm, **step}) == Place(5, 8, 1, 4, "gpu07", 23456)
+    assert launched(slurm) is None, "a batch script without srun stands alone"
+    assert launched({}) is None
+    with pytest.raises(ValueError, match="WORLD_SIZE='eight'"):
+        launched({"RANK": "0", "WORLD_SIZE": "eight"})
+
+
+def test_a_launcher_decides_on_the_world_unless_flags_do():
+    place = Place(0, 8, 0, 4)
+    recipe = Path(__file__).parents[2] / "recipes" / "quick-lm.toml"
+
+    def mesh(**flags):
+        chosen = configure(Request(recipe, **flags), place).mesh
+        return chosen.replicas, chosen.shards
+
+    assert mesh() == (2, 4)
+    assert mesh(replicas=8) == (8, 1)
+    assert mesh(shards=2) == (4, 2)
+    assert mesh(overrides=("mesh.shards=8",)) == (1, 8)
+    with pytest.raises(ValueError, match="2 replicas x 2 shards are 4 processes, but the launcher started 8"):
+        mesh(replicas=2, shards=2)
+
+
+def test_processes_that_are_not_forked_find_the_function_by_name(monkeypatch):
+    monkeypatch.setattr(launch, "gpus_for", lambda local_world_size: True)
+    pids = run_local(os.getpid, 2, timeout_s=120)
+    assert len({*pids, os.getpid()}) == 3

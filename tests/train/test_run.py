@@ -1,0 +1,120 @@
+"""Runs: what they leave behind, that they learn, continue exactly, and stop when the loss is lost."""
+
+import json
+import math
+import tomllib
+
+import pytest
+
+from detonation.cluster.failure import WorldError
+from detonation.train import metrics
+from detonation.train.config import Schedule, from_table
+from detonation.train.optimizers import lr_factor
+from detonation.train.state import latest, read_manifest
+
+FIELDS = {
+    "scheme", "replicas", "shards", "num_parameters", "steps", "train_loss", "val_loss", "bigram_loss", "seconds",
+    "bytes_sent_per_step", "bytes_full_sync_per_step", "reduction", "replicas_equal", "fingerprint",
+}  # fmt: skip
+
+
+def test_a_run_leaves_its_directory_and_learns(train, tiny, tmp_path):
+    summaries = train("run", "mesh.shards=2", "train.steps=30", "train.validate_every=10")
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.keys() >= FIELDS
+    assert summary.items() <= summaries[0].items()
+    assert len({s["fingerprint"] for s in summaries}) == 1
+    assert summary["replicas_equal"] and summary["val_loss"] < 4.5 < math.log(256)
+    records = metrics.read(run / "metrics.jsonl")
+    assert [record.step for record in records] == list(range(1, 31))
+    assert [record.step for record in records if record.val_loss is not None] == [10, 20, 30]
+    assert records[0].lr > 0
+    config = from_table(tomllib.loads((run / "config.toml").read_text()))
+    assert config == tiny("mesh.shards=2", "train.steps=30", "train.validate_every=10")
+    environment = (run / "environment.json").read_text()
+    assert json.loads(environment)["packages"]["torch"]
+
+
+def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
+    full = train("full", "scheme.name=full", "mesh.shards=2")[0]
+    dense = 4 * full["num_parameters"]  # a ring all-reduce between two sends each element once
+    assert full["bytes_sent_per_step"] == full["bytes_full_sync_per_step"] == pytest.approx(dense, rel=1e-3)
+    assert full["reduction"] == 1
+    none = train("none", "scheme.name=none")[0]
+    assert (none["bytes_sent_per_step"], none["reduction"], none["replicas_equal"]) == (0, None, False)
+
+
+@pytest.mark.parametrize(
+    ("world", "sets"),
+    [
+        ("2x1", ["optimizer.name=AdamW", "optimizer.lr=0.003"]),
+        ("2x2", ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "scheme.name=random"]),
+        ("2x1", ["scheme.name=diloco", "scheme.every=4", "model.dropout=0.1"]),
+    ],
+    ids=["demo-adamw", "random-sgd", "diloco-adamw"],
+)
+def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
+    replicas, shards = world.split("x")
+    sets = [*sets, f"mesh.replicas={replicas}", f"mesh.shards={shards}", "train.steps=7"]
+    whole = train("whole", *sets)[0]
+    stopped = train("parts", *sets, stop_after=3)[0]
+    assert stopped == {"stopped_after": 3, "directory": str(tmp_path / "parts")}
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    resumed = train("parts", *sets, resume=True)[0]
+    assert resumed["fingerprint"] == whole["fingerprint"]
+    assert (resumed["val_loss"], resumed["bytes_sent_per_step"]) == (whole["val_loss"], whole["bytes_sent_per_step"])
+    curves = [[r.loss for r in metrics.read(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts")]
+    assert curves[0] == curves[1]
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(train, tmp_path):
+    train("run", stop_after=2)
+    with pytest.raises(WorldError, match=r"was written with scheme .*: resume with the same"):
+        train("run", "scheme.topk=2", resume=True)
+    checkpoint = latest(tmp_path / "run" / "checkpoints")
+    assert read_manifest(checkpoint)["step"] == 2
+    path = checkpoint / "replica1-shard0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WorldError, match=r"replica1-shard0\.safetensors is damaged"):
+        train("run", resume=True)
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(WorldError, match="there is no whole checkpoint"):
+        train("run", resume=True)
+
+
+def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path):
+    with pytest.raises(WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"):
+        train("run", "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0")
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "step-000001")["step"] == 1
+    assert [record.step for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_larger_than_full_synchronisation_is_refused_before_anything_is_written(train, tmp_path):
+    with pytest.raises(WorldError, match=r"would send [\d,]+ bytes .* full synchronisation sends [\d,]+"):
+        train("run", "scheme.topk=32")
+    assert not (tmp_path / "run").exists()
+
+
+def test_accumulation_clipping_and_bf16_train(train):
+    summary = train("run", "train.accumulate=2", "train.clip=1.0", "train.autocast=bf16")[0]
+    assert summary["replicas_equal"] and summary["train_loss"] < 5.7
+
+
+def test_one_replica_and_one_shard_are_a_run_too(train):
+    summary = train("run", "mesh.replicas=1")[0]
+    assert (summary["bytes_full_sync_per_step"], summary["reduction"], summary["replicas_equal"]) == (0, None, True)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
+@pytest.mark.parametrize("warmup", [0, 1, 4, 10])
+def test_the_schedule_starts_above_zero_and_ends_at_its_floor(name, warmup):
+    factor = lr_factor(Schedule(name, warmup, floor=0.1), 10)
+    factors = [factor(step) for step in range(10)]
+    assert factors[0] > 0 and max(factors) == pytest.approx(1)
+    if warmup < 9:
+        assert factors[-1] == pytest.approx(1 if name == "constant" else 0.1)
+    assert factors[: max(warmup, 1)] == sorted(factors[: max(warmup, 1)])
