@@ -1,7 +1,7 @@
 """Which scheme, at which settings: trains a recipe once for each scheme, setting and seed, and prints a table.
 
     python benchmarks/schemes.py recipes/quick-lm.toml --schemes full demo random diloco --seeds 0 1 2
-    python benchmarks/schemes.py recipes/quick-lm.toml --schemes demo --grid optimizer.lr=5e-4,1e-3,2e-3 scheme.decay=0.95,0.999
+    python benchmarks/schemes.py recipes/quick-lm.toml --schemes demo --grid optimizer.lr=1e-3,2e-3 scheme.decay=0.95
 
 Runs that are already in --out are not run again. Each row is a mean over the seeds, with the spread (max - min).
 """
@@ -26,11 +26,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/schemes"))
     args = parser.parse_args()
 
-    settings = [[f"{path}={value}" for value in values.split(",")] for path, values in (g.split("=", 1) for g in args.grid)]
-    combinations = [list(c) for c in itertools.product(*settings)]
+    choices = [grid.partition("=") for grid in args.grid]
+    combinations = itertools.product(
+        *[[f"{path}={value}" for value in values.split(",")] for path, _, values in choices]
+    )
     rows = []
-    for scheme, combination in itertools.product(args.schemes, combinations):
-        runs = [summary(args.recipe, args.out, [f"scheme.name={scheme}", *combination, f"seed={s}"]) for s in args.seeds]
+    for scheme, combination in itertools.product(args.schemes, map(list, combinations)):
+        settings = [f"scheme.name={scheme}", *combination]
+        runs = [summary(args.recipe, args.out, [*settings, f"seed={seed}"]) for seed in args.seeds]
         rows.append(row(scheme, combination, [run for run in runs if run]))
         print(rows[-1], file=sys.stderr, flush=True)
     print("| scheme | settings | val loss | spread | accuracy | KB a step | reduction | seconds | ms a step |")

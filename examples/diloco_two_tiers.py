@@ -1,6 +1,6 @@
 """Two tiers of network: gradients averaged in full inside a rack, DiLoCo across racks. A plain, unsharded model.
 
-    torchrun --nproc-per-node 4 examples/diloco_two_tiers.py
+torchrun --nproc-per-node 4 examples/diloco_two_tiers.py
 """
 
 import torch
@@ -21,7 +21,7 @@ optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-2), model, 
 
 torch.manual_seed(1 + mesh.get_rank())
 losses = []
-for step in range(200):
+for _ in range(200):
     x = torch.randn(32, 16)
     loss = (model(x) - x.square().mean(1, keepdim=True)).square().mean()
     loss.backward()

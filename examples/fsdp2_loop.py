@@ -1,6 +1,6 @@
 """FlexDeMo in an ordinary FSDP2 loop: 2 replicas x 2 shards on one machine.
 
-    torchrun --nproc-per-node 4 examples/fsdp2_loop.py
+torchrun --nproc-per-node 4 examples/fsdp2_loop.py
 """
 
 import torch
@@ -35,7 +35,7 @@ torch.manual_seed(0)
 rotation = torch.linalg.qr(torch.randn(64, 64)).Q.to(mesh.device_type)
 torch.manual_seed(1 + mesh.get_rank())  # every rank sees its own data
 losses = []
-for step in range(100):
+for _ in range(100):
     target = torch.randn(32, 64, device=mesh.device_type)
     loss = (model(target @ rotation) - target).square().mean()
     loss.backward()
@@ -48,5 +48,5 @@ for step in range(100):
 _, equal = dt.fingerprint(model, mesh)
 if mesh.get_rank() == 0:
     less = 100 * optimizer.dense_bytes / optimizer.bytes_sent
-    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes than full synchronisation, replicas equal: {equal}")
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
 dist.destroy_process_group()

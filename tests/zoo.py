@@ -28,7 +28,7 @@ WORLDS = [(2, 1), (2, 2), (4, 1), (1, 2)]
 
 
 class Menagerie(nn.Module):
-    """Parameters of every awkward kind: a 4-D kernel, prime sizes, tied, frozen, unused, bf16 and, unsharded, a scalar."""
+    """Every awkward kind of parameter: 4-D, prime sizes, tied, frozen, unused, bf16 and, unsharded, a scalar."""
 
     def __init__(self, scalar: bool = False) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class Menagerie(nn.Module):
         self.single = nn.Parameter(torch.ones(1, 7))  # one row: empty on all shards but the first
         self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(11))
-        self.coarse = nn.ModuleList([nn.Linear(13, 3, dtype=torch.bfloat16)])  # a unit of its own: FSDP2 wants one dtype
+        # a unit of its own, because FSDP2 wants one dtype in each
+        self.coarse = nn.ModuleList([nn.Linear(13, 3, dtype=torch.bfloat16)])
         self.scalar = nn.Parameter(torch.tensor(0.5)) if scalar else 0.5
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, 257] -> [batch]

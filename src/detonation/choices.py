@@ -1,4 +1,4 @@
-"""Choosing by name: one table of functions, one wording for every wrong name or argument. Pure Python; imports nothing."""
+"""Choosing by name: one table of functions, one wording for every wrong name. Pure Python, a leaf."""
 
 import difflib
 import inspect

@@ -31,7 +31,8 @@ def message(scheme: dt.Scheme) -> dict[str, list]:
     columns = told.columns if told.columns is not None else scheme.codec.selection.columns(flat, 5, 1)
     order = columns.long().argsort(1)
     values = told.values.float().view(columns.shape).gather(1, order)
-    return {"values": [[round(v, 3) for v in row] for row in values.tolist()], "columns": columns.gather(1, order).tolist()}
+    rounded = [[round(value, 3) for value in row] for row in values.tolist()]
+    return {"values": rounded, "columns": columns.gather(1, order).tolist()}
 
 
 @pytest.mark.parametrize("name, scheme", SCHEMES.items(), ids=SCHEMES)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import GRADIENT, TALKING
 
 import detonation as dt
 from detonation.core import traffic
 from detonation.core.flat import Layout
 from detonation.core.memory import Feedback, Memory
 from detonation.core.selection import Rotation
+from zoo import GRADIENT, TALKING
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(

@@ -5,14 +5,14 @@ Where a law or a world test holds it already, the name here points to it by doin
 
 import pytest
 import torch
-import worlds
 from torch import nn
-from zoo import batch
 
 import detonation as dt
+import worlds
 from detonation.core import traffic
 from detonation.core.flat import Layout, local
 from detonation.core.memory import Feedback, Memory
+from zoo import GRADIENT, batch
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_diloco_averages_parameters():
     assert all(worlds.run(local_steps, 2, 1, 16))
 
 
-@pytest.mark.parametrize("scheme", [dt.full(), dt.demo(), dt.random(), dt.striding(), dt.slicing()], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", GRADIENT.values(), ids=GRADIENT)
 def test_lr_is_applied_once(scheme):
     """Published: the momentum accumulates lr * g and SGD multiplies by lr again. Here no scheme knows lr at all."""
     assert not any("lr" in name for name in scheme.arguments)
@@ -89,7 +89,7 @@ def test_weight_decay_works_and_a_missing_gradient_is_zero():
 
 @pytest.mark.parametrize("size", [1, 3, 1009, 7919, 3027, 50257])
 def test_awkward_lengths_keep_their_compression(size):
-    """Published: the chunk shrank to a divisor of the length, to 1 for primes, and "compression" sent more than dense."""
+    """Published: the chunk shrank to a divisor of the length, to 1 for primes, and it sent more than dense."""
     scheme = dt.demo(topk=4, chunk=64)
     layout = Layout.of({"w": (size,)}, 64)
     assert layout.chunk == 64 and layout.rows == -(-size // 64)

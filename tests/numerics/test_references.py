@@ -4,18 +4,18 @@ import math
 
 import pytest
 import torch
-import worlds
 from torch.distributed.fsdp import fully_shard
-from zoo import Plain, batch, built
 
 import detonation as dt
+import worlds
 from detonation.core.flat import local
+from zoo import Plain, batch, built
 
 STEPS = 10
 
 
 def train(mesh, scheme, make, steps=STEPS, settle=False):
-    """Full weights after training `Plain` under `scheme`, by name. Not by sign: where replicas cancel, that is noise."""
+    """Full weights after training `Plain`, by name. Never by sign: where replicas cancel, that is noise."""
     model = dt.shard(built(Plain), mesh)
     optimizer = dt.replicate(make(model.parameters()), model, mesh["replicate"], scheme)
     for step in range(steps):
@@ -95,7 +95,7 @@ def test_law_6_one_replica_is_the_plain_optimizer():
 
 
 def plain_decoupled(mesh, extract, decay):
-    """Decoupled momentum over replicas of one rank each, in ordinary torch: `extract(name, m, step)` is what is told."""
+    """Decoupled momentum over replicas of one rank each; `extract(name, m, step)` is what is told."""
     model = built(Plain)
     optimizer = sgd(model.parameters())
     momenta = [{n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(mesh.size())]

@@ -4,17 +4,16 @@ import io
 
 import pytest
 import torch
-import worlds
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from zoo import SCHEMES, Plain, batch, built
 
 import detonation as dt
+import worlds
 from detonation.core.flat import digest, local
 from detonation.core.link import Mismatch
 from detonation.core.replicators import NonFiniteGradient
 from detonation.core.traffic import LargerThanDense
+from zoo import SCHEMES, Plain, batch, built
 
 BASES = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -25,7 +24,8 @@ BASES = {
 
 def start(mesh, scheme=None, base="AdamW", seed=0):
     model = dt.shard(built(Plain), mesh)
-    return model, dt.replicate(BASES[base](model.parameters()), model, mesh["replicate"], scheme or dt.demo(), seed=seed)
+    base_optimizer = BASES[base](model.parameters())
+    return model, dt.replicate(base_optimizer, model, mesh["replicate"], scheme or dt.demo(), seed=seed)
 
 
 def advance(model, optimizer, steps):
@@ -51,7 +51,7 @@ def tools(mesh):
         assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups is base.param_groups
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         seen = []
-        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
 
         def closure(model=model, optimizer=optimizer, schedule=schedule):
             optimizer.zero_grad()
@@ -90,7 +90,7 @@ def helpers(mesh, base):
     advance(untouched, plain, range(3))
     assert weights(model) == weights(untouched)
     saved = get_optimizer_state_dict(model, optimizer)
-    assert optimizer.step_count == 3 and "layers.0.weight" in saved["state"] or not optimizer.state
+    assert (optimizer.step_count == 3 and "layers.0.weight" in saved["state"]) or not optimizer.state
     return True
 
 
@@ -155,7 +155,9 @@ def state_that_does_not_fit(mesh):
     advance(model, optimizer, range(1))
     state = dt.replica_state(optimizer)
     errors = []
-    for wrong in ({**state, "0.residual.layers.0.bias": torch.zeros(3)}, {"step": torch.tensor(1), "odd": torch.zeros(1)}):
+    misshapen = {**state, "0.residual.layers.0.bias": torch.zeros(3)}
+    misnamed = {"step": state["step"], "odd": torch.ones(1)}
+    for wrong in (misshapen, misnamed):
         try:
             dt.load_replica_state(optimizer, wrong)
         except ValueError as error:
@@ -179,11 +181,12 @@ def caught(function, *arguments):
 
 def started_differently(mesh, how):
     replica = mesh.get_local_rank("replicate")
-    model, optimizer = start(mesh, dt.demo(topk=2 + replica if how == "topk" else 2), seed=replica if how == "seed" else 0)
+    scheme = dt.demo(topk=2 + replica if how == "topk" else 2)
+    model, optimizer = start(mesh, scheme, seed=replica if how == "seed" else 0)
     if how == "weights" and replica == 1:
         local(model.layers[1].bias).data.add_(1e-3)
     if how == "shape" and replica == 1:
-        model = dt.shard(nn.Sequential(nn.Linear(32, 8)), DeviceMesh("cpu", [[mesh.get_rank()]], mesh_dim_names=("replicate", "shard")))
+        model = nn.Sequential(nn.Linear(32, 8))
         optimizer = dt.replicate(BASES["AdamW"](model.parameters()), model, mesh["replicate"], dt.demo(topk=2))
     return caught(advance, model, optimizer, range(1))
 

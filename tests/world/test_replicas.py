@@ -4,16 +4,16 @@ from functools import lru_cache
 
 import pytest
 import torch
-import worlds
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from zoo import SCHEMES, WORLDS, Menagerie, Plain, batch, built
 
 import detonation as dt
+import worlds
 from detonation.core import traffic
 from detonation.core.flat import Layout, local
+from zoo import SCHEMES, WORLDS, Menagerie, Plain, batch, built
 
 STEPS = 4
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta"]

@@ -45,9 +45,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     for unit in [*_layers(model), model]:
         mine = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
         if unit is model or (mine and all(uses[parameter] == count for parameter, count in mine.items())):
-            fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
+            sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
             if mesh.device_type == "cpu":  # gloo averages by summing first; some versions summed only
-                unit.set_force_sum_reduction_for_comms(True)
+                sharded.set_force_sum_reduction_for_comms(True)
     same_weights(model, mesh["replicate"])
     return model
 

@@ -1,6 +1,8 @@
 """T5 encoder-decoder (Raffel et al., 2020, arXiv 1910.10683) over bytes, with the ids of ByT5 (Xue et al., 2022)."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from detonation.models.adapt import fp32_logits, head_width, require_dropout, require_positive, transformers_or_error
 
@@ -47,4 +49,14 @@ def t5(
     )
     model: nn.Module = transformers.T5ForConditionalGeneration(config)
     fp32_logits(model.get_submodule("lm_head"))
+    for stack in ("encoder.block", "decoder.block"):
+        for block in model.get_submodule(stack).children():
+            block.register_forward_hook(_own_output)
     return model
+
+
+def _own_output(block: nn.Module, inputs: Any, output: Any) -> Any:
+    """A block's hidden state in memory of its own: FSDP2 warns of a view, which could be written to unseen."""
+    if isinstance(output, Tensor):
+        return output.clone()
+    return (output[0].clone(), *output[1:])
