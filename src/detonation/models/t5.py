@@ -55,8 +55,6 @@ def t5(
     return model
 
 
-def _own_output(block: nn.Module, inputs: Any, output: Any) -> Any:
-    """A block's hidden state in memory of its own: FSDP2 warns of a view, which could be written to unseen."""
-    if isinstance(output, Tensor):
-        return output.clone()
-    return (output[0].clone(), *output[1:])
+def _own_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a block returns, in memory of its own: its position bias is a view, and FSDP2 warns of those."""
+    return tuple(output.clone() if isinstance(output, Tensor) else output for output in outputs)
