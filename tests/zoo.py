@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import detonation as dt
+from detonation.core.codec import Message
 
 SCHEMES = {
     "full": dt.full(),
@@ -15,6 +16,12 @@ SCHEMES = {
     "demo-whole": dt.demo(topk=1, chunk=1000),
     "random": dt.random(rate=1 / 4),
     "random-odd": dt.random(rate=0.3, decay=0.95, precision="bf16"),
+    "demo-sign": dt.demo(topk=4, chunk=64, precision="sign", error="drop"),
+    "demo-bitmap-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
+    "random-int8-clipped": dt.random(rate=1 / 2, precision="int8", combine="clipped"),
+    "random-majority": dt.random(rate=1 / 2, precision="4bit", combine="majority"),
+    "random-sign": dt.random_sign(rate=1 / 8),
+    "random-late": dt.random(rate=1 / 4, delay=2, lookahead=False),
     "striding": dt.striding(rate=1 / 16),
     "slicing": dt.slicing(rate=1 / 8),
     "diloco": dt.diloco(every=3),
@@ -60,6 +67,10 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, 32] -> [batch]
         return self.layers[1](self.layers[0](x).tanh()).square().mean(1)
+
+
+def encode(scheme: dt.Scheme, flat: Tensor, step: int, seed: int) -> Message:
+    return scheme.codec.encode(scheme.codec.select(flat, step, seed))
 
 
 def batch(rank: int, step: int, width: int) -> Tensor:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from detonation.core.schemes import full as full
     from detonation.core.schemes import none as none
     from detonation.core.schemes import random as random
+    from detonation.core.schemes import random_sign as random_sign
     from detonation.core.schemes import scheme as scheme
     from detonation.core.schemes import slicing as slicing
     from detonation.core.schemes import striding as striding
@@ -34,7 +35,7 @@ _HOME = {
     "detonation.core.checkpoint": ["load_replica_state", "replica_state"],
     "detonation.core.replicate": ["Replicated", "replicate"],
     "detonation.core.schemes": [
-        "Scheme", "demo", "diloco", "full", "none", "random", "scheme", "slicing", "striding",
+        "Scheme", "demo", "diloco", "full", "none", "random", "random_sign", "scheme", "slicing", "striding",
     ],
     "detonation.core.signsgd": ["SignSGD"],
 }  # fmt: skip

@@ -19,6 +19,8 @@ SCHEMES = {
     "striding": dt.striding(rate=1 / 16),
     "slicing": dt.slicing(rate=1 / 4),
     "full": dt.full(precision="bf16"),
+    "demo-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
+    "random-sign": dt.random_sign(rate=1 / 4),
 }
 
 
@@ -27,18 +29,19 @@ def message(scheme: dt.Scheme) -> dict[str, list]:
     layout = Layout.of({"w": (5, 9), "b": (3,)}, scheme.codec.selection.chunk)
     ramp = [torch.arange(45.0).view(5, 9).sub(20), torch.tensor([0.5, -8.0, 3.0])]
     flat = layout.flatten(ramp, torch.device("cpu"))
-    told = scheme.codec.encode(flat, step=5, seed=1)
-    columns = told.columns if told.columns is not None else scheme.codec.selection.columns(flat, 5, 1)
-    order = columns.long().argsort(1)
-    values = told.values.float().view(columns.shape).gather(1, order)
-    rounded = [[round(value, 3) for value in row] for row in values.tolist()]
-    return {"values": rounded, "columns": columns.gather(1, order).tolist()}
+    selected = scheme.codec.select(flat, step=5, seed=1)
+    told = scheme.codec.encode(selected)
+    values = scheme.codec.read(told, layout.rows)
+    columns = torch.zeros_like(values, dtype=torch.long) if selected.columns is None else selected.columns
+    order = columns.argsort(1)
+    rounded = [[round(value, 3) for value in row] for row in values.gather(1, order).tolist()]
+    return {"values": rounded, "columns": columns.gather(1, order).tolist(), "bytes": scheme.codec.nbytes(layout.rows)}
 
 
 @pytest.mark.parametrize("name, scheme", SCHEMES.items(), ids=SCHEMES)
 def test_the_message_is_the_committed_one(name, scheme):
     golden, now = json.loads(GOLDEN.read_text())[name], message(scheme)
-    assert now["columns"] == golden["columns"]
+    assert (now["columns"], now["bytes"]) == (golden["columns"], golden["bytes"])
     torch.testing.assert_close(torch.tensor(now["values"]), torch.tensor(golden["values"]), atol=2e-3, rtol=0)
 
 

@@ -179,6 +179,26 @@ def test_random_sends_the_same_fresh_subset_everywhere():
     worlds.run(random_against_plain, 2, 1)
 
 
+def lookahead_against_plain(mesh):
+    """One step of delay: the gradient is taken where one's own message alone would have led, the mean lands later."""
+    scheme = dt.random(rate=1, decay=0, delay=1)
+    mine = train(mesh, scheme, sgd, settle=True)
+    model, here = built(Plain), {n: p.detach().clone() for n, p in built(Plain).named_parameters()}
+    told = [{n: torch.zeros_like(p) for n, p in here.items()} for _ in range(mesh.size())]
+    for step in range(STEPS):
+        late, told = told, []
+        for rank, own in enumerate(late):
+            model.load_state_dict({n: p - 0.1 * own[n] for n, p in here.items()})
+            told.append(gradients(model, [rank], step))
+        here = {n: p - 0.1 * sum(q[n] for q in late) / len(late) for n, p in here.items()}
+    here = {n: p - 0.1 * sum(q[n] for q in told) / len(told) for n, p in here.items()}
+    close(mine, here, atol=1e-6, rtol=1e-5)
+
+
+def test_delay_with_look_ahead_is_the_stated_rule():
+    worlds.run(lookahead_against_plain, 2, 1)
+
+
 def diloco_against_plain(mesh):
     mine = train(mesh, dt.diloco(every=4, outer_lr=0.7, outer_momentum=0.9), adamw, steps=12)
     models = [built(Plain) for _ in range(mesh.size())]

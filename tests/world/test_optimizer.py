@@ -18,6 +18,7 @@ from zoo import SCHEMES, Plain, batch, built
 BASES = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "SignSGD": lambda params: dt.SignSGD(params, lr=1e-3, momentum=0.5, weight_decay=0.1),
+    "SignSGD-plain": lambda params: dt.SignSGD(params, lr=1e-3),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
 
@@ -138,6 +139,29 @@ def test_law_9_private_state_resumes_exactly(base):
     assert worlds.run(resumed, 2, 2, base) == [dict.fromkeys(SCHEMES, True)] * 4
 
 
+def ahead(mesh):
+    """With look-ahead the weights between steps are private guesses; within settled() and after settle() they agree."""
+    model, optimizer = start(mesh, dt.random(rate=1 / 2, delay=2), "SignSGD-plain")
+    advance(model, optimizer, range(3))
+    guesses = dt.fingerprint(model, mesh)[1]
+    with optimizer.settled():
+        agreed, before = dt.fingerprint(model, mesh)
+        saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "own": dt.replica_state(optimizer)}
+    with optimizer.settled():
+        assert dt.fingerprint(model, mesh) == (agreed, before)
+    other, again = start(mesh, dt.random(rate=1 / 2, delay=2), "SignSGD-plain")
+    other.load_state_dict(saved["model"])
+    dt.load_replica_state(again, saved["own"])
+    for m, o in ((model, optimizer), (other, again)):
+        advance(m, o, range(3, 6))
+        o.settle()
+    return guesses, before, dt.fingerprint(model, mesh)[1], weights(model) == weights(other)
+
+
+def test_look_ahead_settles_and_resumes_exactly():
+    assert worlds.run(ahead, 2, 2) == [(False, True, True, True)] * 4
+
+
 def private(mesh):
     model, optimizer = start(mesh)
     advance(model, optimizer, range(2))
@@ -239,6 +263,8 @@ def refusals(mesh):
         caught(dt.replicate, torch.optim.LBFGS(model.parameters()), model, axis, dt.full()),
         caught(dt.replicate, late, model, axis, dt.full()),
         caught(dt.replicate, adamw, model),
+        caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.demo(delay=1)), (axis, dt.demo())])),
+        caught(advance, model, dt.replicate(BASES["SGD"](model.parameters()), model, axis, dt.demo(delay=1)), range(1)),
         caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.diloco()), (axis, dt.demo())])),
         caught(dt.replicate(stranger, model, axis, dt.full()).step),
         caught(dt.replicate(adamw, model, mesh, dt.full()).step),
@@ -254,13 +280,15 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "LBFGS evaluates the loss several times"),
         ("ValueError", "pass all levels at once"),
         ("ValueError", "needs an axis and a scheme"),
+        ("ValueError", "only the outermost level of gradients may be delayed"),
+        ("ValueError", "look-ahead needs an optimizer without state"),
         ("ValueError", "gradients come before levels that exchange parameters"),
         ("ValueError", "2 parameters of the optimizer are not in the model"),
         ("ValueError", "the axis has 2 dimensions ('replicate', 'shard')"),
         ("ValueError", "the gradient of weight is sparse"),
         ("ValueError", "before the first step only"),
         ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
-        (LargerThanDense.__name__, "would send 40 bytes a step over 2 replicas, full synchronisation sends 8"),
+        (LargerThanDense.__name__, "would send 38 bytes a step over 2 replicas, full synchronisation sends 8"),
     ]
     for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):
         assert outcome[0] == kind and text in outcome[1], outcome

@@ -1,6 +1,7 @@
 """Channel: memory, codec and link joined. A signal goes in, what all replicas agreed on comes out."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from detonation.core.link import Link
 from detonation.core.memory import Memory
 from detonation.core.schemes import Scheme
 from detonation.core.traffic import check, kind
+
+Waiter = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message on its way: `update` waits for what all replicas agree on, `[rows, chunk]`, the same bits on each.
+
+    told: what the update would be if all had told what this replica did; only for a scheme that looks ahead.
+    """
+
+    update: Waiter
+    told: Tensor | None
 
 
 class Channel:
@@ -23,17 +37,22 @@ class Channel:
         check(scheme, layout, link.replicas)
         self.layout, self.link, self.device = layout, link, device
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
-        self._scheme, self._seed = scheme, seed
+        self._scheme, self._codec, self._seed = scheme, scheme.codec, seed
 
-    def send(self, signals: Sequence[Tensor | None], step: int) -> Callable[[], Tensor]:
-        """Takes in a signal (one tensor a parameter) and sends what the codec makes of it.
-
-        The waiter returns the update, `[rows, chunk]`, bitwise the same on every replica.
-        """
+    def send(self, signals: Sequence[Tensor | None], step: int) -> Sent:
+        """Takes in a signal (one tensor a parameter), sends what the codec makes of it, and takes it out of memory."""
         flat = self.memory.absorb(signals) if self.memory else self.layout.flatten(signals, self.device)
-        message = self._scheme.codec.encode(flat, step, self._seed)
+        selected = self._codec.select(flat, step, self._seed)
+        message = self._codec.encode(selected)
+        read = self._codec.read(message, self.layout.rows)
+        # a copy, because what is read of an uncompressed message is the buffer that the link is about to add into
+        told = self._codec.spread(read, selected.columns).clone() if self._scheme.lookahead else None
         if self.memory:
-            self.memory.release(self._decode([message], step))
+            out = selected.values if self.memory.feedback.error == "drop" else read
+            self.memory.release(self._codec.spread(out, selected.columns))
+        return Sent(self._exchange(message, step), told)
+
+    def _exchange(self, message: Message, step: int) -> Waiter:
         if kind(self._scheme) == "all-reduce":
             total = self.link.reduce(message.values)
             return lambda: self._decode([Message(total().to(torch.float32) / self.link.replicas)], step)
@@ -41,4 +60,4 @@ class Channel:
         return lambda: self._decode([Message(*parts) for parts in everyone()], step)
 
     def _decode(self, messages: Sequence[Message], step: int) -> Tensor:
-        return self._scheme.codec.decode(messages, self.layout.rows, step, self._seed, self._scheme.combine)
+        return self._codec.decode(messages, self.layout.rows, step, self._seed, self._scheme.combine)

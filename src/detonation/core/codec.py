@@ -2,31 +2,38 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from detonation.core.basis import Basis
+from detonation.core.columns import Columns
+from detonation.core.combine import Combine, combined
 from detonation.core.precision import Precision
 from detonation.core.selection import Selection
-
-Combine = Literal["replicas", "senders"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one replica tells: encoded values, and their columns where the others cannot know them.
+    """What one replica tells: encoded values, and their encoded columns where the others cannot know them.
 
     It owns its memory: nothing that happens to the residual later changes it.
     """
 
     values: Tensor
-    columns: Tensor | None = None  # [rows, kept], in the smallest integer type that holds a column
+    columns: Tensor | None = None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         return (self.values,) if self.columns is None else (self.values, self.columns)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The coefficients that a message tells of, as they were: `values` before encoding, `columns` None for all."""
+
+    values: Tensor  # [rows, kept] fp32
+    columns: Tensor | None  # [rows, kept] int64
 
 
 @dataclass(frozen=True)
@@ -44,47 +51,53 @@ class Codec:
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the message of `rows` rows, whatever is in them."""
-        values = self.precision.nbytes(rows, self.selection.kept)
-        columns = 0 if self.selection.shared else rows * self.selection.kept * self._column_type.itemsize
-        return values + columns
+        columns = 0 if self.selection.shared else self._columns.nbytes(rows)
+        return self.precision.nbytes(rows, self.selection.kept) + columns
 
-    def encode(self, flat: Tensor, step: int, seed: int) -> Message:
-        """The message that tells of `flat` at `step`; `flat` is left as it is."""  # [rows, chunk]
+    def select(self, flat: Tensor, step: int, seed: int) -> Selected:
+        """The coefficients of `flat` to tell of at `step`; `flat` is left as it is."""  # [rows, chunk]
         coefficients = self.basis.forward(flat)
         if self._whole:
-            return Message(self.precision.encode(coefficients))
+            return Selected(coefficients, None)
         columns = self.selection.columns(coefficients, step, seed)
-        values = self.precision.encode(coefficients.gather(1, columns))
-        return Message(values, None if self.selection.shared else columns.to(self._column_type))
+        if not self.selection.shared:
+            columns = self._columns.ordered(columns)
+        return Selected(coefficients.gather(1, columns), columns)
+
+    def encode(self, selected: Selected) -> Message:
+        values = self.precision.encode(selected.values)
+        if self.selection.shared or selected.columns is None:
+            return Message(values)
+        return Message(values, self._columns.encode(selected.columns))
+
+    def read(self, message: Message, rows: int) -> Tensor:
+        """The values of `message` as everyone reads them."""  # [rows, kept]
+        return self.precision.decode(message.values, rows, self.selection.kept)
+
+    def spread(self, values: Tensor, columns: Tensor | None) -> Tensor:
+        """What `values` at `columns` are in the coordinates of the parameters."""  # [rows, kept] -> [rows, chunk]
+        if columns is None:
+            return self.basis.inverse(values)
+        empty = torch.zeros(len(values), self.selection.chunk, device=values.device)
+        return self.basis.inverse(empty.scatter_(1, columns, values))
 
     def decode(self, messages: Sequence[Message], rows: int, step: int, seed: int, combine: Combine) -> Tensor:
-        """The mean of what `messages` tell, in replica order: over all of them, or over those that sent a coefficient.
-
-        One message is read back as it is. Columns within a row are unique, so no two writes of one message collide
-        and the sum is the same on every replica.
-        """  # [rows, chunk]
-        values = [self.precision.decode(message.values) for message in messages]
+        """The update that `messages` make together, the same bits on every replica."""  # [rows, chunk]
+        values = [self.read(message, rows) for message in messages]
         if self._whole:
-            return self.basis.inverse(sum(values[1:], start=values[0]) / len(values))
-        total = torch.zeros(rows, self.selection.chunk, device=values[0].device)
-        senders = torch.zeros_like(total) if combine == "senders" else None
-        for message, told in zip(messages, values, strict=True):
-            columns = self._columns(message, total, step, seed)
-            total.scatter_add_(1, columns, told)
-            if senders is not None:
-                senders.scatter_add_(1, columns, (told != 0).to(total.dtype))
-        return self.basis.inverse(total / (len(messages) if senders is None else senders.clamp_(min=1)))
+            return self.basis.inverse(combined(values, None, self.selection.chunk, combine))
+        columns = [self._columns_of(message, rows, step, seed, values[0].device) for message in messages]
+        return self.basis.inverse(combined(values, columns, self.selection.chunk, combine))
 
     @property
     def _whole(self) -> bool:
         return self.selection.shared and self.selection.kept == self.selection.chunk
 
     @property
-    def _column_type(self) -> torch.dtype:
-        chunk = self.selection.chunk
-        return torch.uint8 if chunk <= 2**8 else torch.int16 if chunk <= 2**15 else torch.int32
+    def _columns(self) -> Columns:
+        return Columns(self.selection.chunk, self.selection.kept)
 
-    def _columns(self, message: Message, like: Tensor, step: int, seed: int) -> Tensor:
-        if message.columns is None:
-            return self.selection.columns(like, step, seed)
-        return message.columns.to(torch.long)
+    def _columns_of(self, message: Message, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
+        if message.columns is not None:
+            return self._columns.decode(message.columns, rows)
+        return self.selection.columns(torch.empty(rows, self.selection.chunk, device=device), step, seed)

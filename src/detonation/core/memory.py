@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from detonation.core.flat import Layout
+
+Error = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True)
@@ -15,15 +18,20 @@ class Feedback:
 
     decay: from 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of the signal.
     alpha: from 0 to 1, the part of what was told that is taken out; 1 in DeMo v1 and FlexDeMo, 0.2 best in DeMo v2.
+    error: what happens to the difference between a coefficient and what a coarse precision says of it. "keep" takes out
+    what was said, so that nothing is lost (error feedback); "drop" takes out the coefficient (DisTrO).
     """
 
     decay: float
     alpha: float = 1.0
+    error: Error = "keep"
 
     def __post_init__(self) -> None:
         for name in ("decay", "alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be from 0 to 1")
+        if self.error not in ("keep", "drop"):
+            raise ValueError(f"error is {self.error!r}, must be 'keep' or 'drop'")
 
 
 class Memory:

@@ -1,7 +1,7 @@
 """`replicate`: any torch optimizer, and the replicas that it shall agree with."""
 
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,14 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from detonation.core.channel import Channel
-from detonation.core.flat import Layout, digest, local
-from detonation.core.link import Link
-from detonation.core.replicators import GradientReplicator, ParameterReplicator, Replicator
+from detonation.core.build import Level, build, compare
+from detonation.core.flat import local
+from detonation.core.replicators import Replicator
 from detonation.core.schemes import Scheme
 from detonation.core.traffic import dense_bytes
-
-Level = tuple[DeviceMesh, Scheme]
 
 
 def replicate(
@@ -62,7 +59,6 @@ class Replicated(Optimizer):
         self._model, self._seed = model, seed
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         self._names: list[str] = []
-        self._loaded: Mapping[str, Tensor] = {}
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
     # state, param_groups and defaults are the base optimizer's own, also after it replaced them in load_state_dict
@@ -111,9 +107,26 @@ class Replicated(Optimizer):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Ends rounds that are still open, on all ranks at once: afterwards all replicas hold the same weights."""
+        """Ends what is open, on all ranks at once: rounds, and updates on their way. All replicas hold the same weights
+        afterwards."""
         for replicator in self._replicators or []:
             replicator.settle(self.step_count)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Within it the weights are those that the replicas agreed on last, to evaluate and to save.
+
+        Only a scheme that looks ahead keeps others in between; the look-ahead goes on afterwards.
+        """
+        with torch.no_grad():
+            for replicator in self._replicators or []:
+                replicator.back()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for replicator in self._replicators or []:
+                    replicator.ahead()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
@@ -140,36 +153,36 @@ class Replicated(Optimizer):
 
     def replica_state(self) -> dict[str, Tensor]:
         """Copies of what is private to this replica and shard, by flat keys: `step`, `0.residual.<parameter>`, ..."""
-        state = {"step": torch.tensor(self.step_count)}
-        if self._replicators is None:
-            return state | dict(self._loaded)
-        return state | {key: tensor.clone() for key, tensor in self._private().items()}
+        return {"step": torch.tensor(self.step_count)} | {key: t.clone() for key, t in self._private().items()}
 
+    @torch.no_grad()
     def load_replica_state(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from what `replica_state` returned; before the first step it is kept until then.
+        """Goes on from what `replica_state` returned, on all ranks at once, after the model's weights were loaded.
 
         Raises `ValueError` where it does not fit this model and scheme.
         """
         self.step_count = int(state["step"])
-        self._loaded = {key: tensor for key, tensor in state.items() if key != "step"}
-        if self._replicators is not None:
-            self._restore()
+        private = {key: tensor for key, tensor in state.items() if key != "step"}
+        if private or self._replicators is not None:
+            self.set_up(private)
 
-    def set_up(self) -> list[Replicator]:
-        """Builds the levels at the first step, when the parameters are the ones that will be trained."""
+    @torch.no_grad()
+    def set_up(self, private: Mapping[str, Tensor] | None = None) -> list[Replicator]:
+        """Builds the levels, from `private` state where there is some, and compares the replicas. Collective.
+
+        The first step does it otherwise: not earlier, because the parameters may still be swapped for sharded ones.
+        """
         if self._replicators is None:
-            parameters = self._parameters()
-            device = _one_device(parameters)
-            self._names = list(parameters)
-            self._replicators = [
-                _replicator(parameters, axis, scheme, device, self._seed)
-                for axis, scheme in self.levels
-                if scheme.signal != "nothing"
-            ]
-            if self._loaded:
-                self._restore()
-            for replicator, (_, scheme) in zip(self._replicators, self._active(), strict=True):
-                replicator.channel.link.agree(_description(scheme, parameters, replicator, self._seed), device)
+            self._names = list(self._parameters())
+            self._replicators = build(self._parameters(), self.base, self._active(), self._seed)
+            if private is not None:
+                self._restore(private)
+            compare(self._parameters(), self._replicators, self._active(), self._seed)
+        elif private is not None:
+            self._restore(private)
+        if private is not None:
+            for replicator in self._replicators:
+                replicator.ahead()
         return self._replicators
 
     def _active(self) -> list[Level]:
@@ -201,17 +214,17 @@ class Replicated(Optimizer):
             for name, tensor in zip(self._names, tensors, strict=True)
         }
 
-    def _restore(self) -> None:
+    def _restore(self, saved: Mapping[str, Tensor]) -> None:
         private = self._private()
-        if private.keys() != self._loaded.keys():
-            odd = sorted(private.keys() ^ self._loaded.keys())
+        if private.keys() != saved.keys():
+            odd = sorted(private.keys() ^ saved.keys())
             raise ValueError(f"the saved state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
         for key, tensor in private.items():
-            if tensor.shape != self._loaded[key].shape:
-                shapes = f"{tuple(self._loaded[key].shape)}, is {tuple(tensor.shape)} here"
+            if tensor.shape != saved[key].shape:
+                shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
                 raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
-            tensor.copy_(self._loaded[key])
-        self._loaded = {}
+        for key, tensor in private.items():
+            tensor.copy_(saved[key])
 
 
 def _check(base: Optimizer, levels: Sequence[Level]) -> None:
@@ -222,33 +235,6 @@ def _check(base: Optimizer, levels: Sequence[Level]) -> None:
     signals = [scheme.signal for _, scheme in levels]
     if "gradients" in signals[signals.index("parameters") :] if "parameters" in signals else False:
         raise ValueError("levels that exchange gradients come before levels that exchange parameters")
-
-
-def _one_device(parameters: Mapping[str, Tensor]) -> torch.device:
-    devices = {local(parameter).device for parameter in parameters.values()}
-    if len(devices) != 1:
-        raise ValueError(f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1")
-    return devices.pop()
-
-
-def _replicator(
-    parameters: Mapping[str, Tensor], axis: DeviceMesh, scheme: Scheme, device: torch.device, seed: int
-) -> Replicator:
-    layout = Layout.of({name: local(p).shape for name, p in parameters.items()}, scheme.codec.selection.chunk)
-    channel = Channel(scheme, layout, Link(axis), device, seed)
-    if scheme.outer is None:
-        return GradientReplicator(parameters, channel)
-    return ParameterReplicator(parameters, channel, scheme.round, scheme.outer)
-
-
-def _description(scheme: Scheme, parameters: Mapping[str, Tensor], replicator: Replicator, seed: int) -> dict[str, str]:
-    """All that must be the same on every replica before the first message, by the name that an error shall use."""
-    from detonation import __version__
-
-    settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
-    settings |= {"scheme": scheme.name, "seed": str(seed)}
-    settings |= {name: str(value) for name, value in scheme.arguments.items()}
-    tensors = {name: local(parameter) for name, parameter in parameters.items()}
-    settings |= {f"{name} (shape)": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-    weights = zip(parameters, replicator.shared(), strict=True)
-    return settings | {f"{name} (weights)": digest([tensor])[:16] for name, tensor in weights}
+    gradients = [scheme for _, scheme in levels if scheme.signal == "gradients"]
+    if any(scheme.round.delay for scheme in gradients[:-1]):
+        raise ValueError("only the outermost level of gradients may be delayed")

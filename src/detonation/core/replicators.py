@@ -6,11 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
+from detonation.core.pending import LookAhead, Pending, write_gradients
 from detonation.core.rounds import Round
-from detonation.core.schemes import Outer
+from detonation.core.schemes import Outer, Scheme
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -27,7 +29,15 @@ class Replicator(Protocol):
     def after(self, step: int) -> None: ...
 
     def settle(self, step: int) -> None:
-        """Ends a round that is still open after `step` steps, so that the replicas hold the same weights."""
+        """Ends after `step` steps what is still open, so that the replicas hold the same weights."""
+        ...
+
+    def back(self) -> None:
+        """To the weights that the replicas agreed on last, from where the next gradient is to be taken."""
+        ...
+
+    def ahead(self) -> None:
+        """Undoes `back`."""
         ...
 
     def shared(self) -> list[Tensor]:
@@ -42,35 +52,53 @@ class Replicator(Protocol):
 class GradientReplicator:
     """Replaces each gradient by the update that all replicas agreed on, before the base optimizer sees it.
 
-    A parameter that requires a gradient and has none counts as zero, on every replica alike.
+    With a delay it is the update of an earlier step, and with `lookahead` the gradient was taken where this replica
+    expected to be. A parameter that requires a gradient and has none counts as zero, on every replica alike.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: Scheme) -> None:
         self.channel = channel
-        self._parameters = parameters
+        self._parameters, self._base = parameters, base
+        self._pending = Pending(channel.layout, scheme.round.delay, channel.device)
+        self._told = Pending(channel.layout, scheme.round.delay if scheme.lookahead else 0, channel.device)
+        self._lookahead = LookAhead(parameters, base, channel.layout) if scheme.lookahead else None
 
     def before(self, step: int) -> None:
+        self.back()
         signals = [_gradient(name, parameter) for name, parameter in self._parameters.items()]
         _refuse_non_finite(dict(zip(self._parameters, signals, strict=True)), step, self.channel.link.replica)
-        update = self.channel.send(signals, step)()
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-        copy(gradients, self.channel.layout.views(update))
+        sent = self.channel.send(signals, step)
+        if sent.told is not None:
+            self._told.exchange(sent.told)
+        write_gradients(self._parameters, self.channel.layout.views(self._pending.exchange(sent.update)))
 
     def after(self, step: int) -> None:
-        pass
+        self.ahead()
 
     def settle(self, step: int) -> None:
-        pass
+        self.back()
+        for update in self._pending.landed():
+            write_gradients(self._parameters, self.channel.layout.views(update))
+            self._base.step()
+        self._pending.clear()
+        self._told.clear()
+
+    def back(self) -> None:
+        if self._lookahead:
+            self._lookahead.back()
+
+    def ahead(self) -> None:
+        if self._lookahead:
+            self._lookahead.move(self._told.landed())
 
     def shared(self) -> list[Tensor]:
         return [local(parameter) for parameter in self._parameters.values()]
 
     def state(self) -> dict[str, list[Tensor]]:
-        memory = self.channel.memory
-        return {"residual": memory.views} if memory else {}
+        memory, views = self.channel.memory, self.channel.layout.views
+        state = {"residual": memory.views} if memory else {}
+        state |= {f"update{i}": views(update) for i, update in enumerate(self._pending.landed())}
+        return state | {f"told{i}": views(told) for i, told in enumerate(self._told.landed())}
 
 
 class ParameterReplicator:
@@ -99,6 +127,12 @@ class ParameterReplicator:
         if step % self._round.every:
             self._exchange(step)
 
+    def back(self) -> None:
+        pass
+
+    def ahead(self) -> None:
+        pass
+
     def shared(self) -> list[Tensor]:
         return self._views(self._anchor)
 
@@ -108,7 +142,7 @@ class ParameterReplicator:
 
     def _exchange(self, step: int) -> None:
         moved = self._anchor - self.channel.layout.flatten(self._weights(), self.channel.device)
-        self._anchor.grad = self.channel.send(self._views(moved), step)()
+        self._anchor.grad = self.channel.send(self._views(moved), step).update()
         self._outer.step()
         self._anchor.grad = None
         copy(self._weights(), self.shared())

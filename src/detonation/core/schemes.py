@@ -1,16 +1,17 @@
 """Schemes: a frozen, serialisable description of one level of replication. It knows codec and round, no link."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from detonation.choices import make
-from detonation.core.basis import DCT, Identity
-from detonation.core.codec import Codec, Combine
-from detonation.core.memory import Feedback
+from detonation.core.basis import DCT, Basis, Identity
+from detonation.core.codec import Codec
+from detonation.core.combine import COMBINES, Combine
+from detonation.core.memory import Error, Feedback
 from detonation.core.precision import PRECISIONS, Precision
 from detonation.core.rounds import Round
-from detonation.core.selection import Everything, Random, Selection, Slicing, Striding, TopK
+from detonation.core.selection import Everything, Random, Rotation, Selection, Slicing, Striding, TopK
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Scheme:
     combine: Combine = "replicas"
     round: Round = field(default=Round())
     outer: Outer | None = None
+    lookahead: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
@@ -66,7 +68,10 @@ def demo(
     decay: float = 0.999,
     alpha: float = 1.0,
     precision: str = "fp32",
+    error: Error = "keep",
     combine: Combine = "replicas",
+    delay: int = 0,
+    lookahead: bool = True,
 ) -> Scheme:
     """Decoupled momentum: the `topk` largest DCT coefficients of every chunk of the momentum, at every step.
 
@@ -74,44 +79,88 @@ def demo(
     The papers step with the sign of the update: use it with `SignSGD`. Any other optimizer works too.
 
     topk: from 1 to chunk. chunk: neighbouring coordinates that are transformed together, at least 1.
-    decay: of the momentum, from 0 to 1; the longer the run, the closer to 1. alpha: see `Feedback`.
-    precision: "fp32" or "bf16". combine: mean over all "replicas", or over the "senders" of a coefficient, as the
-    code published with DeMo does.
+    decay: of the momentum, from 0 to 1; the longer the run, the closer to 1. alpha, error: see `Feedback`.
+    precision: one of `PRECISIONS`; "sign" is DisTrO's single bit. combine: see `combined`; "replicas" as the paper
+    says, or "senders" as the code published with it does.
+    delay: steps that a message may be on its way while training goes on, at least 0. lookahead: take the gradient where
+    this replica expects to be by then (see `LookAhead`), which needs an optimizer without state.
     """
-    if combine not in ("replicas", "senders"):
-        raise ValueError(f"combine is {combine!r}, must be 'replicas' or 'senders'")
     arguments = {
         "topk": _whole("topk", topk), "chunk": _whole("chunk", chunk), "decay": decay, "alpha": alpha,
-        "precision": precision, "combine": combine,
+        "precision": precision, "error": error, "combine": combine, "delay": delay, "lookahead": lookahead,
     }  # fmt: skip
-    codec = Codec(DCT(), TopK(topk, chunk), _precision(precision))
-    return Scheme("demo", "gradients", codec, Feedback(decay, alpha), combine, arguments=arguments)
+    return _momentum("demo", DCT(), TopK(topk, chunk), arguments)
 
 
-def random(rate: float = 1 / 16, decay: float = 0.999, alpha: float = 1.0, precision: str = "fp32") -> Scheme:
+def random(
+    rate: float = 1 / 16,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error: Error = "keep",
+    combine: Combine = "replicas",
+    delay: int = 0,
+    lookahead: bool = True,
+) -> Scheme:
     """A random subset of the momentum, the same on all replicas and fresh at every step, without indices.
 
     From et al., arXiv 2502.06728. rate: the part of the coordinates told in a step, above 0 and at most 1, rounded
-    down to one over a whole number; every coordinate is told once in a cycle of ceil(1 / rate) steps.
+    down to one over a whole number; every coordinate is told once in a cycle of ceil(1 / rate) steps. The rest as in
+    `demo`.
     """
-    return _rotating("random", Random(rate), decay, alpha, precision)
+    return _rotating("random", Random(rate), decay, alpha, precision, error, combine, delay, lookahead)
 
 
-def striding(rate: float = 1 / 16, decay: float = 0.999, alpha: float = 1.0, precision: str = "fp32") -> Scheme:
+def random_sign(
+    rate: float = 1 / 8,
+    decay: float = 0.95,
+    alpha: float = 1.0,
+    error: Error = "drop",
+    delay: int = 0,
+    lookahead: bool = True,
+) -> Scheme:
+    """`random` with one bit a value and a vote: the replicas send signs, the majority's is taken.
+
+    Neither indices nor magnitudes are sent, 1 / 32 of the bytes of `random`. Arguments as there.
+    """
+    rotating = _rotating("random_sign", Random(rate), decay, alpha, "sign", error, "majority", delay, lookahead)
+    fixed = {"precision", "combine"}
+    return replace(rotating, arguments={k: v for k, v in rotating.arguments.items() if k not in fixed})
+
+
+def striding(
+    rate: float = 1 / 16,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error: Error = "keep",
+    combine: Combine = "replicas",
+    delay: int = 0,
+    lookahead: bool = True,
+) -> Scheme:
     """Every n-th coordinate of the momentum, the comb moving on by one each step. Arguments as in `random`.
 
     From et al., arXiv 2502.06728, with a rotation that covers everything (in the published code it stands still at
     power-of-two rates).
     """
-    return _rotating("striding", Striding(rate), decay, alpha, precision)
+    return _rotating("striding", Striding(rate), decay, alpha, precision, error, combine, delay, lookahead)
 
 
-def slicing(rate: float = 1 / 16, decay: float = 0.999, alpha: float = 1.0, precision: str = "fp32") -> Scheme:
+def slicing(
+    rate: float = 1 / 16,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error: Error = "keep",
+    combine: Combine = "replicas",
+    delay: int = 0,
+    lookahead: bool = True,
+) -> Scheme:
     """Blocks of neighbouring coordinates of the momentum, the next ones each step. Arguments as in `random`.
 
     In the code published with arXiv 2502.06728, where it sends zeros; this one sends the momentum.
     """
-    return _rotating("slicing", Slicing(rate), decay, alpha, precision)
+    return _rotating("slicing", Slicing(rate), decay, alpha, precision, error, combine, delay, lookahead)
 
 
 def diloco(
@@ -141,6 +190,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "none": none,
     "demo": demo,
     "random": random,
+    "random_sign": random_sign,
     "striding": striding,
     "slicing": slicing,
     "diloco": diloco,
@@ -159,10 +209,42 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     return make("scheme", SCHEMES, name, arguments or {})
 
 
-def _rotating(name: str, selection: Selection, decay: float, alpha: float, precision: str) -> Scheme:
-    arguments = {"rate": selection.rate, "decay": decay, "alpha": alpha, "precision": precision}  # type: ignore[attr-defined]
-    codec = Codec(Identity(), selection, _precision(precision))
-    return Scheme(name, "gradients", codec, Feedback(decay, alpha), arguments=arguments)
+def _rotating(
+    name: str,
+    selection: Rotation,
+    decay: float,
+    alpha: float,
+    precision: str,
+    error: Error,
+    combine: Combine,
+    delay: int,
+    lookahead: bool,
+) -> Scheme:
+    arguments = {
+        "rate": selection.rate, "decay": decay, "alpha": alpha, "precision": precision, "error": error,
+        "combine": combine, "delay": delay, "lookahead": lookahead,
+    }  # fmt: skip
+    return _momentum(name, Identity(), selection, arguments)
+
+
+def _momentum(name: str, basis: Basis, selection: Selection, arguments: Mapping[str, Any]) -> Scheme:
+    """A scheme that keeps a momentum of the gradients and tells of it at every step."""
+    return Scheme(
+        name,
+        "gradients",
+        Codec(basis, selection, _precision(arguments["precision"])),
+        Feedback(arguments["decay"], arguments["alpha"], arguments["error"]),
+        _combine(arguments["combine"]),
+        Round(delay=_whole("delay", arguments["delay"])),
+        lookahead=arguments["lookahead"] and arguments["delay"] > 0,
+        arguments=arguments,
+    )
+
+
+def _combine(name: Combine) -> Combine:
+    if name not in COMBINES:
+        raise ValueError(f"combine is {name!r}, must be one of {', '.join(COMBINES)}")
+    return name
 
 
 def _precision(name: str) -> Precision:

@@ -90,11 +90,14 @@ class Rotation:
 
     @property
     def kept(self) -> int:
-        return max(self.run, 64 // self.period)
+        return 1 if self.period == 1 else max(self.run, 64 // self.period)  # at rate 1 rows of one: no padding is sent
 
     @property
     def chunk(self) -> int:
         return self.period * self.kept
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class LargerThanDense(ValueError):
 
 def kind(scheme: Scheme) -> Kind:
     """The collective that carries the scheme's message: an all-reduce where the network may add messages up."""
-    return "all-reduce" if scheme.codec.summable else "all-gather"
+    return "all-reduce" if scheme.codec.summable and scheme.combine == "replicas" else "all-gather"
 
 
 def sent(kind: Kind, nbytes: int, replicas: int) -> int:

@@ -39,7 +39,8 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         sent = over_shards(session, session.optimizer.bytes_sent - sent)
         seconds = time.perf_counter() - began
         due = train.validate_every and (step + 1) % train.validate_every == 0
-        held_out = validate(session) if due or step + 1 == train.steps else {}
+        with session.optimizer.settled():
+            held_out = validate(session) if due or step + 1 == train.steps else {}
         report(Record(step + 1, loss, lr, seconds, sent, **held_out))
 
 

@@ -32,7 +32,8 @@ def save_state(session: Session, checkpoints: Path, step: int) -> Path:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    failure = _write(session, part / _file_name(session))
+    with session.optimizer.settled():
+        failure = _write(session, part / _file_name(session))
     files = _everyones(session, part / _file_name(session), failure)
     if session.rank == 0:
         _finish(session, part, target, step, files)

@@ -1,0 +1,84 @@
+"""How numbers are written down: sizes known beforehand, and as close as the number of bits allows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detonation.core.bits import pack, packed_bytes, unpack
+from detonation.core.columns import Columns
+from detonation.core.combine import combined
+from detonation.core.precision import PRECISIONS, Blocks
+
+laws = settings(max_examples=50, deadline=None)
+ERROR = {"fp32": 0, "bf16": 0.004, "int8": 0.02, "4bit": 0.25, "2bit": 0.4, "sign": 0.65}
+"""Largest relative error (L2) of each precision on a Gaussian."""
+
+
+@given(count=st.integers(0, 300), width=st.integers(1, 16), seed=st.integers(0, 99))
+@laws
+def test_packed_numbers_come_back_and_leave_no_gap(count, width, seed):
+    numbers = torch.randint(0, 2**width, (count,), generator=torch.Generator().manual_seed(seed))
+    packed = pack(numbers, width)
+    assert packed.dtype == torch.uint8 and len(packed) == packed_bytes(count, width) == -(-count * width // 8)
+    assert torch.equal(unpack(packed, count, width), numbers)
+
+
+@given(rows=st.integers(0, 20), chunk=st.integers(1, 300), share=st.floats(0, 1), seed=st.integers(0, 99))
+@laws
+def test_columns_come_back_in_the_fewest_bytes(rows, chunk, share, seed):
+    kept = max(1, int(share * chunk))
+    columns = torch.rand(rows, chunk, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :kept]
+    codec = Columns(chunk, kept)
+    columns = codec.ordered(columns)
+    encoded = codec.encode(columns)
+    assert torch.equal(codec.decode(encoded, rows), columns)
+    assert len(encoded) == codec.nbytes(rows)
+    bits = min(chunk, kept * (chunk - 1).bit_length()) * rows
+    assert codec.nbytes(rows) == -(-bits // 8)
+
+
+@pytest.mark.parametrize("name, precision", PRECISIONS.items(), ids=PRECISIONS)
+@given(rows=st.integers(0, 400), kept=st.integers(1, 9), scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6]))
+@laws
+def test_a_precision_is_as_large_as_it_says_and_about_right(name, precision, rows, kept, scale):
+    values = torch.randn(rows, kept, generator=torch.Generator().manual_seed(rows)) * scale
+    encoded = precision.encode(values)
+    assert encoded.nbytes == precision.nbytes(rows, kept)
+    read = precision.decode(encoded, rows, kept)
+    assert read.shape == values.shape and read.dtype == torch.float32 and read.isfinite().all()
+    if rows * kept >= 300:
+        assert (read - values).norm() <= ERROR[name] * values.norm()
+
+
+@pytest.mark.parametrize("name", [name for name, p in PRECISIONS.items() if isinstance(p, Blocks)])
+def test_zeros_stay_zero_and_blocks_keep_their_own_scale(name):
+    precision = PRECISIONS[name]
+    quiet, loud = torch.zeros(1, precision.block), torch.ones(1, precision.block)
+    read = precision.decode(precision.encode(torch.cat([quiet, loud])), 2, precision.block)
+    assert not read[0].any()
+    torch.testing.assert_close(read[1], torch.ones(precision.block), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", ["2bit", "sign", "4bit"])
+def test_signs_are_always_right(name):
+    values = torch.randn(100, 7, generator=torch.Generator().manual_seed(0))
+    precision = PRECISIONS[name]
+    assert torch.equal(precision.decode(precision.encode(values), 100, 7).sign(), values.sign())
+
+
+def test_ways_to_combine():
+    values = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -2.0]]), torch.tensor([[-5.0, -2.0]])]
+    columns = [torch.tensor([[0, 1]]), torch.tensor([[0, 3]]), torch.tensor([[0, 1]])]
+    assert combined(values, columns, 4, "replicas").tolist() == [[pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]]
+    assert combined(values, columns, 4, "senders").tolist() == [[pytest.approx(-1 / 3), 0, 0, -2]]
+    assert combined(values, columns, 4, "majority").tolist() == [[3, 0, 0, pytest.approx(-2 / 3)]]
+
+
+def test_clipping_to_the_median_holds_down_one_that_is_too_loud():
+    honest = torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0)) + 1
+    attacked = [*honest, -1e6 * honest[0]]
+    plain, clipped = (combined(attacked, None, 4, way) for way in ("replicas", "clipped"))
+    truth = honest.mean(0).flatten()
+    agreement = [torch.cosine_similarity(c.flatten(), truth, dim=0) for c in (plain, clipped)]
+    assert agreement[0] < 0 < 0.8 < agreement[1]
