@@ -21,6 +21,8 @@ SCHEMES = {
     "random-int8-clipped": dt.random(rate=1 / 2, precision="int8", combine="clipped"),
     "random-majority": dt.random(rate=1 / 2, precision="4bit", combine="majority"),
     "random-sign": dt.random_sign(rate=1 / 8),
+    "demo-owner": dt.demo(topk=4, chunk=64, link="owner"),
+    "random-sign-owner": dt.random_sign(rate=1 / 2, error="keep", link="owner"),
     "random-late": dt.random(rate=1 / 4, delay=2, lookahead=False),
     "striding": dt.striding(rate=1 / 16),
     "slicing": dt.slicing(rate=1 / 8),

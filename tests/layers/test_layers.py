@@ -16,7 +16,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["codec"],
     ["memory", "schemes", "traffic"],
     ["link"],
-    ["channel"],
+    ["exchange", "channel"],
     ["signsgd", "pending", "replicators", "build", "replicate"],
     ["checkpoint"],
 ]

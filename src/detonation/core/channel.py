@@ -1,19 +1,18 @@
 """Channel: memory, codec and link joined. A signal goes in, what all replicas agreed on comes out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec import Message
+from detonation.core.codec import Selected
+from detonation.core.exchange import Waiter, exchange_for
 from detonation.core.flat import Layout
 from detonation.core.link import Link
 from detonation.core.memory import Memory
 from detonation.core.schemes import Scheme
-from detonation.core.traffic import check, kind
-
-Waiter = Callable[[], Tensor]
+from detonation.core.traffic import check
 
 
 @dataclass(frozen=True)
@@ -37,27 +36,20 @@ class Channel:
         check(scheme, layout, link.replicas)
         self.layout, self.link, self.device = layout, link, device
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
+        self.exchange = exchange_for(scheme, link, layout.rows, device)
         self._scheme, self._codec, self._seed = scheme, scheme.codec, seed
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Sent:
         """Takes in a signal (one tensor a parameter), sends what the codec makes of it, and takes it out of memory."""
         flat = self.memory.absorb(signals) if self.memory else self.layout.flatten(signals, self.device)
         selected = self._codec.select(flat, step, self._seed)
-        message = self._codec.encode(selected)
-        read = self._codec.read(message, self.layout.rows)
-        # a copy, because what is read of an uncompressed message is the buffer that the link is about to add into
-        told = self._codec.spread(read, selected.columns).clone() if self._scheme.lookahead else None
+        prepared = self.exchange.prepare(selected)
+        told = self._parameters(prepared.read, selected).clone() if self._scheme.lookahead else None
         if self.memory:
-            out = selected.values if self.memory.feedback.error == "drop" else read
-            self.memory.release(self._codec.spread(out, selected.columns))
-        return Sent(self._exchange(message, step), told)
+            out = selected.values if self.memory.feedback.error == "drop" else prepared.read
+            self.memory.release(self._parameters(out, selected))
+        agreed = prepared.start()
+        return Sent(lambda: self._codec.basis.inverse(agreed()), told)
 
-    def _exchange(self, message: Message, step: int) -> Waiter:
-        if kind(self._scheme) == "all-reduce":
-            total = self.link.reduce(message.values)
-            return lambda: self._decode([Message(total().to(torch.float32) / self.link.replicas)], step)
-        everyone = self.link.gather(message.parts)
-        return lambda: self._decode([Message(*parts) for parts in everyone()], step)
-
-    def _decode(self, messages: Sequence[Message], step: int) -> Tensor:
-        return self._codec.decode(messages, self.layout.rows, step, self._seed, self._scheme.combine)
+    def _parameters(self, values: Tensor, selected: Selected) -> Tensor:
+        return self._codec.basis.inverse(self._codec.spread(values, selected.columns))

@@ -57,11 +57,15 @@ class Codec:
     def select(self, flat: Tensor, step: int, seed: int) -> Selected:
         """The coefficients of `flat` to tell of at `step`; `flat` is left as it is."""  # [rows, chunk]
         coefficients = self.basis.forward(flat)
+        known = self.selection.shared and not self._whole
+        shared = self.selection.columns(coefficients, step, seed) if known else None
+        return self.take(coefficients, shared)
+
+    def take(self, coefficients: Tensor, shared: Tensor | None) -> Selected:
+        """Those of `coefficients` that are told: at the columns that all know, or the largest."""
         if self._whole:
             return Selected(coefficients, None)
-        columns = self.selection.columns(coefficients, step, seed)
-        if not self.selection.shared:
-            columns = self._columns.ordered(columns)
+        columns = self._columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else shared
         return Selected(coefficients.gather(1, columns), columns)
 
     def encode(self, selected: Selected) -> Message:
@@ -75,19 +79,38 @@ class Codec:
         return self.precision.decode(message.values, rows, self.selection.kept)
 
     def spread(self, values: Tensor, columns: Tensor | None) -> Tensor:
-        """What `values` at `columns` are in the coordinates of the parameters."""  # [rows, kept] -> [rows, chunk]
+        """All coefficients of rows that have `values` at `columns` and 0 elsewhere."""  # [rows, kept] -> [rows, chunk]
         if columns is None:
-            return self.basis.inverse(values)
+            return values
         empty = torch.zeros(len(values), self.selection.chunk, device=values.device)
-        return self.basis.inverse(empty.scatter_(1, columns, values))
+        return empty.scatter_(1, columns, values)
 
     def decode(self, messages: Sequence[Message], rows: int, step: int, seed: int, combine: Combine) -> Tensor:
         """The update that `messages` make together, the same bits on every replica."""  # [rows, chunk]
+        columns = None
+        if self.selection.shared and not self._whole:
+            like = torch.empty(rows, self.selection.chunk, device=messages[0].values.device)
+            columns = self.selection.columns(like, step, seed)
+        return self.basis.inverse(self.combined(messages, rows, columns, combine))
+
+    def combined(self, messages: Sequence[Message], rows: int, columns: Tensor | None, combine: Combine) -> Tensor:
+        """The coefficients that `messages` make together; `columns` are those of a shared selection."""
         values = [self.read(message, rows) for message in messages]
         if self._whole:
-            return self.basis.inverse(combined(values, None, self.selection.chunk, combine))
-        columns = [self._columns_of(message, rows, step, seed, values[0].device) for message in messages]
-        return self.basis.inverse(combined(values, columns, self.selection.chunk, combine))
+            return combined(values, None, self.selection.chunk, combine)
+        where = [self._columns_of(message, rows, columns) for message in messages]
+        return combined(values, where, self.selection.chunk, combine)
+
+    def slices(self, selected: Selected, parts: int) -> list[Selected]:
+        """`selected` in `parts` runs of equally many rows, the last ones filled up with rows of zeros."""
+        rows = -(-len(selected.values) // parts)
+        missing = rows * parts - len(selected.values)
+        values = torch.nn.functional.pad(selected.values, (0, 0, 0, missing)).tensor_split(parts)
+        if selected.columns is None:
+            return [Selected(v, None) for v in values]
+        filling = torch.arange(self.selection.kept, device=selected.columns.device).expand(missing, -1)
+        columns = torch.cat([selected.columns, filling]).tensor_split(parts)
+        return [Selected(v, c) for v, c in zip(values, columns, strict=True)]
 
     @property
     def _whole(self) -> bool:
@@ -97,7 +120,8 @@ class Codec:
     def _columns(self) -> Columns:
         return Columns(self.selection.chunk, self.selection.kept)
 
-    def _columns_of(self, message: Message, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
-        if message.columns is not None:
-            return self._columns.decode(message.columns, rows)
-        return self.selection.columns(torch.empty(rows, self.selection.chunk, device=device), step, seed)
+    def _columns_of(self, message: Message, rows: int, shared: Tensor | None) -> Tensor:
+        if shared is not None:
+            return shared
+        assert message.columns is not None
+        return self._columns.decode(message.columns, rows)

@@ -55,8 +55,7 @@ class Link:
         The shapes and types of `parts` must be the same on all replicas.
         """
         device = parts[0].device
-        mine = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-        mine = mine.to(self._transport or device)
+        mine = _bytes(parts).to(self._transport or device)
         all_of_them = mine.new_empty(self.replicas * len(mine))
         work = _all_gather(all_of_them, mine, group=self._group, async_op=True)
         self.bytes_sent += sent("all-gather", len(mine), self.replicas)
@@ -64,6 +63,23 @@ class Link:
         def wait() -> list[list[Tensor]]:
             work.wait()
             return [_unpack(row, parts) for row in all_of_them.to(device).view(self.replicas, -1)]
+
+        return wait
+
+    def swap(self, slices: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
+        """Starts sending `slices[r]` to replica r; the waiter returns what each has for this one, in replica order.
+
+        The shapes and types must be the same for all slices and replicas.
+        """
+        device = slices[0][0].device
+        mine = torch.cat([_bytes(parts) for parts in slices]).to(self._transport or device)
+        theirs = torch.empty_like(mine)
+        work = dist.all_to_all_single(theirs, mine, group=self._group, async_op=True)
+        self.bytes_sent += len(mine) // self.replicas * (self.replicas - 1)
+
+        def wait() -> list[list[Tensor]]:
+            work.wait()
+            return [_unpack(row, slices[0]) for row in theirs.to(device).view(self.replicas, -1)]
 
         return wait
 
@@ -90,6 +106,10 @@ class Link:
         rows = self.gather([buffer])()
         self.bytes_sent = counted
         return [bytes(row[0].tolist()) for row in rows]
+
+
+def _bytes(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
 def _unpack(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

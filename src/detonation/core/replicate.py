@@ -207,12 +207,12 @@ class Replicated(Optimizer):
         return all(g is not None and not local(g).count_nonzero() for g in gradients)
 
     def _private(self) -> dict[str, Tensor]:
-        return {
-            f"{level}.{kind}.{name}": tensor
-            for level, replicator in enumerate(self._replicators or [])
-            for kind, tensors in replicator.state().items()
-            for name, tensor in zip(self._names, tensors, strict=True)
-        }
+        found: dict[str, Tensor] = {}
+        for level, replicator in enumerate(self._replicators or []):
+            for kind, tensors in replicator.state().items():
+                found |= {f"{level}.{kind}.{name}": t for name, t in zip(self._names, tensors, strict=True)}
+            found |= {f"{level}.{kind}": t for kind, t in replicator.channel.exchange.state().items()}
+        return found
 
     def _restore(self, saved: Mapping[str, Tensor]) -> None:
         private = self._private()

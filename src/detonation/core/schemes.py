@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from detonation.choices import make
 from detonation.core.basis import DCT, Basis, Identity
@@ -12,6 +12,9 @@ from detonation.core.memory import Error, Feedback
 from detonation.core.precision import PRECISIONS, Precision
 from detonation.core.rounds import Round
 from detonation.core.selection import Everything, Random, Rotation, Selection, Slicing, Striding, TopK
+
+LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
+LINKS: tuple[str, ...] = get_args(LinkKind)
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,20 @@ class Scheme:
     round: Round = field(default=Round())
     outer: Outer | None = None
     lookahead: bool = False
+    link: LinkKind = "auto"
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.link not in LINKS:
+            raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
+        if self.link == "all-reduce" and not (self.codec.summable and self.combine == "replicas"):
+            raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared places and combine='replicas'")
 
 
 def full(precision: str = "fp32") -> Scheme:
     """Gradients averaged over all replicas at every step: what hybrid-sharded data parallel does.
 
-    precision: "fp32" or "bf16", the type of the gradients on the wire.
+    precision: one of `PRECISIONS`, how the gradients are written on the wire; below bf16 they lose what it cannot say.
     """
     codec = Codec(Identity(), Everything(), _precision(precision))
     return Scheme("full", "gradients", codec, arguments={"precision": precision})
@@ -72,6 +82,7 @@ def demo(
     combine: Combine = "replicas",
     delay: int = 0,
     lookahead: bool = True,
+    link: LinkKind = "auto",
 ) -> Scheme:
     """Decoupled momentum: the `topk` largest DCT coefficients of every chunk of the momentum, at every step.
 
@@ -84,10 +95,12 @@ def demo(
     says, or "senders" as the code published with it does.
     delay: steps that a message may be on its way while training goes on, at least 0. lookahead: take the gradient where
     this replica expects to be by then (see `LookAhead`), which needs an optimizer without state.
+    link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto", whichever sends less.
     """
     arguments = {
         "topk": _whole("topk", topk), "chunk": _whole("chunk", chunk), "decay": decay, "alpha": alpha,
-        "precision": precision, "error": error, "combine": combine, "delay": delay, "lookahead": lookahead,
+        "precision": precision, "error": error, "combine": combine, "delay": delay,
+        "lookahead": lookahead, "link": link,
     }  # fmt: skip
     return _momentum("demo", DCT(), TopK(topk, chunk), arguments)
 
@@ -101,6 +114,7 @@ def random(
     combine: Combine = "replicas",
     delay: int = 0,
     lookahead: bool = True,
+    link: LinkKind = "auto",
 ) -> Scheme:
     """A random subset of the momentum, the same on all replicas and fresh at every step, without indices.
 
@@ -108,7 +122,7 @@ def random(
     down to one over a whole number; every coordinate is told once in a cycle of ceil(1 / rate) steps. The rest as in
     `demo`.
     """
-    return _rotating("random", Random(rate), decay, alpha, precision, error, combine, delay, lookahead)
+    return _rotating("random", Random(rate), decay, alpha, precision, error, combine, delay, lookahead, link)
 
 
 def random_sign(
@@ -118,12 +132,13 @@ def random_sign(
     error: Error = "drop",
     delay: int = 0,
     lookahead: bool = True,
+    link: LinkKind = "auto",
 ) -> Scheme:
     """`random` with one bit a value and a vote: the replicas send signs, the majority's is taken.
 
     Neither indices nor magnitudes are sent, 1 / 32 of the bytes of `random`. Arguments as there.
     """
-    rotating = _rotating("random_sign", Random(rate), decay, alpha, "sign", error, "majority", delay, lookahead)
+    rotating = _rotating("random_sign", Random(rate), decay, alpha, "sign", error, "majority", delay, lookahead, link)
     fixed = {"precision", "combine"}
     return replace(rotating, arguments={k: v for k, v in rotating.arguments.items() if k not in fixed})
 
@@ -137,13 +152,14 @@ def striding(
     combine: Combine = "replicas",
     delay: int = 0,
     lookahead: bool = True,
+    link: LinkKind = "auto",
 ) -> Scheme:
     """Every n-th coordinate of the momentum, the comb moving on by one each step. Arguments as in `random`.
 
     From et al., arXiv 2502.06728, with a rotation that covers everything (in the published code it stands still at
     power-of-two rates).
     """
-    return _rotating("striding", Striding(rate), decay, alpha, precision, error, combine, delay, lookahead)
+    return _rotating("striding", Striding(rate), decay, alpha, precision, error, combine, delay, lookahead, link)
 
 
 def slicing(
@@ -155,12 +171,13 @@ def slicing(
     combine: Combine = "replicas",
     delay: int = 0,
     lookahead: bool = True,
+    link: LinkKind = "auto",
 ) -> Scheme:
     """Blocks of neighbouring coordinates of the momentum, the next ones each step. Arguments as in `random`.
 
     In the code published with arXiv 2502.06728, where it sends zeros; this one sends the momentum.
     """
-    return _rotating("slicing", Slicing(rate), decay, alpha, precision, error, combine, delay, lookahead)
+    return _rotating("slicing", Slicing(rate), decay, alpha, precision, error, combine, delay, lookahead, link)
 
 
 def diloco(
@@ -219,10 +236,12 @@ def _rotating(
     combine: Combine,
     delay: int,
     lookahead: bool,
+    link: LinkKind,
 ) -> Scheme:
     arguments = {
         "rate": selection.rate, "decay": decay, "alpha": alpha, "precision": precision, "error": error,
-        "combine": combine, "delay": delay, "lookahead": lookahead,
+        "combine": combine, "delay": delay,
+        "lookahead": lookahead, "link": link,
     }  # fmt: skip
     return _momentum(name, Identity(), selection, arguments)
 
@@ -237,6 +256,7 @@ def _momentum(name: str, basis: Basis, selection: Selection, arguments: Mapping[
         _combine(arguments["combine"]),
         Round(delay=_whole("delay", arguments["delay"])),
         lookahead=arguments["lookahead"] and arguments["delay"] > 0,
+        link=arguments["link"],
         arguments=arguments,
     )
 

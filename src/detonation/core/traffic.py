@@ -2,23 +2,43 @@
 
 from typing import Literal
 
+from detonation.core.codec import Codec
 from detonation.core.flat import Layout
 from detonation.core.schemes import Scheme
 
-Kind = Literal["all-reduce", "all-gather"]
+Kind = Literal["all-reduce", "all-gather", "owner"]
 
 
 class LargerThanDense(ValueError):
     """A scheme would send more than the full synchronisation that it replaces."""
 
 
-def kind(scheme: Scheme) -> Kind:
-    """The collective that carries the scheme's message: an all-reduce where the network may add messages up."""
-    return "all-reduce" if scheme.codec.summable and scheme.combine == "replicas" else "all-gather"
+def kind(scheme: Scheme, rows: int, replicas: int) -> Kind:
+    """The exchange that the scheme asks for or, where it leaves it open, the one that sends least.
+
+    An all-reduce where the network may add messages up. Otherwise everyone's message to everyone, or, once that is
+    more, through the owners of rows.
+    """
+    if scheme.link != "auto":
+        return scheme.link
+    if scheme.codec.summable and scheme.combine == "replicas":
+        return "all-reduce"
+    gathered, owned = (exchanged(k, scheme.codec, rows, replicas) for k in ("all-gather", "owner"))
+    return "owner" if owned < gathered else "all-gather"
 
 
-def sent(kind: Kind, nbytes: int, replicas: int) -> int:
-    """Bytes that one rank sends when `replicas` of them exchange `nbytes` each, on a ring.
+def exchanged(kind: Kind, codec: Codec, rows: int, replicas: int) -> int:
+    """Bytes that one of `replicas` sends when all tell of `rows` rows, on a ring.
+
+    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners twice R - 1 slices of rows / R.
+    """
+    if kind == "owner":
+        return 2 * (replicas - 1) * codec.nbytes(-(-rows // replicas))
+    return sent(kind, codec.nbytes(rows), replicas)
+
+
+def sent(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas: int) -> int:
+    """Bytes that one rank sends when `replicas` of them exchange `nbytes` each in one collective.
 
     >>> sent("all-reduce", 1000, 4), sent("all-gather", 1000, 4)
     (1500, 3000)
@@ -36,7 +56,7 @@ def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int) -> int:
     """Bytes that one rank sends at `step` (from 0): exactly what its link will count."""
     if scheme.signal == "nothing" or not scheme.round.ends(step):
         return 0
-    return sent(kind(scheme), scheme.codec.nbytes(layout.rows), replicas)
+    return exchanged(kind(scheme, layout.rows, replicas), scheme.codec, layout.rows, replicas)
 
 
 def check(scheme: Scheme, layout: Layout, replicas: int) -> None:
