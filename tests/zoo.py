@@ -27,6 +27,8 @@ SCHEMES = {
     "striding": dt.striding(rate=1 / 16),
     "slicing": dt.slicing(rate=1 / 8),
     "diloco": dt.diloco(every=3),
+    "local-sgd": dt.local_sgd(every=2, precision="int8"),
+    "sparseloco": dt.sparseloco(every=2, topk=8, chunk=256),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }
 """The table of laws: a new scheme is one line here."""

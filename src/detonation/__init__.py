@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from detonation.core.schemes import demo as demo
     from detonation.core.schemes import diloco as diloco
     from detonation.core.schemes import full as full
+    from detonation.core.schemes import local_sgd as local_sgd
     from detonation.core.schemes import none as none
     from detonation.core.schemes import random as random
     from detonation.core.schemes import random_sign as random_sign
     from detonation.core.schemes import scheme as scheme
     from detonation.core.schemes import slicing as slicing
+    from detonation.core.schemes import sparseloco as sparseloco
     from detonation.core.schemes import striding as striding
     from detonation.core.signsgd import SignSGD as SignSGD
 
@@ -35,7 +37,8 @@ _HOME = {
     "detonation.core.checkpoint": ["load_replica_state", "replica_state"],
     "detonation.core.replicate": ["Replicated", "replicate"],
     "detonation.core.schemes": [
-        "Scheme", "demo", "diloco", "full", "none", "random", "random_sign", "scheme", "slicing", "striding",
+        "Scheme", "demo", "diloco", "full", "local_sgd", "none", "random", "random_sign", "scheme", "slicing",
+        "sparseloco", "striding",
     ],
     "detonation.core.signsgd": ["SignSGD"],
 }  # fmt: skip

@@ -222,6 +222,36 @@ def test_diloco_is_the_papers_rule():
     worlds.run(diloco_against_plain, 2, 1)
 
 
+def sparseloco_against_plain(mesh):
+    """Top-k of error feedback + what moved, its mean taken off the anchor; fp32 so that only the rule is compared."""
+    scheme = dt.sparseloco(every=4, topk=3, chunk=32, decay=0.9, precision="fp32", combine="replicas")
+    mine = train(mesh, scheme, sgd, steps=12)
+    models, anchor = [built(Plain) for _ in range(mesh.size())], dict(built(Plain).named_parameters())
+    inner = [sgd(model.parameters()) for model in models]
+    errors = [{n: torch.zeros_like(p) for n, p in anchor.items()} for _ in models]
+    for step in range(12):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            gradients(model, [rank], step)
+            optimizer.step()
+        if step % 4 == 3:
+            told = [{} for _ in models]
+            for n, at in anchor.items():
+                for model, error, tell in zip(models, errors, told, strict=True):
+                    error[n] = 0.9 * error[n] + at.detach() - model.get_parameter(n).detach()
+                    rows = error[n].reshape(-1, 32)
+                    least = rows.abs().sort(1, descending=True).values[:, 2:3]
+                    tell[n] = torch.where(rows.abs() >= least, rows, 0).view_as(at)
+                    error[n] = error[n] - tell[n]
+                at.data -= sum(tell[n] for tell in told) / len(told)
+            for model in models:
+                model.load_state_dict({n: p.detach() for n, p in anchor.items()})
+    close(mine, anchor, atol=1e-6, rtol=1e-5)
+
+
+def test_sparseloco_is_the_papers_rule():
+    worlds.run(sparseloco_against_plain, 2, 1)
+
+
 def diloco_every_step(mesh):
     mine = train(mesh, dt.diloco(every=1, outer_lr=1, outer_momentum=0), sgd)
     close(mine, train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)

@@ -202,6 +202,48 @@ def diloco(
     return Scheme("diloco", "parameters", codec, round=Round(every), outer=outer, arguments=arguments)
 
 
+def local_sgd(every: int = 16, precision: str = "fp32") -> Scheme:
+    """Local steps with any optimizer; every `every` steps the replicas' parameters are averaged.
+
+    Stich, arXiv 1805.09767: `diloco` without an outer optimizer (outer_lr 1, outer_momentum 0).
+    """
+    averaging = diloco(every, outer_lr=1.0, outer_momentum=0.0, precision=precision)
+    return replace(averaging, name="local_sgd", arguments={"every": every, "precision": precision})
+
+
+def sparseloco(
+    every: int = 15,
+    topk: int = 64,
+    chunk: int = 4096,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    precision: str = "2bit",
+    combine: Combine = "clipped",
+    link: LinkKind = "auto",
+) -> Scheme:
+    """`diloco` that tells only the largest of what moved, in two bits, and remembers the rest.
+
+    Sarfi et al., arXiv 2508.15706: top-k of each chunk without a transform, error feedback in the place of an outer
+    momentum, every replica clipped to the median norm. With the defaults about 0.001 bytes a parameter and step.
+    Arguments as in `demo` and `diloco`.
+    """
+    arguments = {
+        "every": _whole("every", every), "topk": _whole("topk", topk), "chunk": _whole("chunk", chunk), "decay": decay,
+        "outer_lr": outer_lr, "precision": precision, "combine": combine, "link": link,
+    }  # fmt: skip
+    return Scheme(
+        "sparseloco",
+        "parameters",
+        Codec(Identity(), TopK(topk, chunk), _precision(precision)),
+        Feedback(decay),
+        _combine(combine),
+        Round(every),
+        Outer(outer_lr, momentum=0.0, nesterov=False),
+        link=link,
+        arguments=arguments,
+    )
+
+
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "full": full,
     "none": none,
@@ -211,6 +253,8 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "striding": striding,
     "slicing": slicing,
     "diloco": diloco,
+    "local_sgd": local_sgd,
+    "sparseloco": sparseloco,
 }
 
 
