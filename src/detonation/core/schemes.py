@@ -224,7 +224,7 @@ def sparseloco(
     """`diloco` that tells only the largest of what moved, in two bits, and remembers the rest.
 
     Sarfi et al., arXiv 2508.15706: top-k of each chunk without a transform, error feedback in the place of an outer
-    momentum, every replica clipped to the median norm. With the defaults about 0.001 bytes a parameter and step.
+    momentum, every replica clipped to the median norm. With the defaults about 0.002 bytes a parameter and step.
     Arguments as in `demo` and `diloco`.
     """
     arguments = {

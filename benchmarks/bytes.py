@@ -1,0 +1,44 @@
+"""Bytes that one replica sends, by parameter and step: arithmetic alone, for a large model.
+
+python benchmarks/bytes.py
+"""
+
+import detonation as dt
+from detonation.core import traffic
+from detonation.core.flat import Layout
+
+SCHEMES = [
+    dt.full(),
+    dt.demo(),
+    dt.demo(precision="bf16"),
+    dt.demo(precision="sign"),
+    dt.demo(topk=1, precision="sign"),
+    dt.random(),
+    dt.random_sign(rate=1 / 4),
+    dt.random_sign(rate=1 / 8),
+    dt.striding(),
+    dt.slicing(),
+    dt.diloco(),
+    dt.local_sgd(),
+    dt.sparseloco(),
+    dt.sparseloco(every=30),
+]
+SHAPE = (4096, 4096)
+
+
+def main() -> None:
+    print("| scheme | 2 replicas | 8 replicas | 64 replicas |")
+    print("|---|---|---|---|")
+    for scheme in SCHEMES:
+        defaults = dt.scheme(scheme.name).arguments
+        odd = ", ".join(f"{k}={v}" for k, v in scheme.arguments.items() if v != defaults[k])
+        layout = Layout.of({"weight": SHAPE}, scheme.codec.selection.chunk)
+        cells = []
+        for replicas in (2, 8, 64):
+            sent = traffic.bytes_sent(scheme, layout, replicas, scheme.round.every - 1) / scheme.round.every
+            cells.append(f"{sent / layout.numel:.4f}")
+        print(f"| {scheme.name}({odd}) | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
