@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from detonation.core.bits import pack, packed_bytes, unpack
 from detonation.core.columns import Columns
-from detonation.core.combine import combined
+from detonation.core.combine import Agreed, combined
 from detonation.core.precision import PRECISIONS, Blocks
 
 laws = settings(max_examples=50, deadline=None)
@@ -70,15 +70,17 @@ def test_signs_are_always_right(name):
 def test_ways_to_combine():
     values = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -2.0]]), torch.tensor([[-5.0, -2.0]])]
     columns = [torch.tensor([[0, 1]]), torch.tensor([[0, 3]]), torch.tensor([[0, 1]])]
-    assert combined(values, columns, 4, "replicas").tolist() == [[pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]]
-    assert combined(values, columns, 4, "senders").tolist() == [[pytest.approx(-1 / 3), 0, 0, -2]]
-    assert combined(values, columns, 4, "majority").tolist() == [[3, 0, 0, pytest.approx(-2 / 3)]]
+    assert combined(Agreed(values, columns, "replicas"), 4).tolist() == [
+        [pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]
+    ]
+    assert combined(Agreed(values, columns, "senders"), 4).tolist() == [[pytest.approx(-1 / 3), 0, 0, -2]]
+    assert combined(Agreed(values, columns, "majority"), 4).tolist() == [[3, 0, 0, pytest.approx(-2 / 3)]]
 
 
 def test_clipping_to_the_median_holds_down_one_that_is_too_loud():
     honest = torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0)) + 1
     attacked = [*honest, -1e6 * honest[0]]
-    plain, clipped = (combined(attacked, None, 4, way) for way in ("replicas", "clipped"))
+    plain, clipped = (combined(Agreed(attacked, [None] * 4, way), 4) for way in ("replicas", "clipped"))
     truth = honest.mean(0).flatten()
     agreement = [torch.cosine_similarity(c.flatten(), truth, dim=0) for c in (plain, clipped)]
     assert agreement[0] < 0 < 0.8 < agreement[1]

@@ -17,13 +17,15 @@ from detonation.core.schemes import Scheme
 Level = tuple[DeviceMesh, Scheme]
 
 
-def build(parameters: Mapping[str, Tensor], base: Optimizer, levels: Sequence[Level], seed: int) -> list[Replicator]:
+def build(
+    parameters: Mapping[str, Tensor], base: Optimizer, levels: Sequence[Level], seed: int, kernels: bool
+) -> list[Replicator]:
     """One replicator a level, over the local shards of `parameters`."""
     device, shapes = _device(parameters), {name: local(p).shape for name, p in parameters.items()}
     replicators: list[Replicator] = []
     for axis, scheme in levels:
         layout = Layout.of(shapes, scheme.codec.selection.chunk)
-        channel = Channel(scheme, layout, Link(axis), device, seed)
+        channel = Channel(scheme, layout, Link(axis), device, seed, kernels)
         if scheme.outer is None:
             replicators.append(GradientReplicator(parameters, channel, base, scheme))
         else:
@@ -44,7 +46,7 @@ def _description(scheme: Scheme, parameters: Mapping[str, Tensor], replicator: R
     from detonation import __version__
 
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
-    settings |= {"scheme": scheme.name, "seed": str(seed)}
+    settings |= {"scheme": scheme.name, "seed": str(seed), "kernel": replicator.channel.engine.name}
     settings |= {name: str(value) for name, value in scheme.arguments.items()}
     tensors = {name: local(parameter) for name, parameter in parameters.items()}
     settings |= {f"{name} (shape)": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}

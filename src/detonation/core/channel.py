@@ -1,13 +1,14 @@
 """Channel: memory, codec and link joined. A signal goes in, what all replicas agreed on comes out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec import Selected
-from detonation.core.exchange import Waiter, exchange_for
+from detonation.core.combine import Agreed
+from detonation.core.engine import engine_for
+from detonation.core.exchange import exchange_for
 from detonation.core.flat import Layout
 from detonation.core.link import Link
 from detonation.core.memory import Memory
@@ -22,7 +23,7 @@ class Sent:
     told: what the update would be if all had told what this replica did; only for a scheme that looks ahead.
     """
 
-    update: Waiter
+    update: Callable[[], Tensor]
     told: Tensor | None
 
 
@@ -32,24 +33,23 @@ class Channel:
     Raises `LargerThanDense` where the scheme would send more than full synchronisation.
     """
 
-    def __init__(self, scheme: Scheme, layout: Layout, link: Link, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, scheme: Scheme, layout: Layout, link: Link, device: torch.device, seed: int, kernels: bool = True
+    ) -> None:
         check(scheme, layout, link.replicas)
         self.layout, self.link, self.device = layout, link, device
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
+        self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
         self.exchange = exchange_for(scheme, link, layout.rows, device)
-        self._scheme, self._codec, self._seed = scheme, scheme.codec, seed
+        self._lookahead = scheme.lookahead
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Sent:
         """Takes in a signal (one tensor a parameter), sends what the codec makes of it, and takes it out of memory."""
-        flat = self.memory.absorb(signals) if self.memory else self.layout.flatten(signals, self.device)
-        selected = self._codec.select(flat, step, self._seed)
+        selected = self.engine.select(signals, step)
         prepared = self.exchange.prepare(selected)
-        told = self._parameters(prepared.read, selected).clone() if self._scheme.lookahead else None
-        if self.memory:
-            out = selected.values if self.memory.feedback.error == "drop" else prepared.read
-            self.memory.release(self._parameters(out, selected))
+        told = None
+        if self._lookahead:
+            told = self.engine.update(Agreed.one(prepared.read.clone(), selected.columns))
+        self.engine.release(selected, prepared.read)
         agreed = prepared.start()
-        return Sent(lambda: self._codec.basis.inverse(agreed()), told)
-
-    def _parameters(self, values: Tensor, selected: Selected) -> Tensor:
-        return self._codec.basis.inverse(self._codec.spread(values, selected.columns))
+        return Sent(lambda: self.engine.update(agreed()), told)

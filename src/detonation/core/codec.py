@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detonation.core.basis import Basis
 from detonation.core.columns import Columns
-from detonation.core.combine import Combine, combined
+from detonation.core.combine import Agreed, Combine, combined
 from detonation.core.precision import Precision
 from detonation.core.selection import Selection
 
@@ -49,9 +49,14 @@ class Codec:
         """Whether the network may add messages up: all tell the same coordinates, in a type that can be added."""
         return self.selection.shared and self.precision.summable
 
+    @property
+    def columns(self) -> Columns:
+        """How columns are written down where they are sent."""
+        return Columns(self.selection.chunk, self.selection.kept)
+
     def nbytes(self, rows: int) -> int:
         """Bytes of the message of `rows` rows, whatever is in them."""
-        columns = 0 if self.selection.shared else self._columns.nbytes(rows)
+        columns = 0 if self.selection.shared else self.columns.nbytes(rows)
         return self.precision.nbytes(rows, self.selection.kept) + columns
 
     def select(self, flat: Tensor, step: int, seed: int) -> Selected:
@@ -65,25 +70,18 @@ class Codec:
         """Those of `coefficients` that are told: at the columns that all know, or the largest."""
         if self._whole:
             return Selected(coefficients, None)
-        columns = self._columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else shared
+        columns = self.columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else shared
         return Selected(coefficients.gather(1, columns), columns)
 
     def encode(self, selected: Selected) -> Message:
         values = self.precision.encode(selected.values)
         if self.selection.shared or selected.columns is None:
             return Message(values)
-        return Message(values, self._columns.encode(selected.columns))
+        return Message(values, self.columns.encode(selected.columns))
 
     def read(self, message: Message, rows: int) -> Tensor:
         """The values of `message` as everyone reads them."""  # [rows, kept]
         return self.precision.decode(message.values, rows, self.selection.kept)
-
-    def spread(self, values: Tensor, columns: Tensor | None) -> Tensor:
-        """All coefficients of rows that have `values` at `columns` and 0 elsewhere."""  # [rows, kept] -> [rows, chunk]
-        if columns is None:
-            return values
-        empty = torch.zeros(len(values), self.selection.chunk, device=values.device)
-        return empty.scatter_(1, columns, values)
 
     def decode(self, messages: Sequence[Message], rows: int, step: int, seed: int, combine: Combine) -> Tensor:
         """The update that `messages` make together, the same bits on every replica."""  # [rows, chunk]
@@ -91,15 +89,12 @@ class Codec:
         if self.selection.shared and not self._whole:
             like = torch.empty(rows, self.selection.chunk, device=messages[0].values.device)
             columns = self.selection.columns(like, step, seed)
-        return self.basis.inverse(self.combined(messages, rows, columns, combine))
+        return self.basis.inverse(combined(self.agreed(messages, rows, columns, combine), self.selection.chunk))
 
-    def combined(self, messages: Sequence[Message], rows: int, columns: Tensor | None, combine: Combine) -> Tensor:
-        """The coefficients that `messages` make together; `columns` are those of a shared selection."""
+    def agreed(self, messages: Sequence[Message], rows: int, shared: Tensor | None, combine: Combine) -> Agreed:
+        """What `messages` say, read; `shared` are the columns of a shared selection."""
         values = [self.read(message, rows) for message in messages]
-        if self._whole:
-            return combined(values, None, self.selection.chunk, combine)
-        where = [self._columns_of(message, rows, columns) for message in messages]
-        return combined(values, where, self.selection.chunk, combine)
+        return Agreed(values, [self._columns_of(message, rows, shared) for message in messages], combine)
 
     def slices(self, selected: Selected, parts: int) -> list[Selected]:
         """`selected` in `parts` runs of equally many rows, the last ones filled up with rows of zeros."""
@@ -116,12 +111,5 @@ class Codec:
     def _whole(self) -> bool:
         return self.selection.shared and self.selection.kept == self.selection.chunk
 
-    @property
-    def _columns(self) -> Columns:
-        return Columns(self.selection.chunk, self.selection.kept)
-
-    def _columns_of(self, message: Message, rows: int, shared: Tensor | None) -> Tensor:
-        if shared is not None:
-            return shared
-        assert message.columns is not None
-        return self._columns.decode(message.columns, rows)
+    def _columns_of(self, message: Message, rows: int, shared: Tensor | None) -> Tensor | None:
+        return shared if message.columns is None else self.columns.decode(message.columns, rows)

@@ -1,6 +1,7 @@
 """Combine: how the coefficients that several replicas tell become one."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -10,10 +11,25 @@ Combine = Literal["replicas", "senders", "majority", "clipped"]
 COMBINES: tuple[str, ...] = get_args(Combine)
 
 
-def combined(values: Sequence[Tensor], columns: Sequence[Tensor] | None, chunk: int, combine: Combine) -> Tensor:
-    """All coefficients of the flat, from what each replica tells, in replica order.
+@dataclass(frozen=True)
+class Agreed:
+    """What replicas told, in replica order, and how it becomes one: the same on all of them.
 
     values: one `[rows, kept]` a replica; columns: theirs, or None where each tells whole rows.
+    """
+
+    values: Sequence[Tensor]
+    columns: Sequence[Tensor | None]
+    combine: Combine
+
+    @classmethod
+    def one(cls, values: Tensor, columns: Tensor | None) -> "Agreed":
+        """What one replica told, or what was combined already."""
+        return cls([values], [columns], "replicas")
+
+
+def combined(agreed: Agreed, chunk: int) -> Tensor:
+    """All coefficients of the flat.
 
     replicas: the mean over all of them, 0 from those that tell nothing of a coefficient.
     senders: the mean over those that told one other than 0, as in the code published with DeMo.
@@ -23,23 +39,27 @@ def combined(values: Sequence[Tensor], columns: Sequence[Tensor] | None, chunk: 
 
     Columns within a row are unique, so no two writes of one replica collide and every replica gets the same bits.
     """  # [rows, chunk]
-    if combine == "majority":
-        signs = combined([v.sign() for v in values], columns, chunk, "replicas").sign()
-        return signs * combined([v.abs() for v in values], columns, chunk, "replicas")
-    if combine == "clipped":
+    values, columns = agreed.values, agreed.columns
+    if agreed.combine == "majority":
+        signs = _sum([v.sign() for v in values], columns, chunk).sign()
+        return signs * _sum([v.abs() for v in values], columns, chunk) / len(values)
+    if agreed.combine == "clipped":
         norms = torch.stack([v.norm() for v in values])
         scales = (norms.median() / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
         values = [v * scale for v, scale in zip(values, scales, strict=True)]
     total = _sum(values, columns, chunk)
-    if combine == "senders":
+    if agreed.combine == "senders":
         return total / _sum([(v != 0).to(v.dtype) for v in values], columns, chunk).clamp_(min=1)
     return total / len(values)
 
 
-def _sum(values: Sequence[Tensor], columns: Sequence[Tensor] | None, chunk: int) -> Tensor:
-    if columns is None:
-        return sum(values[1:], start=values[0])
-    total = torch.zeros(len(values[0]), chunk, device=values[0].device)
+def _sum(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk: int) -> Tensor:
+    total: Tensor | None = None
     for told, where in zip(values, columns, strict=True):
-        total.scatter_add_(1, where, told)
+        if where is None:
+            total = told if total is None else total + told
+        else:
+            total = torch.zeros(len(told), chunk, device=told.device) if total is None else total
+            total.scatter_add_(1, where, told)
+    assert total is not None
     return total

@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec import Codec, Message, Selected
-from detonation.core.combine import Combine
+from detonation.core.combine import Agreed, Combine, combined
 from detonation.core.link import Link
 from detonation.core.schemes import Scheme
 from detonation.core.traffic import kind
 
-Waiter = Callable[[], Tensor]
+Waiter = Callable[[], Agreed]
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A message that is ready to leave. read: its values as everyone will read them, `[rows, kept]`, good until then.
 
-    start: sends it; the waiter that it returns waits for the agreed coefficients, `[rows, chunk]`, the same bits on
-    every replica.
+    start: sends it; the waiter that it returns waits for what was agreed on, the same bits on every replica.
     """
 
     read: Tensor
@@ -47,7 +46,7 @@ class Reduced:
 
         def start() -> Waiter:
             total = self._link.reduce(message.values)
-            return lambda: self._codec.spread(total().to(torch.float32) / self._link.replicas, selected.columns)
+            return lambda: Agreed.one(total().to(torch.float32) / self._link.replicas, selected.columns)
 
         return Prepared(self._codec.read(message, len(selected.values)), start)
 
@@ -67,7 +66,7 @@ class Gathered:
 
         def start() -> Waiter:
             everyone = self._link.gather(message.parts)
-            return lambda: self._codec.combined([Message(*m) for m in everyone()], rows, shared, self._combine)
+            return lambda: self._codec.agreed([Message(*m) for m in everyone()], rows, shared, self._combine)
 
         return Prepared(self._codec.read(message, rows), start)
 
@@ -98,17 +97,17 @@ class Owned:
         read = torch.cat([self._codec.read(message, len(self.residual)) for message in messages])
         return Prepared(read[: self._rows], start)
 
-    def _tell(self, messages: list[Message], shared: list[Tensor | None]) -> Tensor:
-        owned, here = len(self.residual), shared[self._link.replica]
-        self.residual += self._codec.combined(messages, owned, here, self._combine)
+    def _tell(self, messages: list[Message], shared: list[Tensor | None]) -> Agreed:
+        owned, chunk, here = len(self.residual), self._codec.selection.chunk, shared[self._link.replica]
+        self.residual += combined(self._codec.agreed(messages, owned, here, self._combine), chunk)
         selected = self._codec.take(self.residual, here)
         message = self._codec.encode(selected)
-        self.residual -= self._codec.spread(self._codec.read(message, owned), selected.columns)
+        self.residual -= combined(Agreed.one(self._codec.read(message, owned), selected.columns), chunk)
         everyone = [Message(*parts) for parts in self._link.gather(message.parts)()]
-        told = [
-            self._codec.combined([m], owned, columns, "replicas") for m, columns in zip(everyone, shared, strict=True)
-        ]
-        return torch.cat(told)[: self._rows]
+        told = [self._codec.agreed([m], owned, where, "replicas") for m, where in zip(everyone, shared, strict=True)]
+        values = torch.cat([a.values[0] for a in told])[: self._rows]
+        columns = [c for a in told for c in a.columns if c is not None]
+        return Agreed.one(values, torch.cat(columns)[: self._rows] if columns else None)
 
     def state(self) -> dict[str, Tensor]:
         return {"owned": self.residual}

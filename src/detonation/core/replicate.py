@@ -24,6 +24,7 @@ def replicate(
     *,
     levels: Sequence[Level] | None = None,
     seed: int = 0,
+    kernels: bool = True,
 ) -> "Replicated":
     """Makes `optimizer` train `model` together with its replicas along `axis`, as `scheme` says.
 
@@ -34,7 +35,8 @@ def replicate(
 
     levels: instead of axis and scheme, a list of (axis, scheme) from the innermost tier of the network to the
     outermost; the output of one level is the signal of the next. Levels of gradients come before levels of parameters.
-    seed: of the random selections; the same on all replicas.
+    seed: of the random selections; the same on all replicas. kernels: use compiled ones where they can be built (g++);
+    they round differently, so all replicas must, or none.
 
     Collectives run at `step()` only, so all ranks must call it. At the first one the replicas compare settings,
     shapes and weights, and raise `Mismatch` where they differ; `LargerThanDense` where the scheme would send more than
@@ -46,17 +48,17 @@ def replicate(
         levels = [(axis, scheme)]
     elif axis is not None or scheme is not None:
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
-    return Replicated(optimizer, model, levels, seed)
+    return Replicated(optimizer, model, levels, seed, kernels)
 
 
 class Replicated(Optimizer):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`."""
 
-    def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], seed: int) -> None:
+    def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], seed: int, kernels: bool) -> None:
         _check(base, levels)
         self.base, self.levels = base, tuple(levels)
         self.step_count = 0
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._kernels = model, seed, kernels
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         self._names: list[str] = []
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
@@ -174,7 +176,7 @@ class Replicated(Optimizer):
         """
         if self._replicators is None:
             self._names = list(self._parameters())
-            self._replicators = build(self._parameters(), self.base, self._active(), self._seed)
+            self._replicators = build(self._parameters(), self.base, self._active(), self._seed, self._kernels)
             if private is not None:
                 self._restore(private)
             compare(self._parameters(), self._replicators, self._active(), self._seed)

@@ -1,0 +1,131 @@
+"""DCT and top-k in C++ for the CPU: compiled with g++ on first use, kept in the user's cache, called through ctypes."""
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CHUNKS = (16, 32, 64, 128, 256)
+_SOURCE = Path(__file__).with_name("topk_dct.cpp")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_log = logging.getLogger(__name__)
+
+
+class Library:
+    """The compiled functions. All tensors are on the CPU and contiguous; see the source for what each does.
+
+    name: of the source, the compiler and the processor: replicas whose names differ may round differently.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.stem
+        self._library = ctypes.CDLL(str(path))
+
+    def encode(
+        self,
+        residual: Tensor,  # [rows, chunk], changed
+        gradients: Sequence[Tensor | None],
+        numel: Sequence[int],
+        decay: float,
+        release: float,
+        topk: int,
+        ascending: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds the gradients to the decayed residual; its `topk` largest DCT coefficients and their columns."""
+        rows, chunk = residual.shape
+        values, columns = torch.empty(rows, topk), torch.empty(rows, topk, dtype=torch.int64)
+        status = self._library.detonation_encode(
+            _pointer(residual), _long(rows), chunk, _pointers(gradients), _longs(numel), _long(len(numel)),
+            ctypes.c_float(decay), ctypes.c_float(release), topk, int(ascending), _pointer(values), _pointer(columns),
+        )  # fmt: skip
+        assert status == 0
+        return values, columns
+
+    def release(self, residual: Tensor, numel: Sequence[int], share: float, values: Tensor, columns: Tensor) -> None:
+        """Takes `share` of the values out of the residual."""
+        rows, chunk = residual.shape
+        status = self._library.detonation_release(
+            _pointer(residual), _long(rows), chunk, _longs(numel), _long(len(numel)), ctypes.c_float(share),
+            values.shape[1], _pointer(values), _pointer(columns),
+        )  # fmt: skip
+        assert status == 0
+
+    def decode(self, values: Sequence[Tensor], columns: Sequence[Tensor], chunk: int, senders: bool) -> Tensor:
+        """The mean of messages, over all or over the senders of a coefficient, in the coordinates of parameters."""
+        rows, topk = values[0].shape
+        update = torch.empty(rows, chunk)
+        status = self._library.detonation_decode(
+            _pointer(update), _long(rows), chunk, _pointers(values), _pointers(columns), _long(len(values)), topk,
+            int(senders),
+        )  # fmt: skip
+        assert status == 0
+        return update
+
+
+@lru_cache
+def load() -> Library | None:
+    """The library, compiled if it is not yet; None where there is no g++ or it fails (which is logged)."""
+    compiler = shutil.which("g++")
+    if compiler is None or os.name != "posix":
+        return None
+    try:
+        path = _cache() / f"native-{_identity(compiler)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        return Library(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("the native kernels are not used: %s", error)
+        return None
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a node compiles, the others wait for it
+        if path.exists():
+            return
+        part = path.with_suffix(f".{os.getpid()}.part")
+        command = [compiler, *_FLAGS, "-o", str(part), str(_SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        part.replace(path)
+
+
+def _identity(compiler: str) -> str:
+    """What the machine code depends on: a home directory may be shared by machines that differ."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
+    cpu = Path("/proc/cpuinfo")
+    features = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, features.encode(), platform.machine().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "detonation" / "kernels"
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
+    return (ctypes.c_void_p * len(tensors))(*[None if t is None else _pointer(t).value for t in tensors])
+
+
+def _long(number: int) -> ctypes.c_int64:
+    return ctypes.c_int64(number)
+
+
+def _longs(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
+    return (ctypes.c_int64 * len(numbers))(*numbers)

@@ -1,0 +1,290 @@
+// DCT, top-k and the memory of decoupled momentum in one pass over a flat matrix, sixteen rows at a time.
+//
+// A row is a chunk of one parameter. Sixteen rows are transposed so that lane i of every vector belongs to row i; the
+// DCT-II is Lee's recursion (B. G. Lee, 1984) on whole vectors, and the k largest come out of an insertion network on
+// integer keys: the magnitude's bits with its column in the lowest ones, so that one max and one min keep both.
+// GCC vector extensions, no intrinsics: the compiler chooses the instructions of the machine.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+
+// One parameter: its gradient (null where it has none) and how many coordinates it has.
+struct Slots {
+  const float *const *gradient;
+  const int64_t *numel;
+  int64_t count;
+};
+
+// Walks the rows of all slots in order.
+struct Cursor {
+  const Slots &slots;
+  int64_t slot = 0, offset = 0;
+  explicit Cursor(const Slots &s) : slots(s) { skip_empty(); }
+  void skip_empty() {
+    while (slot < slots.count && offset >= slots.numel[slot]) { ++slot; offset = 0; }
+  }
+  void next(int chunk) { offset += chunk; skip_empty(); }
+  int64_t length(int chunk) const { return slots.numel[slot] - offset < chunk ? slots.numel[slot] - offset : chunk; }
+  const float *gradient() const {
+    return slots.gradient[slot] ? slots.gradient[slot] + offset : nullptr;
+  }
+};
+
+template <int S> inline void exchange(Floats &a, Floats &b) {
+  Ints low, high;
+  for (int j = 0; j < LANES; ++j) {
+    low[j] = (j & S) ? LANES + j - S : j;
+    high[j] = (j & S) ? LANES + j : j + S;
+  }
+  const Floats first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
+  a = first;
+  b = second;
+}
+
+template <int S> inline void stage(Floats *r) {
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & S)) exchange<S>(r[i], r[i + S]);
+}
+
+inline void transpose(Floats *r) {
+  stage<8>(r);
+  stage<4>(r);
+  stage<2>(r);
+  stage<1>(r);
+}
+
+template <int N> struct Tables {
+  float half_secant[N];  // of the stage of length n at [n / 2, n)
+  alignas(64) float wave[N][N];  // wave[c]: the orthonormal basis vector of column c
+  Tables() {
+    for (int n = 2; n <= N; n *= 2)
+      for (int i = 0; i < n / 2; ++i) half_secant[n / 2 + i] = float(0.5 / std::cos((i + 0.5) * M_PI / n));
+    for (int c = 0; c < N; ++c)
+      for (int i = 0; i < N; ++i)
+        wave[c][i] = float(std::cos(M_PI / N * (i + 0.5) * c) * std::sqrt((c ? 2.0 : 1.0) / N));
+  }
+};
+
+template <int N> const Tables<N> &tables() {
+  static const Tables<N> t;
+  return t;
+}
+
+template <int N> struct Dct {
+  static inline void run(Floats *x, Floats *t, const float *half_secant) {
+    constexpr int H = N / 2;
+    for (int i = 0; i < H; ++i) {
+      const Floats a = x[i], b = x[N - 1 - i];
+      t[i] = a + b;
+      t[i + H] = (a - b) * half_secant[H + i];
+    }
+    Dct<H>::run(t, x, half_secant);
+    Dct<H>::run(t + H, x + H, half_secant);
+    for (int i = 0; i < H - 1; ++i) {
+      x[2 * i] = t[i];
+      x[2 * i + 1] = t[i + H] + t[i + H + 1];
+    }
+    x[N - 2] = t[H - 1];
+    x[N - 1] = t[N - 1];
+  }
+};
+
+template <> struct Dct<1> {
+  static inline void run(Floats *, Floats *, const float *) {}
+};
+
+inline Ints keyed(Floats x, int column, int mask) {
+  Ints bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return (bits & 0x7fffffff & ~mask) | (mask - column);
+}
+
+template <int N, int K> void largest(const Floats *x, int k, Ints *best) {
+  // K is k where it is known to the compiler, else 0
+  const int levels = K ? K : k;
+  for (int j = 0; j < levels; ++j) best[j] = Ints{} - 1;
+  for (int c = 0; c < N; ++c) {
+    Ints key = keyed(x[c], c, N - 1);
+    for (int j = 0; j < levels; ++j) {
+      const Ints kept = best[j];
+      best[j] = key > kept ? key : kept;
+      key = key > kept ? kept : key;
+    }
+  }
+}
+
+template <int N> void select_block(const Floats *x, int k, Ints *best) {
+  switch (k) {
+    case 1: return largest<N, 1>(x, k, best);
+    case 2: return largest<N, 2>(x, k, best);
+    case 4: return largest<N, 4>(x, k, best);
+    case 8: return largest<N, 8>(x, k, best);
+    default: return largest<N, 0>(x, k, best);
+  }
+}
+
+template <int N>
+void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, bool ascending,
+            float *values, int64_t *columns) {
+  const Tables<N> &table = tables<N>();
+  alignas(64) Floats x[N], scratch[N];
+  Ints best[N];
+  Cursor cursor(slots);
+  int64_t lengths[LANES];
+  const float middle = std::sqrt(2.0f / N), first = std::sqrt(1.0f / N);
+  for (int64_t start = 0; start < rows; start += LANES) {
+    const int here = rows - start < LANES ? int(rows - start) : LANES;
+    for (int lane = 0; lane < here; ++lane) {
+      float *row = residual + (start + lane) * N;
+      const float *gradient = cursor.gradient();
+      lengths[lane] = cursor.length(N);
+      if (gradient && lengths[lane] == N)
+        for (int i = 0; i < N; ++i) row[i] = decay * row[i] + gradient[i];
+      else if (gradient)
+        for (int i = 0; i < lengths[lane]; ++i) row[i] = decay * row[i] + gradient[i];
+      else
+        for (int i = 0; i < N; ++i) row[i] *= decay;
+      cursor.next(N);
+    }
+    for (int block = 0; block < N; block += LANES) {
+      for (int lane = 0; lane < LANES; ++lane)
+        if (lane < here)
+          std::memcpy(&x[block + lane], residual + (start + lane) * N + block, sizeof(Floats));
+        else
+          x[block + lane] = Floats{};
+      transpose(x + block);
+    }
+    Dct<N>::run(x, scratch, table.half_secant);
+    x[0] *= first;
+    for (int c = 1; c < N; ++c) x[c] *= middle;
+    select_block<N>(x, k, best);
+    for (int lane = 0; lane < here; ++lane) {
+      float *value = values + (start + lane) * k, *row = residual + (start + lane) * N;
+      int64_t *column = columns + (start + lane) * k;
+      for (int j = 0; j < k; ++j) column[j] = (N - 1) - (best[j][lane] & (N - 1));
+      if (ascending)
+        for (int j = 1; j < k; ++j)
+          for (int i = j; i > 0 && column[i - 1] > column[i]; --i) {
+            const int64_t swap = column[i];
+            column[i] = column[i - 1];
+            column[i - 1] = swap;
+          }
+      for (int j = 0; j < k; ++j) value[j] = x[column[j]][lane];
+      if (release == 0) continue;
+      for (int j = 0; j < k; ++j) {
+        const float out = release * value[j], *wave = table.wave[column[j]];
+        if (lengths[lane] == N)
+          for (int i = 0; i < N; ++i) row[i] -= out * wave[i];
+        else
+          for (int i = 0; i < lengths[lane]; ++i) row[i] -= out * wave[i];
+      }
+    }
+  }
+}
+
+template <int N>
+void release(float *residual, int64_t rows, const Slots &slots, float share, int k, const float *values,
+             const int64_t *columns) {
+  const Tables<N> &table = tables<N>();
+  Cursor cursor(slots);
+  for (int64_t r = 0; r < rows; ++r) {
+    float *row = residual + r * N;
+    const int64_t length = cursor.length(N);
+    cursor.next(N);
+    for (int j = 0; j < k; ++j) {
+      const float out = share * values[r * k + j], *wave = table.wave[columns[r * k + j]];
+      for (int i = 0; i < length; ++i) row[i] -= out * wave[i];
+    }
+  }
+}
+
+// The mean over all messages: their waves are simply added up.
+template <int N>
+void decode_mean(float *update, int64_t rows, const float *const *values, const int64_t *const *columns,
+                 int64_t messages, int k) {
+  const Tables<N> &table = tables<N>();
+  const float share = 1.0f / float(messages);
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) float row[N] = {};
+    for (int64_t m = 0; m < messages; ++m)
+      for (int j = 0; j < k; ++j) {
+        const float weight = share * values[m][r * k + j], *wave = table.wave[columns[m][r * k + j]];
+        for (int i = 0; i < N; ++i) row[i] += weight * wave[i];
+      }
+    std::memcpy(update + r * N, row, sizeof row);
+  }
+}
+
+// The mean over those that sent a coefficient other than 0.
+template <int N>
+void decode_senders(float *update, int64_t rows, const float *const *values, const int64_t *const *columns,
+                    int64_t messages, int k) {
+  const Tables<N> &table = tables<N>();
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) float row[N] = {}, sum[N] = {};
+    int count[N] = {};
+    for (int64_t m = 0; m < messages; ++m)
+      for (int j = 0; j < k; ++j) {
+        const float value = values[m][r * k + j];
+        const int64_t column = columns[m][r * k + j];
+        sum[column] += value;
+        count[column] += value != 0;
+      }
+    for (int c = 0; c < N; ++c) {
+      if (!count[c]) continue;
+      const float weight = sum[c] / float(count[c]);
+      for (int i = 0; i < N; ++i) row[i] += weight * table.wave[c][i];
+    }
+    std::memcpy(update + r * N, row, sizeof row);
+  }
+}
+
+}  // namespace
+
+#define FOR_CHUNK(call) \
+  switch (chunk) {      \
+    case 16: call(16); return 0;  \
+    case 32: call(32); return 0;  \
+    case 64: call(64); return 0;  \
+    case 128: call(128); return 0;  \
+    case 256: call(256); return 0;  \
+    default: return 1;  \
+  }
+
+extern "C" {
+
+// residual = decay * residual + gradients; the k largest DCT coefficients of each row; residual -= release * them.
+int detonation_encode(float *residual, int64_t rows, int chunk, const float *const *gradients, const int64_t *numel,
+                      int64_t slots, float decay, float release, int k, int ascending, float *values,
+                      int64_t *columns) {
+  const Slots all{gradients, numel, slots};
+#define CALL(N) encode<N>(residual, rows, all, decay, release, k, ascending != 0, values, columns)
+  FOR_CHUNK(CALL)
+#undef CALL
+}
+
+// residual -= share * the values at their columns, where there is no padding.
+int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, int64_t slots, float share,
+                       int k, const float *values, const int64_t *columns) {
+  const Slots all{nullptr, numel, slots};
+#define CALL(N) release<N>(residual, rows, all, share, k, values, columns)
+  FOR_CHUNK(CALL)
+#undef CALL
+}
+
+// The mean of messages over replicas or senders, back from the DCT.
+int detonation_decode(float *update, int64_t rows, int chunk, const float *const *values,
+                      const int64_t *const *columns, int64_t messages, int k, int senders) {
+#define CALL(N) (senders ? decode_senders<N> : decode_mean<N>)(update, rows, values, columns, messages, k)
+  FOR_CHUNK(CALL)
+#undef CALL
+}
+
+}

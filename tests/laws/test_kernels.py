@@ -1,0 +1,109 @@
+"""The compiled kernels against plain torch, under the same laws. They need g++, as the project's tests do."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import detonation as dt
+from detonation.core.combine import Agreed
+from detonation.core.engine import Native, Plain, engine_for
+from detonation.core.flat import Layout
+from detonation.core.memory import Memory
+from detonation.kernels import native
+
+CPU = torch.device("cpu")
+SHAPES = st.lists(
+    st.one_of(
+        st.sampled_from([(), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (64, 64)]),
+        st.tuples(st.integers(0, 40), st.integers(1, 40)),
+    ),
+    max_size=6,
+)
+laws = settings(max_examples=15, deadline=None)
+
+
+def engines(scheme, shapes):
+    """A plain and a native engine on equal, non-zero memories."""
+    layout = Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, scheme.codec.selection.chunk)
+    made = []
+    for kernels in (False, True):
+        memory = Memory(layout, scheme.feedback, CPU)
+        memory.absorb(signals(layout, 99))
+        made.append(engine_for(scheme.codec, layout, memory, CPU, 0, kernels))
+    assert type(made[0]) is Plain and type(made[1]) is Native
+    return layout, *made
+
+
+def signals(layout, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
+
+
+@pytest.mark.parametrize("chunk", native.CHUNKS)
+@pytest.mark.parametrize(("precision", "error"), [("fp32", "keep"), ("sign", "drop"), ("2bit", "keep")])
+@given(shapes=SHAPES, topk=st.sampled_from([1, 2, 3, 4, 8, 11]), alpha=st.sampled_from([1.0, 0.2]))
+@laws
+def test_a_step_is_the_one_of_plain_torch(chunk, precision, error, shapes, topk, alpha):
+    """Which of two equal coefficients is told may differ; what is told and what is kept may not."""
+    scheme = dt.demo(topk=topk, chunk=chunk, decay=0.9, alpha=alpha, precision=precision, error=error)
+    layout, plain, fast = engines(scheme, shapes)
+    given_signals = [None if i == 2 else s for i, s in enumerate(signals(layout, 1))]  # one has no gradient
+    coefficients = scheme.codec.basis.forward(plain.memory.absorb(given_signals))
+    selected = fast.select(given_signals, 0)
+    close(selected.values, coefficients.gather(1, selected.columns))
+    largest = coefficients.abs().topk(topk, dim=1).values
+    close(selected.values.abs().sort(1, descending=True).values, largest)
+    assert all(len(set(row)) == topk for row in selected.columns.tolist())
+    read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
+    plain.release(selected, read)
+    fast.release(selected, read)
+    close(plain.memory.residual, fast.memory.residual)
+    assert not fast.memory.residual.view(-1)[layout.padding(CPU)].any()
+
+
+def close(mine, plain):
+    torch.testing.assert_close(mine, plain, atol=5e-5, rtol=1e-4)
+
+
+@given(shapes=SHAPES, steps=st.integers(1, 5), precision=st.sampled_from(["fp32", "2bit", "sign"]))
+@laws
+def test_law_1_nothing_is_lost(shapes, steps, precision):
+    scheme = dt.demo(topk=4, chunk=64, decay=1.0, precision=precision)
+    layout, _, fast = engines(scheme, shapes)
+    put_in, told = fast.memory.residual.clone(), layout.zeros(CPU)
+    for step in range(steps):
+        put_in += layout.flatten(signals(layout, step), CPU)
+        selected = fast.select(signals(layout, step), step)
+        read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
+        fast.release(selected, read)
+        told += fast.update(Agreed.one(read, selected.columns))
+    for kept, sent, total in zip(*[layout.views(f) for f in (fast.memory.residual, told, put_in)], strict=True):
+        torch.testing.assert_close(kept + sent, total, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("combine", ["replicas", "senders", "majority", "clipped"])
+@given(shapes=SHAPES, replicas=st.integers(1, 5))
+@laws
+def test_messages_are_combined_as_in_plain_torch(combine, shapes, replicas):
+    scheme = dt.demo(topk=3, chunk=32, combine=combine)
+    layout, plain, fast = engines(scheme, shapes)
+    told = [plain.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
+    agreed = Agreed([t.values for t in told], [t.columns for t in told], combine)
+    torch.testing.assert_close(plain.update(agreed), fast.update(agreed), atol=2e-5, rtol=1e-5)
+    assert torch.equal(fast.update(agreed), fast.update(agreed))
+
+
+def test_a_bitmap_gets_its_columns_in_order():
+    layout, _, fast = engines(dt.demo(topk=9, chunk=16), [(40, 40)])
+    columns = fast.select(signals(layout, 0), 0).columns
+    assert torch.equal(columns, columns.sort(1).values)
+
+
+def test_without_a_compiler_the_plain_engine_does_it(monkeypatch):
+    native.load.cache_clear()
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    scheme = dt.demo()
+    layout = Layout.of({"w": (9, 9)}, 64)
+    assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), CPU, 0, True)) is Plain
+    native.load.cache_clear()
