@@ -24,6 +24,24 @@ def test_packed_numbers_come_back_and_leave_no_gap(count, width, seed):
     assert torch.equal(unpack(packed, count, width), numbers)
 
 
+@pytest.mark.parametrize("width", [1, 6, 7, 12, 16])
+def test_compiled_packing_gives_the_same_bytes(width):
+    numbers = torch.randint(0, 2**width, (5003,), generator=torch.Generator().manual_seed(0))
+    packed = pack(numbers, width)
+    small = torch.cat([pack(part, width) for part in numbers[:5000].split(1000)])  # whole bytes, so they join
+    assert torch.equal(packed[: len(small)], small)
+    assert torch.equal(unpack(packed, 5003, width), numbers)
+
+
+@pytest.mark.parametrize("chunk, kept", [(64, 32), (16, 9), (256, 200)])
+def test_compiled_bitmaps_give_the_same_bytes(chunk, kept):
+    codec, generator = Columns(chunk, kept), torch.Generator().manual_seed(0)
+    columns = codec.ordered(torch.rand(800, chunk, generator=generator).argsort(1)[:, :kept])
+    encoded = codec.encode(columns)
+    assert torch.equal(encoded, torch.cat([codec.encode(part) for part in columns.split(8)]))
+    assert torch.equal(codec.decode(encoded, 800), columns)
+
+
 @given(rows=st.integers(0, 20), chunk=st.integers(1, 300), share=st.floats(0, 1), seed=st.integers(0, 99))
 @laws
 def test_columns_come_back_in_the_fewest_bytes(rows, chunk, share, seed):

@@ -18,8 +18,9 @@ from detonation.core.traffic import check
 
 @dataclass(frozen=True)
 class Sent:
-    """A message on its way: `update` waits for what all replicas agree on, `[rows, chunk]`, the same bits on each.
+    """A message on its way.
 
+    update: waits for what all replicas agree on, `[rows, chunk]`, the same bits on each, good until the next message.
     told: what the update would be if all had told what this replica did; only for a scheme that looks ahead.
     """
 
@@ -49,7 +50,7 @@ class Channel:
         prepared = self.exchange.prepare(selected)
         told = None
         if self._lookahead:
-            told = self.engine.update(Agreed.one(prepared.read.clone(), selected.columns))
+            told = self.engine.update(Agreed.one(prepared.read, selected.columns)).clone()
         self.engine.release(selected, prepared.read)
         agreed = prepared.start()
         return Sent(lambda: self.engine.update(agreed()), told)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.core.bits import pack, packed_bytes, unpack
+from detonation.core.bits import fast, pack, packed_bytes, unpack
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,18 @@ class Columns:
 
     def encode(self, columns: Tensor) -> Tensor:
         if self.bitmap:
+            library = fast(columns)
+            if library:
+                return library.mark(columns.contiguous(), self.chunk)
             marked = torch.zeros(len(columns), self.chunk, dtype=torch.uint8, device=columns.device)
             return pack(marked.scatter_(1, columns, 1).view(-1), 1)
         return pack(columns.reshape(-1), self.width) if self.width else columns.new_empty(0, dtype=torch.uint8)
 
     def decode(self, encoded: Tensor, rows: int) -> Tensor:  # -> [rows, kept] int64
         if self.bitmap:
+            library = fast(encoded)
+            if library:
+                return library.marked(encoded.contiguous(), rows, self.kept, self.chunk)
             marked = unpack(encoded, rows * self.chunk, 1).view(rows, self.chunk)
             return torch.nonzero_static(marked, size=rows * self.kept)[:, 1].view(rows, self.kept)
         if not self.width:

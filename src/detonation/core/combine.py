@@ -39,18 +39,25 @@ def combined(agreed: Agreed, chunk: int) -> Tensor:
 
     Columns within a row are unique, so no two writes of one replica collide and every replica gets the same bits.
     """  # [rows, chunk]
-    values, columns = agreed.values, agreed.columns
-    if agreed.combine == "majority":
+    where = agreed.columns[0]
+    if all(columns is where for columns in agreed.columns):  # a shared selection: combined first, spread once
+        together = _combined(agreed.values, [None] * len(agreed.values), chunk, agreed.combine)
+        return together if where is None else _sum([together], [where], chunk)
+    return _combined(agreed.values, agreed.columns, chunk, agreed.combine)
+
+
+def _combined(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk: int, combine: Combine) -> Tensor:
+    if combine == "majority":
         signs = _sum([v.sign() for v in values], columns, chunk).sign()
         return signs * _sum([v.abs() for v in values], columns, chunk) / len(values)
-    if agreed.combine == "clipped":
+    if combine == "clipped":
         norms = torch.stack([v.norm() for v in values])
         scales = (norms.median() / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
         values = [v * scale for v, scale in zip(values, scales, strict=True)]
     total = _sum(values, columns, chunk)
-    if agreed.combine == "senders":
+    if combine == "senders":
         return total / _sum([(v != 0).to(v.dtype) for v in values], columns, chunk).clamp_(min=1)
-    return total / len(values)
+    return total / len(values) if len(values) > 1 else total
 
 
 def _sum(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk: int) -> Tensor:

@@ -36,7 +36,7 @@ class Plain:
             self.memory.release(self.update(Agreed.one(out, selected.columns)))
 
     def update(self, agreed: Agreed) -> Tensor:
-        """What was agreed on, in the coordinates of the parameters."""  # [rows, chunk]
+        """What was agreed on, in the coordinates of the parameters; good until the next call."""  # [rows, chunk]
         return self.codec.basis.inverse(combined(agreed, self.codec.selection.chunk))
 
 
@@ -50,6 +50,7 @@ class Native(Plain):
         self.name = library.name
         self._library, self._memory = library, memory
         self._numel = [slot.numel for slot in layout.slots]
+        self._update = layout.zeros(device)  # kept, because the pages of a fresh one cost as much as the decoding
         # where the others read the coefficients as they are, what was told can go in the same pass
         exact = codec.precision == Float(torch.float32) or memory.feedback.error == "drop"
         self._released_at_once = memory.feedback.alpha if exact else 0.0
@@ -77,8 +78,8 @@ class Native(Plain):
         if agreed.combine not in ("replicas", "senders") or not columns:
             return super().update(agreed)
         values = [v.contiguous() for v in agreed.values]
-        chunk = self.codec.selection.chunk
-        return self._library.decode(values, [c.contiguous() for c in columns], chunk, agreed.combine == "senders")
+        self._library.decode(self._update, values, [c.contiguous() for c in columns], agreed.combine == "senders")
+        return self._update
 
 
 def engine_for(

@@ -25,7 +25,7 @@ class Pending:
 
     def landed(self) -> list[Tensor]:
         """All updates, waiting for those on their way."""
-        self._updates = deque(u if isinstance(u, Tensor) else u() for u in self._updates)
+        self._updates = deque(u if isinstance(u, Tensor) else u().clone() for u in self._updates)
         return [update for update in self._updates if isinstance(update, Tensor)]
 
     def clear(self) -> None:

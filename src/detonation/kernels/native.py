@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNKS = (16, 32, 64, 128, 256)
-_SOURCE = Path(__file__).with_name("topk_dct.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("topk_dct.cpp", "bits.cpp"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
@@ -60,16 +60,40 @@ class Library:
         )  # fmt: skip
         assert status == 0
 
-    def decode(self, values: Sequence[Tensor], columns: Sequence[Tensor], chunk: int, senders: bool) -> Tensor:
-        """The mean of messages, over all or over the senders of a coefficient, in the coordinates of parameters."""
-        rows, topk = values[0].shape
-        update = torch.empty(rows, chunk)
+    def decode(self, update: Tensor, values: Sequence[Tensor], columns: Sequence[Tensor], senders: bool) -> None:
+        """Makes `update` the mean of messages, over all or over the senders, in the coordinates of parameters."""
+        rows, chunk = update.shape
+        topk = values[0].shape[1]
         status = self._library.detonation_decode(
             _pointer(update), _long(rows), chunk, _pointers(values), _pointers(columns), _long(len(values)), topk,
             int(senders),
         )  # fmt: skip
         assert status == 0
-        return update
+
+    def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
+        """`numbers`, int64, as `nbytes` bytes of `width` bits each."""
+        packed = torch.empty(nbytes, dtype=torch.uint8)
+        self._library.detonation_pack(_pointer(numbers), _long(len(numbers)), width, _pointer(packed))
+        return packed
+
+    def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
+        """The inverse of `pack`."""
+        numbers = torch.empty(count, dtype=torch.int64)
+        self._library.detonation_unpack(_pointer(packed), _long(count), width, _pointer(numbers))
+        return numbers
+
+    def mark(self, columns: Tensor, chunk: int) -> Tensor:
+        """The bitmap of rows of `chunk` bits in which `columns` are set."""
+        rows, kept = columns.shape
+        bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8)
+        self._library.detonation_mark(_pointer(columns), _long(rows), kept, chunk, _pointer(bitmap))
+        return bitmap
+
+    def marked(self, bitmap: Tensor, rows: int, kept: int, chunk: int) -> Tensor:
+        """The columns that are set in a bitmap, in order."""
+        columns = torch.empty(rows, kept, dtype=torch.int64)
+        self._library.detonation_marked(_pointer(bitmap), _long(rows), kept, chunk, _pointer(columns))
+        return columns
 
 
 @lru_cache
@@ -95,7 +119,7 @@ def _compile(compiler: str, path: Path) -> None:
         if path.exists():
             return
         part = path.with_suffix(f".{os.getpid()}.part")
-        command = [compiler, *_FLAGS, "-o", str(part), str(_SOURCE)]
+        command = [compiler, *_FLAGS, "-o", str(part), *map(str, _SOURCES)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
         part.replace(path)
 
@@ -105,7 +129,13 @@ def _identity(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
     cpu = Path("/proc/cpuinfo")
     features = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, features.encode(), platform.machine().encode()]
+    parts = [
+        *(source.read_bytes() for source in _SOURCES),
+        " ".join(_FLAGS).encode(),
+        version,
+        features.encode(),
+        platform.machine().encode(),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -130,6 +130,13 @@ template <int N> void select_block(const Floats *x, int k, Ints *best) {
   }
 }
 
+template <int N> void sort(int64_t *column, int k) {
+  uint64_t marked[(N + 63) / 64] = {};
+  for (int j = 0; j < k; ++j) marked[column[j] / 64] |= uint64_t(1) << (column[j] % 64);
+  for (int word = 0; word < (N + 63) / 64; ++word)
+    for (uint64_t left = marked[word]; left; left &= left - 1) *column++ = word * 64 + __builtin_ctzll(left);
+}
+
 template <int N>
 void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, bool ascending,
             float *values, int64_t *columns) {
@@ -169,13 +176,7 @@ void encode(float *residual, int64_t rows, const Slots &slots, float decay, floa
       float *value = values + (start + lane) * k, *row = residual + (start + lane) * N;
       int64_t *column = columns + (start + lane) * k;
       for (int j = 0; j < k; ++j) column[j] = (N - 1) - (best[j][lane] & (N - 1));
-      if (ascending)
-        for (int j = 1; j < k; ++j)
-          for (int i = j; i > 0 && column[i - 1] > column[i]; --i) {
-            const int64_t swap = column[i];
-            column[i] = column[i - 1];
-            column[i - 1] = swap;
-          }
+      if (ascending) sort<N>(column, k);
       for (int j = 0; j < k; ++j) value[j] = x[column[j]][lane];
       if (release == 0) continue;
       for (int j = 0; j < k; ++j) {

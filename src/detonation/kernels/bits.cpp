@@ -1,0 +1,55 @@
+// Whole numbers packed without gaps, lowest bits first, and bitmaps of columns. Exact: no machine rounds differently.
+
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+
+void detonation_pack(const int64_t *numbers, int64_t count, int width, uint8_t *packed) {
+  uint64_t held = 0;
+  int bits = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    held |= uint64_t(numbers[i]) << bits;
+    for (bits += width; bits >= 8; bits -= 8, held >>= 8) *packed++ = uint8_t(held);
+  }
+  if (bits) *packed = uint8_t(held);
+}
+
+void detonation_unpack(const uint8_t *packed, int64_t count, int width, int64_t *numbers) {
+  const uint64_t mask = (uint64_t(1) << width) - 1;
+  uint64_t held = 0;
+  int bits = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    for (; bits < width; bits += 8) held |= uint64_t(*packed++) << bits;
+    numbers[i] = int64_t(held & mask);
+    held >>= width;
+    bits -= width;
+  }
+}
+
+void detonation_mark(const int64_t *columns, int64_t rows, int kept, int chunk, uint8_t *bitmap) {
+  std::memset(bitmap, 0, size_t((rows * chunk + 7) / 8));
+  for (int64_t i = 0; i < rows * kept; ++i) {
+    const int64_t bit = i / kept * chunk + columns[i];
+    bitmap[bit >> 3] |= uint8_t(1 << (bit & 7));
+  }
+}
+
+// Never more than `kept` of a row, whatever the bitmap says; missing ones are 0.
+void detonation_marked(const uint8_t *bitmap, int64_t rows, int kept, int chunk, int64_t *columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    int found = 0;
+    if (chunk % 8 == 0) {
+      const uint8_t *row = bitmap + r * chunk / 8;
+      for (int byte = 0; byte < chunk / 8; ++byte)
+        for (unsigned left = row[byte]; left && found < kept; left &= left - 1)
+          columns[r * kept + found++] = 8 * byte + __builtin_ctz(left);
+    } else {
+      for (int64_t bit = r * chunk; bit < (r + 1) * chunk && found < kept; ++bit)
+        if (bitmap[bit >> 3] >> (bit & 7) & 1) columns[r * kept + found++] = bit - r * chunk;
+    }
+    for (; found < kept; ++found) columns[r * kept + found] = 0;
+  }
+}
+
+}
