@@ -54,3 +54,7 @@ class Channel:
         self.engine.release(selected, prepared.read)
         agreed = prepared.start()
         return Sent(lambda: self.engine.update(agreed()), told)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """The memory, if there is one, by parameter and sharing memory with it."""
+        return {"residual": self.memory.views} if self.memory else {}

@@ -95,10 +95,9 @@ class GradientReplicator:
         return [local(parameter) for parameter in self._parameters.values()]
 
     def state(self) -> dict[str, list[Tensor]]:
-        memory, views = self.channel.memory, self.channel.layout.views
-        state = {"residual": memory.views} if memory else {}
-        state |= {f"update{i}": views(update) for i, update in enumerate(self._pending.landed())}
-        return state | {f"told{i}": views(told) for i, told in enumerate(self._told.landed())}
+        views = self.channel.layout.views
+        updates = {f"update{i}": views(update) for i, update in enumerate(self._pending.landed())}
+        return self.channel.state() | updates | {f"told{i}": views(told) for i, told in enumerate(self._told.landed())}
 
 
 class ParameterReplicator:
@@ -138,7 +137,8 @@ class ParameterReplicator:
 
     def state(self) -> dict[str, list[Tensor]]:
         moments = self._outer.state[self._anchor]
-        return {"anchor": self.shared()} | {name: self._views(flat) for name, flat in moments.items()}
+        outer = {name: self._views(flat) for name, flat in moments.items()}
+        return self.channel.state() | {"anchor": self.shared()} | outer
 
     def _exchange(self, step: int) -> None:
         moved = self._anchor - self.channel.layout.flatten(self._weights(), self.channel.device)
