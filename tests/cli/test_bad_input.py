@@ -28,7 +28,7 @@ def fails(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("sets", "line"),
     [
-        ("scheme.name=dem", "unknown scheme 'dem', did you mean 'demo'? Valid: demo, diloco, full, none, random,"),
+        ("scheme.name=dem", "unknown scheme 'dem', did you mean 'demo'? Valid: demo, diloco, full, local_sgd, none,"),
         ("train.stps=3", "unknown key of [train] 'stps', did you mean 'steps'? Valid: accumulate,"),
         ("model.hiden_size=3", "unknown argument of model olmo2 'hiden_size', did you mean 'hidden_size'? Valid:"),
         ("scheme.tpk=3", "unknown argument of scheme demo 'tpk', did you mean 'topk'? Valid:"),
@@ -57,8 +57,8 @@ def test_a_wrong_setting_is_named_before_any_process_starts(fails, tmp_path, set
 
 
 def test_a_scheme_that_sends_more_than_full_synchronisation(fails, tmp_path):
-    line = fails("--set", "scheme.topk=60")
-    assert "would send 1,385,100 bytes a step over 2 replicas, full synchronisation sends 1,181,952" in line
+    line = fails("--set", "scheme.topk=64")
+    assert "would send 1,218,888 bytes a step over 2 replicas, full synchronisation sends 1,181,952" in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -162,6 +162,19 @@ def test_look_ahead_settles_and_resumes_exactly():
     assert worlds.run(ahead, 2, 2) == [(False, True, True, True)] * 4
 
 
+def settled_twice(mesh):
+    model, optimizer = start(mesh, dt.diloco(every=5))
+    advance(model, optimizer, range(3))
+    optimizer.settle()
+    once = weights(model), dt.fingerprint(model, mesh)[1]
+    optimizer.settle()
+    return once == (weights(model), True)
+
+
+def test_settling_twice_is_settling_once():
+    assert all(worlds.run(settled_twice, 2, 1))
+
+
 def private(mesh):
     model, optimizer = start(mesh)
     advance(model, optimizer, range(2))

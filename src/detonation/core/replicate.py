@@ -109,8 +109,10 @@ class Replicated(Optimizer):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Ends what is open, on all ranks at once: rounds, and updates on their way. All replicas hold the same weights
-        afterwards."""
+        """Ends rounds that are open and lands updates on their way, so that all replicas hold the same weights.
+
+        Collective. A round that was ended early is not made up for: the next one ends when it would have.
+        """
         for replicator in self._replicators or []:
             replicator.settle(self.step_count)
 

@@ -110,6 +110,7 @@ class ParameterReplicator:
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, round: Round, outer: Outer) -> None:
         self.channel = channel
         self._parameters, self._round = parameters, round
+        self._settled_at = 0
         self._anchor = torch.nn.Parameter(channel.layout.flatten(self._weights(), channel.device))  # [rows, chunk]
         self._outer = torch.optim.SGD([self._anchor], outer.lr, outer.momentum, nesterov=outer.nesterov)
         if outer.momentum:  # from the start, so that there is one state to save and to load, before a round and after
@@ -123,8 +124,9 @@ class ParameterReplicator:
             self._exchange(step)
 
     def settle(self, step: int) -> None:
-        if step % self._round.every:
+        if step % self._round.every and step != self._settled_at:
             self._exchange(step)
+            self._settled_at = step
 
     def back(self) -> None:
         pass
