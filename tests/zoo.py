@@ -29,6 +29,7 @@ SCHEMES = {
     "diloco": dt.diloco(every=3),
     "local-sgd": dt.local_sgd(every=2, precision="int8"),
     "sparseloco": dt.sparseloco(every=2, topk=8, chunk=256),
+    "demo-diloco": dt.demo_diloco(every=3, outer_momentum=0.5),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }
 """The table of laws: a new scheme is one line here."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from detonation.core.replicate import replicate as replicate
     from detonation.core.schemes import Scheme as Scheme
     from detonation.core.schemes import demo as demo
+    from detonation.core.schemes import demo_diloco as demo_diloco
     from detonation.core.schemes import diloco as diloco
+    from detonation.core.schemes import distro as distro
     from detonation.core.schemes import full as full
     from detonation.core.schemes import local_sgd as local_sgd
     from detonation.core.schemes import none as none
@@ -37,8 +39,8 @@ _HOME = {
     "detonation.core.checkpoint": ["load_replica_state", "replica_state"],
     "detonation.core.replicate": ["Replicated", "replicate"],
     "detonation.core.schemes": [
-        "Scheme", "demo", "diloco", "full", "local_sgd", "none", "random", "random_sign", "scheme", "slicing",
-        "sparseloco", "striding",
+        "Scheme", "demo", "demo_diloco", "diloco", "distro", "full", "local_sgd", "none", "random", "random_sign",
+        "scheme", "slicing", "sparseloco", "striding",
     ],
     "detonation.core.signsgd": ["SignSGD"],
 }  # fmt: skip

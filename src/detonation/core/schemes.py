@@ -105,6 +105,16 @@ def demo(
     return _momentum("demo", DCT(), TopK(topk, chunk), arguments)
 
 
+def distro(topk: int = 4, chunk: int = 64, decay: float = 0.999, delay: int = 1, link: LinkKind = "auto") -> Scheme:
+    """`demo` in signs of its coefficients, one step late, with look-ahead: nobody waits for the network.
+
+    DisTrO (Nous Research, 2024), as run by Psyche for Consilience. There a coefficient leaves the momentum one step
+    after it was told; here at once. Use it with `SignSGD`; arguments as in `demo`.
+    """
+    momentum = demo(topk, chunk, decay, precision="sign", error="drop", delay=delay, link=link)
+    return replace(momentum, name="distro", arguments=_only(momentum.arguments, "topk chunk decay delay link"))
+
+
 def random(
     rate: float = 1 / 16,
     decay: float = 0.999,
@@ -139,8 +149,7 @@ def random_sign(
     Neither indices nor magnitudes are sent, 1 / 32 of the bytes of `random`. Arguments as there.
     """
     rotating = _rotating("random_sign", Random(rate), decay, alpha, "sign", error, "majority", delay, lookahead, link)
-    fixed = {"precision", "combine"}
-    return replace(rotating, arguments={k: v for k, v in rotating.arguments.items() if k not in fixed})
+    return replace(rotating, arguments=_only(rotating.arguments, "rate decay alpha error delay lookahead link"))
 
 
 def striding(
@@ -202,6 +211,39 @@ def diloco(
     return Scheme("diloco", "parameters", codec, round=Round(every), outer=outer, arguments=arguments)
 
 
+def demo_diloco(
+    every: int = 30,
+    topk: int = 4,
+    chunk: int = 64,
+    decay: float = 0.95,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    precision: str = "fp32",
+    link: LinkKind = "auto",
+) -> Scheme:
+    """`diloco` that tells the largest DCT coefficients of what moved and remembers the rest.
+
+    After Nedelkoski et al., arXiv 2510.03371, with one difference: there each replica also applies the part that it did
+    not tell, to itself, so that replicas are never quite equal; here it waits in the memory until it is told.
+    """
+    arguments = {
+        "every": _whole("every", every), "topk": _whole("topk", topk), "chunk": _whole("chunk", chunk), "decay": decay,
+        "outer_lr": outer_lr, "outer_momentum": outer_momentum, "precision": precision, "link": link,
+    }  # fmt: skip
+    outer = Outer(outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+    codec = Codec(DCT(), TopK(topk, chunk), _precision(precision))
+    return Scheme(
+        "demo_diloco",
+        "parameters",
+        codec,
+        Feedback(decay),
+        round=Round(every),
+        outer=outer,
+        link=link,
+        arguments=arguments,
+    )
+
+
 def local_sgd(every: int = 16, precision: str = "fp32") -> Scheme:
     """Local steps with any optimizer; every `every` steps the replicas' parameters are averaged.
 
@@ -248,6 +290,8 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "full": full,
     "none": none,
     "demo": demo,
+    "demo_diloco": demo_diloco,
+    "distro": distro,
     "random": random,
     "random_sign": random_sign,
     "striding": striding,
@@ -288,6 +332,10 @@ def _rotating(
         "lookahead": lookahead, "link": link,
     }  # fmt: skip
     return _momentum(name, Identity(), selection, arguments)
+
+
+def _only(arguments: Mapping[str, Any], names: str) -> dict[str, Any]:
+    return {name: arguments[name] for name in names.split()}
 
 
 def _momentum(name: str, basis: Basis, selection: Selection, arguments: Mapping[str, Any]) -> Scheme:

@@ -1,0 +1,191 @@
+"""What a step of the optimizer costs: ours, the published package's, and AdamW with one bucketed all-reduce.
+
+    pip install --no-deps --target /tmp/published detonation==0.5.1 einops mltiming
+    python benchmarks/step_time.py --published /tmp/published
+
+Each subject is a world of two gloo ranks of its own, one thread a rank, in processes that stay; they take turns, so
+that what else the machine does hits all of them. A step is everything between a gradient and a moved weight. Medians
+over rounds, in ms: CPU time of a rank, and wall time.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODELS = {
+    "t5": ("t5", {"hidden_size": 256, "layers": 3, "feed_forward": 1024}),
+    "vit": ("vit", {"hidden_size": 240, "layers": 8, "heads": 8, "feed_forward": 960, "patch_size": 4, "channels": 3,
+                    "image_size": 32}),
+    "gpt": ("olmo2", {"hidden_size": 320, "layers": 6, "heads": 8, "feed_forward": 1280}),
+}  # fmt: skip
+SUBJECTS = ["adamw", "ours", "ours-plain", "ours-sign", "published"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--published", type=Path, help="directory that detonation==0.5.1 is installed into")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--topk", nargs="+", type=int, default=[4, 32])
+    parser.add_argument("--layouts", nargs="+", default=["flat", "tensors"], choices=["flat", "tensors"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(**json.loads(args.worker))
+    print("| model | tensors | topk | subject | CPU ms | wall ms | CPU: published / this | CPU: this / adamw |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in args.models:
+        for layout in args.layouts:
+            shapes = shapes_of(name, layout)
+            for topk in args.topk:
+                table(name, shapes, topk, args.published, args.rounds)
+    return None
+
+
+def shapes_of(name: str, layout: str) -> list[list[int]]:
+    """Shapes of a model's parameters, or of one flat tensor as large as all of them."""
+    import torch
+
+    from detonation import models
+
+    with torch.device("meta"):
+        shapes = [list(p.shape) for p in models.build(*MODELS[name]).parameters()]
+    if layout == "tensors":
+        return shapes
+    return [[sum(torch.Size(shape).numel() for shape in shapes) // 4096 * 4096]]
+
+
+def table(name: str, shapes: list[list[int]], topk: int, published: Path | None, rounds: int) -> None:
+    subjects = [s for s in SUBJECTS if s != "published" or published]
+    worlds = {s: World(s, shapes, topk, published) for s in subjects}
+    times: dict[str, list[tuple[float, float]]] = {s: [] for s in subjects}
+    for turn in range(rounds + 1):
+        for subject, world in worlds.items():
+            measured = world.turn()
+            if turn:  # the first warms up
+                times[subject].append(measured)
+    for world in worlds.values():
+        world.close()
+    cpu = {s: statistics.median(t[0] for t in times[s]) for s in subjects}
+    for s in subjects:
+        wall = statistics.median(t[1] for t in times[s])
+        faster = f"{cpu['published'] / cpu[s]:.1f}" if published else ""
+        cells = [name, str(len(shapes)), str(topk), s, f"{cpu[s]:.1f}", f"{wall:.1f}", faster]
+        print("| " + " | ".join([*cells, f"{cpu[s] / cpu['adamw']:.2f}"]) + " |", flush=True)
+
+
+class World:
+    """Two processes that take a few steps each time they are told to."""
+
+    def __init__(self, subject: str, shapes: list[list[int]], topk: int, published: Path | None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        if subject == "published":
+            env["PYTHONPATH"] = str(published)
+        self._ranks = []
+        for rank in range(2):
+            task = {"subject": subject, "shapes": shapes, "topk": topk, "rank": rank, "store": self._folder.name}
+            command = [sys.executable, __file__, "--worker", json.dumps(task)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+            self._ranks.append(subprocess.Popen(command, **pipes))
+
+    def turn(self) -> tuple[float, float]:
+        """CPU and wall ms of a step of the first rank."""
+        for rank in self._ranks:
+            assert rank.stdin
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        answers = [self._answer(rank) for rank in self._ranks]
+        return answers[0]["cpu"], answers[0]["wall"]
+
+    def _answer(self, rank: "subprocess.Popen[str]") -> dict[str, float]:
+        assert rank.stdout
+        for line in rank.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"a rank ended with {rank.wait()}")
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            assert rank.stdin
+            rank.stdin.close()
+            rank.wait()
+        self._folder.cleanup()
+
+
+def work(subject: str, shapes: list[list[int]], topk: int, rank: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{store}/store", 2), rank=rank, world_size=2)
+    generator = torch.Generator().manual_seed(rank)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    step = {"adamw": adamw, "published": published}.get(subject, ours)(parameters, topk, subject)
+    for _ in sys.stdin:
+        cpu, wall = [], []
+        for _ in range(3):
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g.clone()
+            dist.barrier()
+            began, worked = time.perf_counter(), time.process_time()
+            step()
+            cpu.append(1e3 * (time.process_time() - worked))
+            wall.append(1e3 * (time.perf_counter() - began))
+        print(json.dumps({"cpu": statistics.median(cpu), "wall": statistics.median(wall)}), flush=True)
+
+
+def ours(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
+    import torch
+
+    import detonation as dt
+
+    model = torch.nn.Module()
+    for i, p in enumerate(parameters):
+        model.register_parameter(f"p{i}", p)
+    precision = {"ours-sign": {"precision": "sign", "error": "drop"}}.get(subject, {})
+    mesh = dt.init_mesh(2, 1, "cpu")
+    scheme = dt.demo(topk=topk, chunk=64, **precision)
+    base = dt.SignSGD(parameters, lr=1e-3)
+    return dt.replicate(base, model, mesh["replicate"], scheme, kernels=subject != "ours-plain").step
+
+
+def published(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
+    import torch.distributed as dist
+
+    from detonation import DeMo
+
+    alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    settings = {"compression_topk": topk, "compression_chunk": 64, "lr": 1e-3}
+    return DeMo(parameters, sharding_parallel_group=alone, replication_parallel_group=dist.group.WORLD, **settings).step
+
+
+def adamw(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
+    import torch
+    import torch.distributed as dist
+
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    bucket = torch.empty(sum(p.numel() for p in parameters))
+    views = [v.view_as(p) for v, p in zip(bucket.split([p.numel() for p in parameters]), parameters, strict=True)]
+
+    def step() -> None:
+        torch._foreach_copy_(views, [p.grad for p in parameters])
+        dist.all_reduce(bucket)
+        bucket.div_(2)
+        torch._foreach_copy_([p.grad for p in parameters], views)
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
