@@ -6,5 +6,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# The same examples in every run: a test that fails for somebody fails for everybody. Look for new ones with
+# `pytest --hypothesis-profile=search`.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, max_examples=500)
+settings.load_profile("repeatable")
