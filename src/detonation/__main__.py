@@ -1,8 +1,19 @@
-"""`python -m detonation` is `detonation`."""
+"""The entry of the command line: `detonation`, or `python -m detonation`."""
 
 import sys
 
-from detonation.cli import main
+
+def main() -> int:
+    """Runs the command line; says which extra is missing where the library was installed alone."""
+    try:
+        from detonation.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in ("tyro", "rich"):
+            raise
+        print(f"error: the command line needs {error.name}: pip install 'detonation-torch[train]'", file=sys.stderr)
+        return 2
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

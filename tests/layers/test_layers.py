@@ -29,6 +29,7 @@ MAY_IMPORT = {  # besides choices, which is a leaf
     "report": {"report"},
     "train": {"train", "cluster", "core", "data", "models", "report"},
     "cli": {"cli", "train", "cluster", "data", "report"},
+    "__main__": {"__main__", "cli"},
 }
 NO_NETWORK = [
     "flat",
@@ -59,7 +60,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1 or p.stem == "cli"], ids=str)
+@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1 or p.stem in ("cli", "__main__")], ids=str)
 def test_packages_import_downwards(path):
     package = path.parts[0].removesuffix(".py")
     ours = {name.split(".")[1] for name in imports(path) if name.startswith("detonation.")}
@@ -96,3 +97,10 @@ def test_every_public_name_is_there():
     assert all(getattr(detonation, name) is not None for name in detonation.__all__)
     with pytest.raises(AttributeError, match="no attribute 'demi'"):
         _ = detonation.demi
+
+
+def test_without_the_extras_the_command_line_says_which_one_is_missing():
+    hide = "import sys; sys.modules['tyro'] = None; from detonation.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the command line needs tyro: pip install 'detonation-torch[train]'\n"
