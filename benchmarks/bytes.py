@@ -20,6 +20,7 @@ SCHEMES = [
     dt.slicing(),
     dt.diloco(),
     dt.local_sgd(),
+    dt.streaming_diloco(fragments=1),
     dt.sparseloco(),
     dt.sparseloco(every=30),
 ]
@@ -33,9 +34,9 @@ def main() -> None:
         defaults = dt.scheme(scheme.name).arguments
         odd = ", ".join(f"{k}={v}" for k, v in scheme.arguments.items() if v != defaults[k])
         layout = Layout.of({"weight": SHAPE}, scheme.codec.selection.chunk)
-        cells = []
+        cells, steps = [], range(scheme.round.every, 2 * scheme.round.every)
         for replicas in (2, 8, 64):
-            sent = traffic.bytes_sent(scheme, layout, replicas, scheme.round.every - 1) / scheme.round.every
+            sent = sum(traffic.bytes_sent(scheme, layout, replicas, step) for step in steps) / scheme.round.every
             cells.append(f"{sent / layout.numel:.4f}")
         print(f"| {scheme.name}({odd}) | {' | '.join(cells)} |")
 

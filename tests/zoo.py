@@ -27,6 +27,7 @@ SCHEMES = {
     "striding": dt.striding(rate=1 / 16),
     "slicing": dt.slicing(rate=1 / 8),
     "diloco": dt.diloco(every=3),
+    "streaming": dt.streaming_diloco(every=4, fragments=3, delay=1, precision="fp32"),
     "local-sgd": dt.local_sgd(every=2, precision="int8"),
     "sparseloco": dt.sparseloco(every=2, topk=8, chunk=256),
     "demo-diloco": dt.demo_diloco(every=3, outer_momentum=0.5),

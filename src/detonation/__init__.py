@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from detonation.core.schemes import scheme as scheme
     from detonation.core.schemes import slicing as slicing
     from detonation.core.schemes import sparseloco as sparseloco
+    from detonation.core.schemes import streaming_diloco as streaming_diloco
     from detonation.core.schemes import striding as striding
     from detonation.core.signsgd import SignSGD as SignSGD
 
@@ -40,7 +41,7 @@ _HOME = {
     "detonation.core.replicate": ["Replicated", "replicate"],
     "detonation.core.schemes": [
         "Scheme", "demo", "demo_diloco", "diloco", "distro", "full", "local_sgd", "none", "random", "random_sign",
-        "scheme", "slicing", "sparseloco", "striding",
+        "scheme", "slicing", "sparseloco", "streaming_diloco", "striding",
     ],
     "detonation.core.signsgd": ["SignSGD"],
 }  # fmt: skip

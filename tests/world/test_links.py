@@ -28,7 +28,7 @@ def sends(mesh, scheme):
 
     torch.distributed.all_to_all_single = counting
     channel.send([torch.randn(shape) for shape in SHAPES.values()], 0).update()
-    foreseen = traffic.bytes_sent(scheme, layout, link.replicas, 0)
+    foreseen = traffic.message_bytes(scheme, layout, link.replicas)
     return link.bytes_sent, foreseen, traffic.dense_bytes(layout.numel, link.replicas), sum(handed)
 
 

@@ -51,8 +51,9 @@ def predicted(model, mesh, scheme):
     trained = {name: local(p).shape for name, p in model.named_parameters() if p.requires_grad}
     layout = Layout.of(trained, scheme.codec.selection.chunk)
     sent = sum(traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), step) for step in range(STEPS))
-    if scheme.outer and STEPS % scheme.round.every:  # settling ends the open round
-        sent += traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), scheme.round.every - 1)
+    for i, round in enumerate(scheme.rounds if scheme.outer else []):
+        if round.delay or not round.ends(STEPS - 1):  # settling ends the open round
+            sent += traffic.message_bytes(scheme, layout.fragment(i, scheme.fragments), mesh["replicate"].size())
     return sent
 
 

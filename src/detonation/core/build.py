@@ -13,6 +13,7 @@ from detonation.core.flat import Layout, digest, local
 from detonation.core.link import Link
 from detonation.core.replicators import GradientReplicator, ParameterReplicator, Replicator
 from detonation.core.schemes import Scheme
+from detonation.core.traffic import check
 
 Level = tuple[DeviceMesh, Scheme]
 
@@ -20,38 +21,45 @@ Level = tuple[DeviceMesh, Scheme]
 def build(
     parameters: Mapping[str, Tensor], base: Optimizer, levels: Sequence[Level], seed: int, kernels: bool
 ) -> list[Replicator]:
-    """One replicator a level, over the local shards of `parameters`."""
-    device, shapes = _device(parameters), {name: local(p).shape for name, p in parameters.items()}
+    """The replicators of all levels, over the local shards of `parameters`: one a level, or one a fragment of it.
+
+    Raises `LargerThanDense` where a scheme would send more than full synchronisation.
+    """
+    device = _device(parameters)
     replicators: list[Replicator] = []
     for axis, scheme in levels:
-        layout = Layout.of(shapes, scheme.codec.selection.chunk)
-        channel = Channel(scheme, layout, Link(axis), device, seed, kernels)
-        if scheme.outer is None:
-            replicators.append(GradientReplicator(parameters, channel, base, scheme))
-        else:
-            replicators.append(ParameterReplicator(parameters, channel, scheme.round, scheme.outer))
+        link = Link(axis)
+        whole = Layout.of({n: local(p).shape for n, p in parameters.items()}, scheme.codec.selection.chunk)
+        check(scheme, whole, link.replicas)
+        for fragment, round in enumerate(scheme.rounds):
+            layout = whole.fragment(fragment, scheme.fragments)
+            mine = {slot.name: parameters[slot.name] for slot in layout.slots}
+            channel = Channel(scheme, layout, link, device, seed, kernels)
+            if scheme.outer is None:
+                replicators.append(GradientReplicator(mine, channel, base, scheme))
+            else:
+                replicators.append(ParameterReplicator(mine, channel, scheme, round))
     return replicators
 
 
-def compare(
-    parameters: Mapping[str, Tensor], replicators: Sequence[Replicator], levels: Sequence[Level], seed: int
-) -> None:
+def compare(replicators: Sequence[Replicator], levels: Sequence[Level], seed: int) -> None:
     """Raises `Mismatch` on all replicas where one differs in what must be the same, and names it. Collective."""
-    for replicator, (_, scheme) in zip(replicators, levels, strict=True):
-        replicator.channel.link.agree(_description(scheme, parameters, replicator, seed), _device(parameters))
+    schemes = [scheme for _, scheme in levels for _ in range(scheme.fragments)]
+    for replicator, scheme in zip(replicators, schemes, strict=True):
+        replicator.channel.link.agree(_description(scheme, replicator, seed), replicator.channel.device)
 
 
-def _description(scheme: Scheme, parameters: Mapping[str, Tensor], replicator: Replicator, seed: int) -> dict[str, str]:
+def _description(scheme: Scheme, replicator: Replicator, seed: int) -> dict[str, str]:
     """All that must be the same, by the name that an error shall use."""
     from detonation import __version__
 
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
     settings |= {"scheme": scheme.name, "seed": str(seed), "kernel": replicator.channel.engine.name}
     settings |= {name: str(value) for name, value in scheme.arguments.items()}
-    tensors = {name: local(parameter) for name, parameter in parameters.items()}
-    settings |= {f"{name} (shape)": f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-    weights = zip(parameters, replicator.shared(), strict=True)
-    return settings | {f"{name} (weights)": digest([tensor])[:16] for name, tensor in weights}
+    for slot, tensor in zip(replicator.channel.layout.slots, replicator.shared(), strict=True):
+        settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"
+        settings[f"{slot.name} (weights)"] = digest([tensor])[:16]
+    return settings
 
 
 def _device(parameters: Mapping[str, Tensor]) -> torch.device:

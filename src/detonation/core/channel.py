@@ -13,7 +13,6 @@ from detonation.core.flat import Layout
 from detonation.core.link import Link
 from detonation.core.memory import Memory
 from detonation.core.schemes import Scheme
-from detonation.core.traffic import check
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,11 @@ class Sent:
 
 
 class Channel:
-    """What one replica tells the others, one message a call: encode all, exchange once, apply all.
-
-    Raises `LargerThanDense` where the scheme would send more than full synchronisation.
-    """
+    """What one replica tells the others, one message a call: encode all, exchange once, apply all."""
 
     def __init__(
         self, scheme: Scheme, layout: Layout, link: Link, device: torch.device, seed: int, kernels: bool = True
     ) -> None:
-        check(scheme, layout, link.replicas)
         self.layout, self.link, self.device = layout, link, device
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
@@ -55,6 +50,12 @@ class Channel:
         agreed = prepared.start()
         return Sent(lambda: self.engine.update(agreed()), told)
 
-    def state(self) -> dict[str, list[Tensor]]:
-        """The memory, if there is one, by parameter and sharing memory with it."""
-        return {"residual": self.memory.views} if self.memory else {}
+    def state(self) -> dict[str, Tensor]:
+        """What memory and exchange must keep to go on, sharing memory with it."""
+        memory = self.named("residual", self.memory.residual) if self.memory else {}
+        return memory | self.exchange.state()
+
+    def named(self, kind: str, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of `flat` by `kind.parameter`, each in the local shape of its parameter."""
+        names = [f"{kind}.{slot.name}" for slot in self.layout.slots]
+        return dict(zip(names, self.layout.views(flat), strict=True))

@@ -64,6 +64,10 @@ class Layout:
             row += rows
         return cls(chunk, tuple(slots))
 
+    def fragment(self, index: int, count: int) -> "Layout":
+        """The layout of every `count`-th parameter, from number `index` on."""
+        return Layout.of({slot.name: slot.shape for slot in self.slots[index::count]}, self.chunk)
+
     @property
     def rows(self) -> int:
         return self.slots[-1].row + self.slots[-1].rows if self.slots else 0

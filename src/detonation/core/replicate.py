@@ -60,7 +60,6 @@ class Replicated(Optimizer):
         self.step_count = 0
         self._model, self._seed, self._kernels = model, seed, kernels
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
-        self._names: list[str] = []
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
     # state, param_groups and defaults are the base optimizer's own, also after it replaced them in load_state_dict
@@ -80,7 +79,8 @@ class Replicated(Optimizer):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to its replicas so far."""
-        return sum(replicator.channel.link.bytes_sent for replicator in self._replicators or [])
+        links = {id(replicator.channel.link): replicator.channel.link for replicator in self._replicators or []}
+        return sum(link.bytes_sent for link in links.values())
 
     @property
     def dense_bytes(self) -> int:
@@ -177,11 +177,10 @@ class Replicated(Optimizer):
         The first step does it otherwise: not earlier, because the parameters may still be swapped for sharded ones.
         """
         if self._replicators is None:
-            self._names = list(self._parameters())
             self._replicators = build(self._parameters(), self.base, self._active(), self._seed, self._kernels)
             if private is not None:
                 self._restore(private)
-            compare(self._parameters(), self._replicators, self._active(), self._seed)
+            compare(self._replicators, self._active(), self._seed)
         elif private is not None:
             self._restore(private)
         if private is not None:
@@ -211,12 +210,11 @@ class Replicated(Optimizer):
         return all(g is not None and not local(g).count_nonzero() for g in gradients)
 
     def _private(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for level, replicator in enumerate(self._replicators or []):
-            for kind, tensors in replicator.state().items():
-                found |= {f"{level}.{kind}.{name}": t for name, t in zip(self._names, tensors, strict=True)}
-            found |= {f"{level}.{kind}": t for kind, t in replicator.channel.exchange.state().items()}
-        return found
+        return {
+            f"{index}.{key}": tensor
+            for index, replicator in enumerate(self._replicators or [])
+            for key, tensor in replicator.state().items()
+        }
 
     def _restore(self, saved: Mapping[str, Tensor]) -> None:
         private = self._private()

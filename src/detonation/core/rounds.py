@@ -5,20 +5,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Round:
-    """Every `every` steps, at the end of the last one; what was sent is applied `delay` steps later.
+    """Every `every` steps, at the end of the last one, `offset` steps later than that; applied `delay` steps on.
 
     >>> [step for step in range(9) if Round(every=3).ends(step)]
     [2, 5, 8]
+    >>> [step for step in range(9) if Round(every=3, offset=1).ends(step)]
+    [3, 6]
     """
 
     every: int = 1
     delay: int = 0
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"every is {self.every}, must be at least 1")
         if self.delay < 0:
             raise ValueError(f"delay is {self.delay}, must be at least 0")
+        if not 0 <= self.offset < self.every:
+            raise ValueError(f"offset is {self.offset}, must be from 0 to below every ({self.every})")
 
     def ends(self, step: int) -> bool:
-        return (step + 1) % self.every == 0
+        """Whether `step`, counted from 0, is the last of a round; the first round is whole, whatever the offset."""
+        return step + 1 > self.offset and (step + 1 - self.offset) % self.every == 0

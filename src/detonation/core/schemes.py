@@ -49,13 +49,27 @@ class Scheme:
     outer: Outer | None = None
     lookahead: bool = False
     link: LinkKind = "auto"
+    fragments: int = 1
+    keep: float = 0.0
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The round of each fragment: they take turns."""
+        every, count = self.round.every, self.fragments
+        return [replace(self.round, offset=fragment * every // count) for fragment in range(count)]
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
         if self.link == "all-reduce" and not (self.codec.summable and self.combine == "replicas"):
             raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared places and combine='replicas'")
+        if not 1 <= self.fragments <= self.round.every:
+            raise ValueError(f"fragments is {self.fragments}, must be from 1 to every ({self.round.every})")
+        if not 0 <= self.keep < 1:
+            raise ValueError(f"keep is {self.keep}, must be from 0 to below 1")
+        if self.outer and self.round.delay >= self.round.every:
+            raise ValueError(f"delay is {self.round.delay}, must be below every ({self.round.every})")
 
 
 def full(precision: str = "fp32") -> Scheme:
@@ -244,6 +258,42 @@ def demo_diloco(
     )
 
 
+def streaming_diloco(
+    every: int = 100,
+    fragments: int = 4,
+    delay: int = 5,
+    keep: float = 0.5,
+    outer_lr: float = 0.4,
+    outer_momentum: float = 0.9,
+    precision: str = "4bit",
+    link: LinkKind = "auto",
+) -> Scheme:
+    """`diloco` in fragments that take turns, so that the network is never asked for much at once.
+
+    Douillard et al., arXiv 2501.18512. Every n-th parameter makes a fragment; each has its round of `every` steps,
+    offset against the others. A message has `delay` steps to arrive; then the fragment follows its anchor, but keeps
+    the share `keep` of where it has got to meanwhile. The anchors are bitwise equal on all replicas, the parameters
+    are once they are settled.
+
+    fragments: from 1 to every. delay: from 0 to below every. keep: from 0 to below 1. The rest as in `diloco`.
+    """
+    arguments = {
+        "every": _whole("every", every), "fragments": _whole("fragments", fragments), "delay": _whole("delay", delay),
+        "keep": keep, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "precision": precision, "link": link,
+    }  # fmt: skip
+    return Scheme(
+        "streaming_diloco",
+        "parameters",
+        Codec(Identity(), Everything(), _precision(precision)),
+        round=Round(every, delay),
+        outer=Outer(outer_lr, outer_momentum, nesterov=outer_momentum > 0),
+        link=link,
+        fragments=fragments,
+        keep=keep,
+        arguments=arguments,
+    )
+
+
 def local_sgd(every: int = 16, precision: str = "fp32") -> Scheme:
     """Local steps with any optimizer; every `every` steps the replicas' parameters are averaged.
 
@@ -299,6 +349,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "diloco": diloco,
     "local_sgd": local_sgd,
     "sparseloco": sparseloco,
+    "streaming_diloco": streaming_diloco,
 }
 
 

@@ -53,15 +53,22 @@ def dense_bytes(numel: int, replicas: int) -> int:
 
 
 def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int) -> int:
-    """Bytes that one rank sends at `step` (from 0): exactly what its link will count."""
-    if scheme.signal == "nothing" or not scheme.round.ends(step):
+    """Bytes that one rank sends at `step` (from 0): exactly what its link will count. `layout` is of all parameters."""
+    if scheme.signal == "nothing":
         return 0
+    ending = [i for i, round in enumerate(scheme.rounds) if round.ends(step)]
+    return sum(message_bytes(scheme, layout.fragment(i, scheme.fragments), replicas) for i in ending)
+
+
+def message_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
+    """Bytes that one rank sends in one exchange of the parameters of `layout`."""
     return exchanged(kind(scheme, layout.rows, replicas), scheme.codec, layout.rows, replicas)
 
 
 def check(scheme: Scheme, layout: Layout, replicas: int) -> None:
     """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation."""
-    ours = bytes_sent(scheme, layout, replicas, scheme.round.every - 1) / scheme.round.every
+    fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
+    ours = sum(message_bytes(scheme, fragment, replicas) for fragment in fragments) / scheme.round.every
     dense = dense_bytes(layout.numel, replicas)
     if ours > dense:
         raise LargerThanDense(
