@@ -252,6 +252,32 @@ def test_sparseloco_is_the_papers_rule():
     worlds.run(sparseloco_against_plain, 2, 1)
 
 
+def streaming_against_plain(mesh):
+    """Two fragments in turns; what is sent lands a step later, and parameters keep half of where they got to."""
+    scheme = dt.streaming_diloco(4, fragments=2, delay=1, keep=0.5, outer_lr=0.5, outer_momentum=0, precision="fp32")
+    mine = train(mesh, scheme, sgd, steps=11)
+    models, anchor = [built(Plain) for _ in range(mesh.size())], built(Plain).state_dict()
+    weights, inner = [dict(model.named_parameters()) for model in models], [sgd(m.parameters()) for m in models]
+    on_its_way = {}
+    for step in range(11):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            gradients(model, [rank], step)
+            optimizer.step()
+        for fragment in range(2):
+            for n, moved in on_its_way.pop(fragment, {}).items():
+                anchor[n] = anchor[n] - 0.5 * moved
+                for replica in weights:
+                    replica[n].data = 0.5 * replica[n].data + 0.5 * anchor[n]
+            if step + 1 > 2 * fragment and (step + 1 - 2 * fragment) % 4 == 0:
+                names = list(anchor)[fragment::2]
+                on_its_way[fragment] = {n: anchor[n] - sum(w[n].detach() for w in weights) / 2 for n in names}
+    close(mine, weights[mesh.get_rank()], atol=1e-6, rtol=1e-5)
+
+
+def test_streaming_diloco_is_the_papers_rule():
+    worlds.run(streaming_against_plain, 2, 1)
+
+
 def diloco_every_step(mesh):
     mine = train(mesh, dt.diloco(every=1, outer_lr=1, outer_momentum=0), sgd)
     close(mine, train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)
