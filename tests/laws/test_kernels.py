@@ -90,8 +90,37 @@ def test_messages_are_combined_as_in_plain_torch(combine, shapes, replicas):
     layout, plain, fast = engines(scheme, shapes)
     told = [plain.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
     agreed = Agreed([t.values for t in told], [t.columns for t in told], combine)
-    torch.testing.assert_close(plain.update(agreed), fast.update(agreed), atol=2e-5, rtol=1e-5)
-    assert torch.equal(fast.update(agreed).clone(), fast.update(agreed))
+    for mine, reference in zip(*[layout.views(engine.update(agreed)) for engine in (fast, plain)], strict=True):
+        torch.testing.assert_close(mine, reference, atol=2e-5, rtol=1e-5)
+    assert torch.equal(fast.update(agreed), fast.update(agreed))
+    targets = [torch.full(slot.shape, float("nan")) for slot in layout.slots]
+    fast.write(agreed, targets)
+    assert all(torch.equal(t, view) for t, view in zip(targets, layout.views(fast.update(agreed)), strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_sign_step_is_bitwise_that_of_torch(weight_decay):
+    generator = torch.Generator().manual_seed(0)
+    weights, directions = (torch.randn(100, 70, generator=generator) for _ in range(2))
+    directions[::3] = 0
+    fast = weights.clone().requires_grad_()
+    fast.grad = directions.clone()
+    dt.SignSGD([fast], lr=3e-3, weight_decay=weight_decay).step()
+    parts = [p.detach().clone().requires_grad_() for p in weights.split(10)]  # too small for the kernel
+    for part, direction in zip(parts, directions.split(10), strict=True):
+        part.grad = direction.clone()
+    dt.SignSGD(parts, lr=3e-3, weight_decay=weight_decay).step()
+    assert torch.equal(fast.detach(), torch.cat([part.detach() for part in parts]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 4095, 4096, 9999])
+def test_a_single_bad_number_is_found(bad, place):
+    library = native.load()
+    tensors = [torch.full((5000,), 3e38), torch.zeros(0), torch.randn(10_000)]
+    assert library.non_finite(tensors) == -1
+    tensors[2][place] = bad
+    assert library.non_finite(tensors) == 2
 
 
 def test_a_bitmap_gets_its_columns_in_order():

@@ -19,11 +19,13 @@ from detonation.core.schemes import Scheme
 class Sent:
     """A message on its way.
 
-    update: waits for what all replicas agree on, `[rows, chunk]`, the same bits on each, good until the next message.
+    update: waits for what all replicas agree on, `[rows, chunk]`, the same bits on each.
+    write: the same into one tensor a parameter, without the way over a flat.
     told: what the update would be if all had told what this replica did; only for a scheme that looks ahead.
     """
 
     update: Callable[[], Tensor]
+    write: Callable[[Sequence[Tensor]], None]
     told: Tensor | None
 
 
@@ -45,10 +47,11 @@ class Channel:
         prepared = self.exchange.prepare(selected)
         told = None
         if self._lookahead:
-            told = self.engine.update(Agreed.one(prepared.read, selected.columns)).clone()
+            # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
+            told = self.engine.update(Agreed.one(prepared.read.clone(), selected.columns))
         self.engine.release(selected, prepared.read)
         agreed = prepared.start()
-        return Sent(lambda: self.engine.update(agreed()), told)
+        return Sent(lambda: self.engine.update(agreed()), lambda targets: self.engine.write(agreed(), targets), told)
 
     def state(self) -> dict[str, Tensor]:
         """What memory and exchange must keep to go on, sharing memory with it."""

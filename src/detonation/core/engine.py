@@ -8,7 +8,7 @@ from torch import Tensor
 from detonation.core.basis import DCT
 from detonation.core.codec import Codec, Selected
 from detonation.core.combine import Agreed, combined
-from detonation.core.flat import Layout
+from detonation.core.flat import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.precision import Float
 from detonation.core.selection import TopK
@@ -36,8 +36,12 @@ class Plain:
             self.memory.release(self.update(Agreed.one(out, selected.columns)))
 
     def update(self, agreed: Agreed) -> Tensor:
-        """What was agreed on, in the coordinates of the parameters; good until the next call."""  # [rows, chunk]
+        """What was agreed on, in the coordinates of the parameters; the padding means nothing."""  # [rows, chunk]
         return self.codec.basis.inverse(combined(agreed, self.codec.selection.chunk))
+
+    def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
+        """Makes `targets`, one tensor a parameter in its local shape, what was agreed on."""
+        copy(targets, self.layout.views(self.update(agreed)))
 
 
 class Native(Plain):
@@ -50,7 +54,6 @@ class Native(Plain):
         self.name = library.name
         self._library, self._memory = library, memory
         self._numel = [slot.numel for slot in layout.slots]
-        self._update = layout.zeros(device)  # kept, because the pages of a fresh one cost as much as the decoding
         # where the others read the coefficients as they are, what was told can go in the same pass
         exact = codec.precision == Float(torch.float32) or memory.feedback.error == "drop"
         self._released_at_once = memory.feedback.alpha if exact else 0.0
@@ -74,12 +77,18 @@ class Native(Plain):
             self._library.release(self._memory.residual, self._numel, alpha, read.contiguous(), selected.columns)
 
     def update(self, agreed: Agreed) -> Tensor:
-        columns = [c for c in agreed.columns if c is not None]
-        if agreed.combine not in ("replicas", "senders") or not columns:
-            return super().update(agreed)
+        flat = self.layout.zeros(self._device)
+        self.write(agreed, self.layout.views(flat))
+        return flat
+
+    def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
+        columns = [c.contiguous() for c in agreed.columns if c is not None]
+        plain = [t.dtype != torch.float32 or not t.is_contiguous() for t in targets]
+        if any(plain) or agreed.combine not in ("replicas", "senders"):
+            return copy(targets, self.layout.views(super().update(agreed)))
         values = [v.contiguous() for v in agreed.values]
-        self._library.decode(self._update, values, [c.contiguous() for c in columns], agreed.combine == "senders")
-        return self._update
+        chunk = self.codec.selection.chunk
+        return self._library.decode(targets, chunk, values, columns, agreed.combine == "senders")
 
 
 def engine_for(

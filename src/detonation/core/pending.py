@@ -25,7 +25,7 @@ class Pending:
 
     def landed(self) -> list[Tensor]:
         """All updates, waiting for those on their way."""
-        self._updates = deque(u if isinstance(u, Tensor) else u().clone() for u in self._updates)
+        self._updates = deque(u if isinstance(u, Tensor) else u() for u in self._updates)
         return [update for update in self._updates if isinstance(update, Tensor)]
 
     def clear(self) -> None:
@@ -51,7 +51,7 @@ class LookAhead:
         weights = [local(p) for p in self._parameters.values()]
         copy(self._settled, weights)
         for update in told:
-            write_gradients(self._parameters, self._layout.views(update))
+            copy(gradients(self._parameters), self._layout.views(update))
             self._base.step()
         if self._base.state:
             raise ValueError("look-ahead needs an optimizer without state: SignSGD or SGD without momentum")
@@ -64,9 +64,9 @@ class LookAhead:
         self._ahead = False
 
 
-def write_gradients(parameters: Mapping[str, Tensor], update: Sequence[Tensor]) -> None:
-    """Makes `update`, one tensor a parameter in its local shape, the gradient that the base optimizer sees."""
+def gradients(parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """The local gradient of each parameter, zeros made for one that has none."""
     for parameter in parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    copy([local(p.grad) for p in parameters.values() if p.grad is not None], update)
+    return [local(p.grad) for p in parameters.values() if p.grad is not None]

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from detonation.core.bits import fast
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
-from detonation.core.pending import LookAhead, Pending, write_gradients
+from detonation.core.pending import LookAhead, Pending, gradients
 from detonation.core.rounds import Round
 from detonation.core.schemes import Scheme
 
@@ -59,6 +60,7 @@ class GradientReplicator:
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: Scheme) -> None:
         self.channel = channel
         self._parameters, self._base = parameters, base
+        self._delayed = scheme.round.delay > 0
         self._pending = Pending(channel.layout, scheme.round.delay, channel.device)
         self._told = Pending(channel.layout, scheme.round.delay if scheme.lookahead else 0, channel.device)
         self._lookahead = LookAhead(parameters, base, channel.layout) if scheme.lookahead else None
@@ -70,7 +72,10 @@ class GradientReplicator:
         sent = self.channel.send(signals, step)
         if sent.told is not None:
             self._told.exchange(sent.told)
-        write_gradients(self._parameters, self.channel.layout.views(self._pending.exchange(sent.update)))
+        if self._delayed:
+            copy(gradients(self._parameters), self.channel.layout.views(self._pending.exchange(sent.update)))
+        else:
+            sent.write(gradients(self._parameters))
 
     def after(self, step: int) -> None:
         self.ahead()
@@ -78,7 +83,7 @@ class GradientReplicator:
     def settle(self, step: int) -> None:
         self.back()
         for update in self._pending.landed():
-            write_gradients(self._parameters, self.channel.layout.views(update))
+            copy(gradients(self._parameters), self.channel.layout.views(update))
             self._base.step()
         self._pending.clear()
         self._told.clear()
@@ -187,7 +192,7 @@ class ParameterReplicator:
         if self._arriving is None:
             self._arriving = self.channel.layout.zeros(self.channel.device)
         elif not isinstance(self._arriving, Tensor):
-            self._arriving = self._arriving().clone()
+            self._arriving = self._arriving()
         return self._arriving
 
     def _weights(self) -> list[Tensor]:
@@ -211,8 +216,13 @@ def _refuse_non_finite(signals: Mapping[str, Tensor | None], step: int, replica:
     present = {name: signal for name, signal in signals.items() if signal is not None and signal.numel()}
     if not present:
         return
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(present.values()), ord=torch.inf)])
-    finite = largest.isfinite()
-    if not finite.all():
-        name = list(present)[int(finite.logical_not().nonzero()[0])]
+    tensors = list(present.values())
+    library = fast(tensors[0])
+    if library and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
+        found = library.non_finite(tensors)
+    else:
+        finite = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, ord=torch.inf)]).isfinite()
+        found = -1 if finite.all() else int(finite.logical_not().nonzero()[0])
+    if found >= 0:
+        name = list(present)[found]
         raise NonFiniteGradient(f"the gradient of {name} is not finite on replica {replica} at step {step}")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.core.bits import fast
 from detonation.core.flat import local
 
 
@@ -48,10 +49,7 @@ class SignSGD(Optimizer):
             directions = [local(p.grad) for p in parameters]
             if group["momentum"]:
                 directions = self._momentum(parameters, directions, group["momentum"])
-            weights = [local(p) for p in parameters]
-            if group["weight_decay"]:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, torch._foreach_sign(directions), alpha=-group["lr"])
+            _move([local(p) for p in parameters], directions, float(group["lr"]), group["weight_decay"])
         return loss
 
     def _momentum(self, parameters: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
@@ -62,3 +60,16 @@ class SignSGD(Optimizer):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, gradients)
         return buffers
+
+
+def _move(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
+    """`weights` shrunk, then moved by lr against the sign of `directions`."""
+    shrink = 1 - lr * weight_decay
+    library = fast(weights[0])
+    if library and all(t.dtype == torch.float32 and t.is_contiguous() for t in (*weights, *directions)):
+        for weight, direction in zip(weights, directions, strict=True):
+            library.sign_step(weight, direction, shrink, lr)  # one pass, and no temporary of the model's size
+        return
+    if weight_decay:
+        torch._foreach_mul_(weights, shrink)
+    torch._foreach_add_(weights, torch._foreach_sign(directions), alpha=-lr)

@@ -30,6 +30,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.name = path.stem
         self._library = ctypes.CDLL(str(path))
+        self._library.detonation_non_finite.restype = ctypes.c_int64
 
     def encode(
         self,
@@ -60,15 +61,27 @@ class Library:
         )  # fmt: skip
         assert status == 0
 
-    def decode(self, update: Tensor, values: Sequence[Tensor], columns: Sequence[Tensor], senders: bool) -> None:
-        """Makes `update` the mean of messages, over all or over the senders, in the coordinates of parameters."""
-        rows, chunk = update.shape
-        topk = values[0].shape[1]
+    def decode(
+        self, targets: Sequence[Tensor], chunk: int, values: Sequence[Tensor], columns: Sequence[Tensor], senders: bool
+    ) -> None:
+        """Makes `targets`, one a parameter, the mean of messages, over all or over the senders of a coefficient."""
+        rows, topk = values[0].shape
         status = self._library.detonation_decode(
-            _pointer(update), _long(rows), chunk, _pointers(values), _pointers(columns), _long(len(values)), topk,
-            int(senders),
+            _pointers(targets), _longs([t.numel() for t in targets]), _long(len(targets)), _long(rows), chunk,
+            _pointers(values), _pointers(columns), _long(len(values)), topk, int(senders),
         )  # fmt: skip
         assert status == 0
+
+    def non_finite(self, tensors: Sequence[Tensor]) -> int:
+        """The number of the first of `tensors` (fp32) that holds NaN or infinity; -1 where none does."""
+        numel = _longs([tensor.numel() for tensor in tensors])
+        return int(self._library.detonation_non_finite(_pointers(tensors), numel, _long(len(tensors))))
+
+    def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
+        """`weights = shrink * weights - lr * sign(directions)`, both fp32."""
+        self._library.detonation_sign_step(
+            _pointer(weights), _pointer(directions), _long(weights.numel()), ctypes.c_float(shrink), ctypes.c_float(lr)
+        )
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
         """`numbers`, int64, as `nbytes` bytes of `width` bits each."""

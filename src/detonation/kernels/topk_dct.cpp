@@ -15,9 +15,9 @@ constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
-// One parameter: its gradient (null where it has none) and how many coordinates it has.
+// The parameters: of each a tensor of its own (null where there is none) and how many coordinates it has.
 struct Slots {
-  const float *const *gradient;
+  float *const *tensor;
   const int64_t *numel;
   int64_t count;
 };
@@ -32,9 +32,7 @@ struct Cursor {
   }
   void next(int chunk) { offset += chunk; skip_empty(); }
   int64_t length(int chunk) const { return slots.numel[slot] - offset < chunk ? slots.numel[slot] - offset : chunk; }
-  const float *gradient() const {
-    return slots.gradient[slot] ? slots.gradient[slot] + offset : nullptr;
-  }
+  float *tensor() const { return slots.tensor[slot] ? slots.tensor[slot] + offset : nullptr; }
 };
 
 template <int S> inline void exchange(Floats &a, Floats &b) {
@@ -150,7 +148,7 @@ void encode(float *residual, int64_t rows, const Slots &slots, float decay, floa
     const int here = rows - start < LANES ? int(rows - start) : LANES;
     for (int lane = 0; lane < here; ++lane) {
       float *row = residual + (start + lane) * N;
-      const float *gradient = cursor.gradient();
+      const float *gradient = cursor.tensor();
       lengths[lane] = cursor.length(N);
       if (gradient && lengths[lane] == N)
         for (int i = 0; i < N; ++i) row[i] = decay * row[i] + gradient[i];
@@ -206,44 +204,49 @@ void release(float *residual, int64_t rows, const Slots &slots, float share, int
   }
 }
 
-// The mean over all messages: their waves are simply added up.
+// Adds the waves of one row of all messages up: the mean over all of them.
 template <int N>
-void decode_mean(float *update, int64_t rows, const float *const *values, const int64_t *const *columns,
-                 int64_t messages, int k) {
+inline void mean_row(float *row, int64_t r, const float *const *values, const int64_t *const *columns,
+                     int64_t messages, int k) {
   const Tables<N> &table = tables<N>();
   const float share = 1.0f / float(messages);
-  for (int64_t r = 0; r < rows; ++r) {
-    alignas(64) float row[N] = {};
-    for (int64_t m = 0; m < messages; ++m)
-      for (int j = 0; j < k; ++j) {
-        const float weight = share * values[m][r * k + j], *wave = table.wave[columns[m][r * k + j]];
-        for (int i = 0; i < N; ++i) row[i] += weight * wave[i];
-      }
-    std::memcpy(update + r * N, row, sizeof row);
+  for (int64_t m = 0; m < messages; ++m)
+    for (int j = 0; j < k; ++j) {
+      const float weight = share * values[m][r * k + j], *wave = table.wave[columns[m][r * k + j]];
+      for (int i = 0; i < N; ++i) row[i] += weight * wave[i];
+    }
+}
+
+// The same over those that sent a coefficient other than 0.
+template <int N>
+inline void senders_row(float *row, int64_t r, const float *const *values, const int64_t *const *columns,
+                        int64_t messages, int k) {
+  const Tables<N> &table = tables<N>();
+  alignas(64) float sum[N] = {};
+  int count[N] = {};
+  for (int64_t m = 0; m < messages; ++m)
+    for (int j = 0; j < k; ++j) {
+      const float value = values[m][r * k + j];
+      const int64_t column = columns[m][r * k + j];
+      sum[column] += value;
+      count[column] += value != 0;
+    }
+  for (int c = 0; c < N; ++c) {
+    if (!count[c]) continue;
+    const float weight = sum[c] / float(count[c]);
+    for (int i = 0; i < N; ++i) row[i] += weight * table.wave[c][i];
   }
 }
 
-// The mean over those that sent a coefficient other than 0.
 template <int N>
-void decode_senders(float *update, int64_t rows, const float *const *values, const int64_t *const *columns,
-                    int64_t messages, int k) {
-  const Tables<N> &table = tables<N>();
+void decode(const Slots &slots, int64_t rows, const float *const *values, const int64_t *const *columns,
+            int64_t messages, int k, bool senders) {
+  Cursor cursor(slots);
   for (int64_t r = 0; r < rows; ++r) {
-    alignas(64) float row[N] = {}, sum[N] = {};
-    int count[N] = {};
-    for (int64_t m = 0; m < messages; ++m)
-      for (int j = 0; j < k; ++j) {
-        const float value = values[m][r * k + j];
-        const int64_t column = columns[m][r * k + j];
-        sum[column] += value;
-        count[column] += value != 0;
-      }
-    for (int c = 0; c < N; ++c) {
-      if (!count[c]) continue;
-      const float weight = sum[c] / float(count[c]);
-      for (int i = 0; i < N; ++i) row[i] += weight * table.wave[c][i];
-    }
-    std::memcpy(update + r * N, row, sizeof row);
+    alignas(64) float row[N] = {};
+    senders ? senders_row<N>(row, r, values, columns, messages, k) : mean_row<N>(row, r, values, columns, messages, k);
+    std::memcpy(cursor.tensor(), row, size_t(cursor.length(N)) * sizeof(float));
+    cursor.next(N);
   }
 }
 
@@ -262,7 +265,7 @@ void decode_senders(float *update, int64_t rows, const float *const *values, con
 extern "C" {
 
 // residual = decay * residual + gradients; the k largest DCT coefficients of each row; residual -= release * them.
-int detonation_encode(float *residual, int64_t rows, int chunk, const float *const *gradients, const int64_t *numel,
+int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gradients, const int64_t *numel,
                       int64_t slots, float decay, float release, int k, int ascending, float *values,
                       int64_t *columns) {
   const Slots all{gradients, numel, slots};
@@ -280,12 +283,41 @@ int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *
 #undef CALL
 }
 
-// The mean of messages over replicas or senders, back from the DCT.
-int detonation_decode(float *update, int64_t rows, int chunk, const float *const *values,
-                      const int64_t *const *columns, int64_t messages, int k, int senders) {
-#define CALL(N) (senders ? decode_senders<N> : decode_mean<N>)(update, rows, values, columns, messages, k)
+// The mean of messages over replicas or senders, back from the DCT, into one tensor a parameter.
+int detonation_decode(float *const *targets, const int64_t *numel, int64_t slots, int64_t rows, int chunk,
+                      const float *const *values, const int64_t *const *columns, int64_t messages, int k,
+                      int senders) {
+  const Slots all{targets, numel, slots};
+#define CALL(N) decode<N>(all, rows, values, columns, messages, k, senders != 0)
   FOR_CHUNK(CALL)
 #undef CALL
+}
+
+// The first slot whose tensor holds NaN or infinity; -1 where none does.
+int64_t detonation_non_finite(float *const *tensors, const int64_t *numel, int64_t slots) {
+  for (int64_t s = 0; s < slots; ++s) {
+    if (!tensors[s]) continue;
+    const float *tensor = tensors[s];
+    for (int64_t start = 0; start < numel[s]; start += 4096) {
+      const int64_t end = start + 4096 < numel[s] ? start + 4096 : numel[s];
+      uint32_t odd = 0;
+      for (int64_t i = start; i < end; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, tensor + i, sizeof bits);
+        odd |= (bits & 0x7f800000u) == 0x7f800000u;
+      }
+      if (odd) return s;
+    }
+  }
+  return -1;
+}
+
+// weights = shrink * weights - lr * sign(directions), rounded twice as torch rounds it.
+__attribute__((optimize("fp-contract=off"))) void detonation_sign_step(float *weights, const float *directions, int64_t count, float shrink, float lr) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float sign = float((directions[i] > 0) - (directions[i] < 0));
+    weights[i] = shrink * weights[i] - lr * sign;
+  }
 }
 
 }
