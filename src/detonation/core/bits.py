@@ -20,9 +20,9 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack(numbers: Tensor, width: int) -> Tensor:
     """`numbers` (1-D, each from 0 to below 2**width, width from 1 to 16) as bytes, lowest bits first."""
-    library = fast(numbers)
+    library = native.load_for(numbers)  # exact, so it does not matter which replicas have it
     if library:
-        return library.pack(numbers.to(torch.int64).contiguous(), width, packed_bytes(len(numbers), width))
+        return library.pack(numbers.to(torch.int64), width, packed_bytes(len(numbers), width))
     group, per_group = _group(width)
     words = torch.nn.functional.pad(numbers, (0, -len(numbers) % group)).view(-1, group).to(torch.int64)
     if width * group <= 62:  # a whole group fits one word
@@ -36,9 +36,9 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     """The `count` numbers that `pack` made bytes of, int64."""
-    library = fast(packed)
+    library = native.load_for(packed)
     if library:
-        return library.unpack(packed.contiguous(), count, width)
+        return library.unpack(packed, count, width)
     group, per_group = _group(width)
     groups = -(-count // group)
     padded = torch.nn.functional.pad(packed, (0, groups * per_group - len(packed)))
@@ -50,11 +50,6 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
         bits = (octets.unsqueeze(2) >> _shifts(8, 1, octets.device)).bitwise_and_(1).view(groups, group, width)
         numbers = (bits << _shifts(width, 1, octets.device)).sum(2)
     return numbers.view(-1)[:count]
-
-
-def fast(tensor: Tensor) -> native.Library | None:
-    """The compiled functions, where they pay: for much on the CPU. They are exact, so not all replicas need them."""
-    return native.load() if tensor.device.type == "cpu" and tensor.numel() >= 4096 else None
 
 
 def _group(width: int) -> tuple[int, int]:

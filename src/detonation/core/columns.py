@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.core.bits import fast, pack, packed_bytes, unpack
+from detonation.core.bits import pack, packed_bytes, unpack
+from detonation.kernels import native
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,18 @@ class Columns:
 
     def encode(self, columns: Tensor) -> Tensor:
         if self.bitmap:
-            library = fast(columns)
+            library = native.load_for(columns)
             if library:
-                return library.mark(columns.contiguous(), self.chunk)
+                return library.mark(columns, self.chunk)
             marked = torch.zeros(len(columns), self.chunk, dtype=torch.uint8, device=columns.device)
             return pack(marked.scatter_(1, columns, 1).view(-1), 1)
         return pack(columns.reshape(-1), self.width) if self.width else columns.new_empty(0, dtype=torch.uint8)
 
     def decode(self, encoded: Tensor, rows: int) -> Tensor:  # -> [rows, kept] int64
         if self.bitmap:
-            library = fast(encoded)
+            library = native.load_for(encoded)
             if library:
-                return library.marked(encoded.contiguous(), rows, self.kept, self.chunk)
+                return library.marked(encoded, rows, self.kept, self.chunk)
             marked = unpack(encoded, rows * self.chunk, 1).view(rows, self.chunk)
             return torch.nonzero_static(marked, size=rows * self.kept)[:, 1].view(rows, self.kept)
         if not self.width:

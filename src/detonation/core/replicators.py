@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from detonation.core.bits import fast
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
 from detonation.core.pending import LookAhead, Pending, gradients
 from detonation.core.rounds import Round
 from detonation.core.schemes import Scheme
+from detonation.kernels import native
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -217,8 +217,8 @@ def _refuse_non_finite(signals: Mapping[str, Tensor | None], step: int, replica:
     if not present:
         return
     tensors = list(present.values())
-    library = fast(tensors[0])
-    if library and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
+    library = native.load_for(*tensors)
+    if library and all(tensor.dtype == torch.float32 for tensor in tensors):
         found = library.non_finite(tensors)
     else:
         finite = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, ord=torch.inf)]).isfinite()

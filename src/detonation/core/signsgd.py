@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.core.bits import fast
 from detonation.core.flat import local
+from detonation.kernels import native
 
 
 class SignSGD(Optimizer):
@@ -65,8 +65,8 @@ class SignSGD(Optimizer):
 def _move(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
     """`weights` shrunk, then moved by lr against the sign of `directions`."""
     shrink = 1 - lr * weight_decay
-    library = fast(weights[0])
-    if library and all(t.dtype == torch.float32 and t.is_contiguous() for t in (*weights, *directions)):
+    library = native.load_for(*weights, *directions)
+    if library and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
         for weight, direction in zip(weights, directions, strict=True):
             library.sign_step(weight, direction, shrink, lr)  # one pass, and no temporary of the model's size
         return

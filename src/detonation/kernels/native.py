@@ -125,6 +125,13 @@ def load() -> Library | None:
         return None
 
 
+def load_for(*tensors: Tensor) -> Library | None:
+    """The library where it can take all `tensors` (contiguous, on the CPU) and they are enough to be worth a call."""
+    if sum(tensor.numel() for tensor in tensors) < 4096:
+        return None
+    return load() if all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) else None
+
+
 def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
