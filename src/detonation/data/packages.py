@@ -21,11 +21,25 @@ def unpack(name: str, source: Source, into: Path) -> None:
 
 
 def _apt(name: str, source: Source, into: Path) -> None:
-    _require_tools(name, source, "apt-get", "dpkg-deb")
-    hint = "if apt does not know the package, run `apt-get update` as root"
-    _run(name, source, ["apt-get", "download", "-q", *source.packages], into, hint)
+    _require_tools(name, source, "apt-get", "apt-cache", "dpkg-deb")
+    known = subprocess.run(["apt-cache", "show", *source.packages], capture_output=True, check=False).returncode == 0
+    options = [] if known else _own_lists(name, source, into)
+    _run(name, source, ["apt-get", *options, "download", "-q", *source.packages], into, "is it of this release?")
     for archive in sorted(into.glob("*.deb")):
         _run(name, source, ["dpkg-deb", "-x", str(archive), str(into)], into, "try again")
+
+
+def _own_lists(name: str, source: Source, into: Path) -> list[str]:
+    """Options that make apt use package lists of its own below `into`, fetched now.
+
+    A fresh machine has none, and those of the system only root may change.
+    """
+    lists, cache = into / "apt-lists", into / "apt-cache"
+    for folder in (lists, cache / "archives"):
+        (folder / "partial").mkdir(parents=True)
+    options = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
+    _run(name, source, ["apt-get", *options, "-q", "update"], into, "does apt reach its archive?")
+    return options
 
 
 def _npm(name: str, source: Source, into: Path) -> None:
