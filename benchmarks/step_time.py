@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 MODELS = {
-    "t5": ("t5", {"hidden_size": 256, "layers": 3, "feed_forward": 1024}),
+    "t5": ("t5", {"hidden_size": 256, "layers": 4, "feed_forward": 1024}),
     "vit": ("vit", {"hidden_size": 240, "layers": 8, "heads": 8, "feed_forward": 960, "patch_size": 4, "channels": 3,
                     "image_size": 32}),
-    "gpt": ("olmo2", {"hidden_size": 320, "layers": 6, "heads": 8, "feed_forward": 1280}),
+    "gpt": ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344}),
 }  # fmt: skip
 SUBJECTS = ["adamw", "ours", "ours-plain", "ours-sign", "published"]
 
@@ -162,11 +162,12 @@ def ours(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
 def published(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
     import torch.distributed as dist
 
-    from detonation import DeMo
+    from detonation import DeMoReplicator, DeToSGD
 
     alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
-    settings = {"compression_topk": topk, "compression_chunk": 64, "lr": 1e-3}
-    return DeMo(parameters, sharding_parallel_group=alone, replication_parallel_group=dist.group.WORLD, **settings).step
+    replicator = DeMoReplicator(compression_topk=topk, compression_chunk=64)
+    groups = {"sharding_parallel_group": alone, "replication_parallel_group": dist.group.WORLD}
+    return DeToSGD(parameters, lr=1e-3, replicator=replicator, **groups).step
 
 
 def adamw(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
