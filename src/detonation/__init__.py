@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from detonation.cluster.verify import fingerprint as fingerprint
     from detonation.core.checkpoint import load_replica_state as load_replica_state
     from detonation.core.checkpoint import replica_state as replica_state
+    from detonation.core.gradient_schemes import demo as demo
+    from detonation.core.gradient_schemes import distro as distro
+    from detonation.core.gradient_schemes import full as full
+    from detonation.core.gradient_schemes import none as none
+    from detonation.core.gradient_schemes import random as random
+    from detonation.core.gradient_schemes import random_sign as random_sign
+    from detonation.core.gradient_schemes import slicing as slicing
+    from detonation.core.gradient_schemes import striding as striding
+    from detonation.core.parameter_schemes import demo_diloco as demo_diloco
+    from detonation.core.parameter_schemes import diloco as diloco
+    from detonation.core.parameter_schemes import local_sgd as local_sgd
+    from detonation.core.parameter_schemes import sparseloco as sparseloco
+    from detonation.core.parameter_schemes import streaming_diloco as streaming_diloco
     from detonation.core.replicate import Replicated as Replicated
     from detonation.core.replicate import replicate as replicate
-    from detonation.core.schemes import Scheme as Scheme
-    from detonation.core.schemes import demo as demo
-    from detonation.core.schemes import demo_diloco as demo_diloco
-    from detonation.core.schemes import diloco as diloco
-    from detonation.core.schemes import distro as distro
-    from detonation.core.schemes import full as full
-    from detonation.core.schemes import local_sgd as local_sgd
-    from detonation.core.schemes import none as none
-    from detonation.core.schemes import random as random
-    from detonation.core.schemes import random_sign as random_sign
+    from detonation.core.scheme import Scheme as Scheme
     from detonation.core.schemes import scheme as scheme
-    from detonation.core.schemes import slicing as slicing
-    from detonation.core.schemes import sparseloco as sparseloco
-    from detonation.core.schemes import streaming_diloco as streaming_diloco
-    from detonation.core.schemes import striding as striding
     from detonation.core.signsgd import SignSGD as SignSGD
 
 __version__ = "0.1.0"
@@ -39,10 +39,12 @@ _HOME = {
     "detonation.cluster.verify": ["fingerprint"],
     "detonation.core.checkpoint": ["load_replica_state", "replica_state"],
     "detonation.core.replicate": ["Replicated", "replicate"],
-    "detonation.core.schemes": [
-        "Scheme", "demo", "demo_diloco", "diloco", "distro", "full", "local_sgd", "none", "random", "random_sign",
-        "scheme", "slicing", "sparseloco", "streaming_diloco", "striding",
+    "detonation.core.gradient_schemes": [
+        "demo", "distro", "full", "none", "random", "random_sign", "slicing", "striding",
     ],
+    "detonation.core.parameter_schemes": ["demo_diloco", "diloco", "local_sgd", "sparseloco", "streaming_diloco"],
+    "detonation.core.scheme": ["Scheme"],
+    "detonation.core.schemes": ["scheme"],
     "detonation.core.signsgd": ["SignSGD"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

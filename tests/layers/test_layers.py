@@ -14,7 +14,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["flat"],
     ["bits", "basis", "selection", "precision", "columns", "combine", "rounds"],
     ["codec"],
-    ["memory", "schemes", "traffic"],
+    ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic"],
     ["link"],
     ["engine", "exchange", "channel"],
     ["signsgd", "pending", "replicators", "build", "replicate"],

@@ -12,7 +12,7 @@ from detonation.core.channel import Channel
 from detonation.core.flat import Layout, digest, local
 from detonation.core.link import Link
 from detonation.core.replicators import GradientReplicator, ParameterReplicator, Replicator
-from detonation.core.schemes import Scheme
+from detonation.core.scheme import Scheme
 from detonation.core.traffic import check
 
 Level = tuple[DeviceMesh, Scheme]

@@ -12,7 +12,7 @@ from detonation.core.exchange import exchange_for
 from detonation.core.flat import Layout
 from detonation.core.link import Link
 from detonation.core.memory import Memory
-from detonation.core.schemes import Scheme
+from detonation.core.scheme import Scheme
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from detonation.core.codec import Codec, Message, Selected
 from detonation.core.combine import Agreed, Combine, combined
 from detonation.core.link import Link
-from detonation.core.schemes import Scheme
+from detonation.core.scheme import Scheme
 from detonation.core.traffic import kind
 
 Waiter = Callable[[], Agreed]

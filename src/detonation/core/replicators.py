@@ -12,7 +12,7 @@ from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
 from detonation.core.pending import LookAhead, Pending, gradients
 from detonation.core.rounds import Round
-from detonation.core.schemes import Scheme
+from detonation.core.scheme import Scheme
 from detonation.kernels import native
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from detonation.core.codec import Codec
 from detonation.core.flat import Layout
-from detonation.core.schemes import Scheme
+from detonation.core.scheme import Scheme
 
 Kind = Literal["all-reduce", "all-gather", "owner"]
 
