@@ -4,6 +4,7 @@ Made by `python tests/golden/test_losses.py`. Compared up to what another proces
 """
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def losses(scheme: str, out: Path) -> list[float]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_first_losses_are_the_committed_ones(scheme, tmp_path):
     assert losses(scheme, tmp_path / "run") == pytest.approx(json.loads(GOLDEN.read_text())[scheme], abs=2e-3)
+
+
+def test_a_logged_loss_is_the_mean_over_predictions():
+    """The published code divides by the number of keys of a batch: its curves are off by a factor."""
+    assert json.loads(GOLDEN.read_text())["full"][0] == pytest.approx(math.log(256), abs=0.1)
 
 
 if __name__ == "__main__":
