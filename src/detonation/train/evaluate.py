@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from detonation.data import batches, predictions
 from detonation.train.setup import Session
@@ -27,6 +28,9 @@ def validate(session: Session) -> dict[str, float]:
         if index < len(held_out):
             sums += _sums(session, batch, output.loss, output.logits)
     session.model.train()
+    for module in session.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root stays gathered without a backward pass, and look-ahead now moves the shards
     dist.all_reduce(sums)
     loss, count, right = sums.tolist()
     result = {"val_loss": loss / count}
