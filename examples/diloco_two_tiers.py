@@ -33,4 +33,5 @@ optimizer.settle()  # ends a round that is still open; here 200 is a multiple of
 _, equal = dt.fingerprint(model, mesh)
 if dist.get_rank() == 0:
     print(f"loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}, replicas equal: {equal}")
+dist.barrier()  # nobody leaves while others still talk
 dist.destroy_process_group()

@@ -49,4 +49,5 @@ _, equal = dt.fingerprint(model, mesh)
 if mesh.get_rank() == 0:
     less = 100 * optimizer.dense_bytes / optimizer.bytes_sent
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
+dist.barrier()  # nobody leaves while others still talk
 dist.destroy_process_group()
