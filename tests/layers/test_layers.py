@@ -17,7 +17,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic"],
     ["link"],
     ["engine", "exchange", "channel"],
-    ["signsgd", "pending", "replicators", "build", "replicate"],
+    ["signsgd", "pending", "replicator", "gradient_replicator", "parameter_replicator", "build", "replicate"],
     ["checkpoint"],
 ]
 MAY_IMPORT = {  # besides choices, which is a leaf

@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 
 from detonation.core.channel import Channel
 from detonation.core.flat import Layout, digest, local
+from detonation.core.gradient_replicator import GradientReplicator
 from detonation.core.link import Link
-from detonation.core.replicators import GradientReplicator, ParameterReplicator, Replicator
+from detonation.core.parameter_replicator import ParameterReplicator
+from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import check
 

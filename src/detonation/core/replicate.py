@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
 from detonation.core.flat import local
-from detonation.core.replicators import Replicator
+from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import dense_bytes
 

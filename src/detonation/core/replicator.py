@@ -1,0 +1,37 @@
+"""Replicator: where a scheme meets the training step. Gradients before the local step, parameters after H of them."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from detonation.core.channel import Channel
+
+
+class Replicator(Protocol):
+    """One level of replication around the step of the base optimizer."""
+
+    channel: Channel
+
+    def before(self, step: int) -> None: ...
+
+    def after(self, step: int) -> None: ...
+
+    def settle(self, step: int) -> None:
+        """Ends after `step` steps what is still open, so that the replicas hold the same weights."""
+        ...
+
+    def back(self) -> None:
+        """To the weights that the replicas agreed on last, from where the next gradient is to be taken."""
+        ...
+
+    def ahead(self) -> None:
+        """Undoes `back`."""
+        ...
+
+    def shared(self) -> list[Tensor]:
+        """One tensor a parameter that must be bitwise equal on all replicas between steps."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What this replica must keep to go on, as `kind.parameter`, sharing memory."""
+        ...
