@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.core.channel import Channel
@@ -16,8 +15,9 @@ from detonation.core.parameter_replicator import ParameterReplicator
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import check
+from detonation.core.wire import Axis
 
-Level = tuple[DeviceMesh, Scheme]
+Level = tuple[Axis, Scheme]
 
 
 def build(

@@ -4,14 +4,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.core.traffic import sent
-
-# all_gather_into_tensor was renamed; the old name warns where the new one exists
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from detonation.core.wire import Axis, Group, Wire
 
 
 class Mismatch(ValueError):
@@ -24,64 +21,38 @@ class Link:
     bytes_sent: what this rank has handed to the network for the others, by the arithmetic of ring collectives.
     """
 
-    def __init__(self, axis: DeviceMesh) -> None:
-        if axis.ndim != 1:
-            raise ValueError(f'the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one, mesh["replicate"]')
-        self._group = axis.get_group()
-        self.replicas = axis.size()
-        self.replica = axis.get_local_rank()
+    def __init__(self, axis: Axis) -> None:
+        self._wire: Wire = Group(axis) if isinstance(axis, DeviceMesh) else axis
+        self.replicas, self.replica = self._wire.size(), self._wire.replica
         self.bytes_sent = 0
-        # a gloo group reads host memory only: a message from an accelerator takes a detour
-        self._transport = torch.device("cpu") if dist.get_backend(self._group) == "gloo" else None
 
     def reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts adding `values` up over all replicas; the waiter returns the sum, bitwise the same on each.
 
         `values` belongs to the link from here on.
         """
-        buffer = values.to(self._transport or values.device)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        self.bytes_sent += sent("all-reduce", buffer.nbytes, self.replicas)
-
-        def wait() -> Tensor:
-            work.wait()
-            return buffer.to(values.device)
-
-        return wait
+        self.bytes_sent += sent("all-reduce", values.nbytes, self.replicas)
+        return self._wire.reduce(values)
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[list[Tensor]]]:
         """Starts sending `parts` to all replicas as one byte buffer; the waiter returns everyone's, in replica order.
 
         The shapes and types of `parts` must be the same on all replicas.
         """
-        device = parts[0].device
-        mine = _bytes(parts).to(self._transport or device)
-        all_of_them = mine.new_empty(self.replicas * len(mine))
-        work = _all_gather(all_of_them, mine, group=self._group, async_op=True)
+        mine = _bytes(parts)
         self.bytes_sent += sent("all-gather", len(mine), self.replicas)
-
-        def wait() -> list[list[Tensor]]:
-            work.wait()
-            return [_unpack(row, parts) for row in all_of_them.to(device).view(self.replicas, -1)]
-
-        return wait
+        arrived = self._wire.gather(mine)
+        return lambda: [_unpack(row, parts) for row in arrived()]
 
     def swap(self, slices: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
         """Starts sending `slices[r]` to replica r; the waiter returns what each has for this one, in replica order.
 
         The shapes and types must be the same for all slices and replicas.
         """
-        device = slices[0][0].device
-        mine = torch.cat([_bytes(parts) for parts in slices]).to(self._transport or device)
-        theirs = torch.empty_like(mine)
-        work = dist.all_to_all_single(theirs, mine, group=self._group, async_op=True)
+        mine = torch.cat([_bytes(parts) for parts in slices])
         self.bytes_sent += len(mine) // self.replicas * (self.replicas - 1)
-
-        def wait() -> list[list[Tensor]]:
-            work.wait()
-            return [_unpack(row, slices[0]) for row in theirs.to(device).view(self.replicas, -1)]
-
-        return wait
+        arrived = self._wire.swap(mine)
+        return lambda: [_unpack(row, slices[0]) for row in arrived()]
 
     def agree(self, description: Mapping[str, str], device: torch.device) -> None:
         """Raises `Mismatch` on every replica where their descriptions differ, naming what does. Not counted as sent.

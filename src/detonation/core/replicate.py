@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
@@ -14,12 +13,13 @@ from detonation.core.flat import local
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import dense_bytes
+from detonation.core.wire import Axis
 
 
 def replicate(
     optimizer: Optimizer,
     model: nn.Module,
-    axis: DeviceMesh | None = None,
+    axis: Axis | None = None,
     scheme: Scheme | None = None,
     *,
     levels: Sequence[Level] | None = None,
