@@ -15,7 +15,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["bits", "basis", "selection", "precision", "columns", "combine", "rounds"],
     ["codec"],
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic"],
-    ["wire"],
+    ["pace", "wire"],
     ["link"],
     ["engine", "exchange", "channel"],
     ["signsgd", "pending", "replicator", "gradient_replicator", "parameter_replicator", "build", "replicate"],
@@ -45,6 +45,7 @@ NO_NETWORK = [
     "rounds",
     "schemes",
     "traffic",
+    "pace",
     "pending",
 ]
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))

@@ -1,0 +1,73 @@
+"""The probe finds the link that it is given: an emulated one on a clock of the test's own, and odd pairs by name."""
+
+import pytest
+
+import worlds
+from detonation.cluster import probe
+from detonation.cluster.emulate import Emulated
+from detonation.cluster.profile import Axis, Operation, Pair, Profile, Sample
+from detonation.core.link import Link
+from detonation.core.pace import Pace
+
+
+def probed(mesh, pace):
+    axis = mesh["replicate"]
+    return probe.probe_axis(axis, Link(Emulated(axis, pace) if pace else axis), budget_s=2.0)
+
+
+def test_a_probe_measures_an_emulated_link():
+    """20 Mbit/s a node, two ranks a node: each rank sees half, and the latency of as many hops as the operation has."""
+    found = worlds.run(probed, 2, 2, Pace(2e7, 0.02))[0]
+    assert (found.size, found.per_node) == (2, 2) and found.pairs == ()
+    assert set(found.operations) == {"all-reduce", "all-gather", "all-to-all"}
+    for name, hops in {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}.items():
+        operation = found.operations[name]
+        # an upper bound on rate and a lower one on latency hold whatever else the machine does
+        assert operation.rate_bits_per_s <= 1.5e7 and operation.latency_s >= 0.018 * hops
+        assert len(operation.samples) >= 2
+
+
+def test_every_pair_of_three_or_more_is_measured_once():
+    found = worlds.run(probed, 4, 1, None)[0]
+    assert [(p.first, p.second) for p in found.pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert found.slowest in found.pairs
+
+
+def test_the_fit_is_the_line_through_the_samples():
+    samples = [Sample(n, 0.003 + 8 * n / 1e8, 0.0) for n in (1000, 4000, 64000, 10**6)]
+    line = probe.fit(samples)
+    assert line.latency_s == pytest.approx(0.003) and line.rate_bits_per_s == pytest.approx(1e8)
+    assert line.spread == pytest.approx(0, abs=1e-9)
+
+
+def test_a_fit_of_noise_stays_a_link():
+    falling = probe.fit([Sample(1000, 0.01, 0.0), Sample(4000, 0.009, 0.0)])
+    below_zero = probe.fit([Sample(1000, 0.0001, 0.0), Sample(2000, 0.01, 0.0)])
+    for line in (falling, below_zero):
+        assert line.latency_s >= 0 and line.rate_bits_per_s > 0
+
+
+GATHER = Operation(0.001, 1e8, 0.1, [Sample(10, 0.1, 0.0)])
+PROFILE = Profile(2, 1, "gloo", {"replicate": Axis(2, 1, {"all-gather": GATHER}, [Pair(0, 1, 0.1, 1e6)])})
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    PROFILE.write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is no profile"),
+        ("[]", "has format None"),
+        ('{"format": 2}', "has format 2, this version reads 1: measure again"),
+        ('{"format": 1}', "is damaged"),
+        ('{"format": 1, "axes": {"a": 3}, "compute": null}', "is damaged"),
+    ],
+)
+def test_another_file_is_no_profile(tmp_path, text, complaint):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        Profile.read(path)
