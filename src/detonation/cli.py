@@ -38,6 +38,8 @@ class Train(_Common):
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
+    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
     resume: bool = False
@@ -107,7 +109,15 @@ def _train(verb: Train) -> dict[str, Any] | None:
 
     sets = tuple(assignment for group in verb.set for assignment in group)
     request = Request(
-        verb.recipe, sets, verb.replicas, verb.shards, verb.out, verb.resume, verb.stop_after, to_stderr=verb.json
+        verb.recipe,
+        sets,
+        verb.replicas,
+        verb.shards,
+        verb.link,
+        verb.out,
+        verb.resume,
+        verb.stop_after,
+        to_stderr=verb.json,
     )
     summary = run(request)
     if not is_first():

@@ -38,6 +38,7 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
         ("optimizer.lr=-1", "optimizer.lr is -1.0, but must be a finite number above 0"),
+        ("mesh.link=100mbps", "a link is '100mbps', must be a rate above 0 in bit, kbit, mbit or gbit (a second)"),
         ("scheme.topk=65", "topk is 65, must be from 1 to chunk (64)"),
         ("scheme.topk=1.5", "scheme.topk is 1.5, but must be a whole number"),
         ("scheme.name=random scheme.rate=0", "rate is 0, must be above 0 and at most 1"),
@@ -111,3 +112,7 @@ def test_the_other_verbs(capsys, monkeypatch, tmp_path):
     assert "fetch needs at least one name" in capsys.readouterr().err
     assert main(["env"]) == 0
     assert "- torch: " in capsys.readouterr().out
+
+
+def test_a_link_without_a_unit_is_refused(fails):
+    assert fails("--link", "100").startswith("error: a link is '100', must be a rate above 0 in bit, kbit, mbit or")

@@ -118,3 +118,11 @@ def test_the_schedule_starts_above_zero_and_ends_at_its_floor(name, warmup):
     if warmup < 9:
         assert factors[-1] == pytest.approx(1 if name == "constant" else 0.1)
     assert factors[: max(warmup, 1)] == sorted(factors[: max(warmup, 1)])
+
+
+def test_an_emulated_link_changes_the_waiting_alone(train, tmp_path):
+    fast, slow = (train(out, *sets)[0] for out, sets in {"fast": [], "slow": ["mesh.link=2mbit,10ms"]}.items())
+    assert slow["fingerprint"] == fast["fingerprint"] and slow["bytes_sent_per_step"] == fast["bytes_sent_per_step"]
+    for record in metrics.read(tmp_path / "slow" / "metrics.jsonl"):
+        assert record.waited_s >= 8 * record.bytes_sent / 2e6  # the link is free when a step begins
+        assert record.seconds >= record.step_s >= record.waited_s

@@ -1,6 +1,7 @@
 """Link: one axis of the cluster. Carries tensors, starts one collective, counts its bytes; knows no algorithm."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,12 +20,15 @@ class Link:
     """The replicas along one mesh axis, as one of them sees it.
 
     bytes_sent: what this rank has handed to the network for the others, by the arithmetic of ring collectives.
+    waited_s: for how long it has stood still because an exchange was not over. Over a network library that waits on
+    the device (NCCL) the host does not stand still, and what the device waits for is not in it.
     """
 
     def __init__(self, axis: Axis) -> None:
         self._wire: Wire = Group(axis) if isinstance(axis, DeviceMesh) else axis
         self.replicas, self.replica = self._wire.size(), self._wire.replica
         self.bytes_sent = 0
+        self.waited_s = 0.0
 
     def reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts adding `values` up over all replicas; the waiter returns the sum, bitwise the same on each.
@@ -32,7 +36,7 @@ class Link:
         `values` belongs to the link from here on.
         """
         self.bytes_sent += sent("all-reduce", values.nbytes, self.replicas)
-        return self._wire.reduce(values)
+        return self._timed(self._wire.reduce(values))
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[list[Tensor]]]:
         """Starts sending `parts` to all replicas as one byte buffer; the waiter returns everyone's, in replica order.
@@ -41,7 +45,7 @@ class Link:
         """
         mine = _bytes(parts)
         self.bytes_sent += sent("all-gather", len(mine), self.replicas)
-        arrived = self._wire.gather(mine)
+        arrived = self._timed(self._wire.gather(mine))
         return lambda: [_unpack(row, parts) for row in arrived()]
 
     def swap(self, slices: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
@@ -51,7 +55,7 @@ class Link:
         """
         mine = torch.cat([_bytes(parts) for parts in slices])
         self.bytes_sent += len(mine) // self.replicas * (self.replicas - 1)
-        arrived = self._wire.swap(mine)
+        arrived = self._timed(self._wire.swap(mine))
         return lambda: [_unpack(row, slices[0]) for row in arrived()]
 
     def agree(self, description: Mapping[str, str], device: torch.device) -> None:
@@ -71,11 +75,20 @@ class Link:
             remedy = ". Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
             raise Mismatch("replicas differ: " + "; ".join(differences[:3]) + more + remedy)
 
+    def _timed(self, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def timed() -> Tensor:
+            began = time.perf_counter()
+            arrived = wait()
+            self.waited_s += time.perf_counter() - began
+            return arrived
+
+        return timed
+
     def _gather_bytes(self, content: bytes, device: torch.device) -> list[bytes]:
-        counted = self.bytes_sent
+        counted, waited = self.bytes_sent, self.waited_s
         buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
         rows = self.gather([buffer])()
-        self.bytes_sent = counted
+        self.bytes_sent, self.waited_s = counted, waited
         return [bytes(row[0].tolist()) for row in rows]
 
 

@@ -1,6 +1,6 @@
 """`replicate`: any torch optimizer, and the replicas that it shall agree with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
 from detonation.core.flat import local
+from detonation.core.link import Link
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import dense_bytes
@@ -79,8 +80,12 @@ class Replicated(Optimizer):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to its replicas so far."""
-        links = {id(replicator.channel.link): replicator.channel.link for replicator in self._replicators or []}
-        return sum(link.bytes_sent for link in links.values())
+        return sum(link.bytes_sent for link in self._links())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank's host has stood still so far because an exchange was not over."""
+        return sum(link.waited_s for link in self._links())
 
     @property
     def dense_bytes(self) -> int:
@@ -208,6 +213,9 @@ class Replicated(Optimizer):
             return False
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(g is not None and not local(g).count_nonzero() for g in gradients)
+
+    def _links(self) -> Iterable[Link]:
+        return {id(replicator.channel.link): replicator.channel.link for replicator in self._replicators or []}.values()
 
     def _private(self) -> dict[str, Tensor]:
         return {

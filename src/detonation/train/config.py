@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from detonation.choices import unknown
+from detonation.core.pace import Pace
 
 Table = dict[str, Any]
 T = TypeVar("T")
@@ -78,14 +79,20 @@ class Train:
 
 @dataclass(frozen=True)
 class Mesh:
-    """`replicas` copies of the model (nodes), each cut into `shards` (accelerators in a node)."""
+    """`replicas` copies of the model (nodes), each cut into `shards` (accelerators in a node).
+
+    link: an emulated pace of what joins the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
+    """
 
     replicas: int = 2
     shards: int = 2
+    link: str = ""
 
     def __post_init__(self) -> None:
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
+        if self.link:
+            Pace.parse(self.link)
 
 
 @dataclass(frozen=True)

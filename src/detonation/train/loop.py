@@ -30,18 +30,20 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
     schedule = scheduler(session, done)
     for step in range(done, until):
         began = time.perf_counter()
-        sent = session.optimizer.bytes_sent
+        sent, waited = session.optimizer.bytes_sent, session.optimizer.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
         loss = _agree(session, step, _backward(session, step))
+        computed = time.perf_counter()
         _update(session, schedule)
         if step + 1 == train.steps:
             session.optimizer.settle()
+        seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
+        waited = session.optimizer.waited_s - waited
         sent = over_shards(session, session.optimizer.bytes_sent - sent)
-        seconds = time.perf_counter() - began
         due = train.validate_every and (step + 1) % train.validate_every == 0
         with session.optimizer.settled():
             held_out = validate(session) if due or step + 1 == train.steps else {}
-        report(Record(step + 1, loss, lr, seconds, sent, **held_out))
+        report(Record(step + 1, loss, lr, seconds, sent, waited, step_s, **held_out))
 
 
 def over_shards(session: Session, count: int) -> int:

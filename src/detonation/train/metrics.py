@@ -12,13 +12,19 @@ from detonation.train.directory import unwritable
 
 @dataclass(frozen=True)
 class Record:
-    """One step: mean `loss` over all ranks, `seconds` it took, `bytes_sent` by one replica, all its shards together."""
+    """One step: mean `loss` over all ranks, `seconds` it took, `bytes_sent` by one replica, all its shards together.
+
+    waited_s: the part of `seconds` for which rank 0 stood still because an exchange was not over; step_s: the part
+    spent in the optimizer's step, `waited_s` included.
+    """
 
     step: int
     loss: float
     lr: float
     seconds: float
     bytes_sent: int
+    waited_s: float = 0.0
+    step_s: float = 0.0
     val_loss: float | None = None
     val_accuracy: float | None = None
 

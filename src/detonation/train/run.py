@@ -20,12 +20,13 @@ from detonation.train.worker import Task, work
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asked for. `replicas` and `shards` are those of the recipe, or of the launcher, when None."""
+    """What a user asked for. `replicas`, `shards` and `link` are those of the recipe, or of the launcher, when None."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()
     replicas: int | None = None
     shards: int | None = None
+    link: str | None = None
     out: Path | None = None
     resume: bool = False
     stop_after: int | None = None
@@ -61,7 +62,7 @@ def is_first() -> bool:
 def configure(request: Request, place: Place | None) -> Config:
     """The configuration of the recipe with what the launcher and the command line say, the latter last."""
     overrides = recipe.parse_sets(request.overrides)
-    flags = {"replicas": request.replicas, "shards": request.shards}
+    flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
     if place is not None:
         mesh = _fill(mesh, place)
@@ -101,7 +102,7 @@ def _fill(mesh: Table, place: Place) -> Table:
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         raise ValueError(f"{product}, but the launcher started {place.world_size}")
-    return {"replicas": replicas, "shards": shards}
+    return {**mesh, "replicas": replicas, "shards": shards}
 
 
 def _task(request: Request, config: Config) -> Task:

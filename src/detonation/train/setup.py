@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import detonation as dt
 from detonation import data, models
+from detonation.cluster.emulate import Emulated
+from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
 from detonation.train import optimizers
 from detonation.train.config import Choice, Config, require
@@ -74,7 +76,9 @@ def start(config: Config, device: torch.device) -> Session:
     dt.shard(model, mesh)
     base = optimizers.build(config.optimizer, model.parameters())
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    optimizer = dt.replicate(base, model, mesh["replicate"], scheme, seed=config.seed)
+    link = config.mesh.link
+    axis = Emulated(mesh["replicate"], Pace.parse(link)) if link else mesh["replicate"]
+    optimizer = dt.replicate(base, model, axis, scheme, seed=config.seed)
     return Session(config, mesh, device, load_data(config.data), model, base, optimizer)
 
 
