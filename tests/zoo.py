@@ -1,10 +1,13 @@
 """What the tests share: every scheme once, models with awkward parameters, and data that differs between ranks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 import detonation as dt
-from detonation.core.codec import Message
+from detonation.core.codec import Codec, Message
+from detonation.core.combine import Combine, combined
 
 SCHEMES = {
     "full": dt.full(),
@@ -77,6 +80,14 @@ class Plain(nn.Module):
 
 def encode(scheme: dt.Scheme, flat: Tensor, step: int, seed: int) -> Message:
     return scheme.codec.encode(scheme.codec.select(flat, step, seed))
+
+
+def decode(codec: Codec, messages: Sequence[Message], rows: int, step: int, seed: int, combine: Combine) -> Tensor:
+    """The update that `messages` make together."""  # [rows, chunk]
+    columns = None
+    if codec.selection.shared and codec.selection.kept < codec.selection.chunk:
+        columns = codec.selection.columns(torch.empty(rows, codec.selection.chunk), step, seed)
+    return codec.basis.inverse(combined(codec.agreed(messages, rows, columns, combine), codec.selection.chunk))
 
 
 def batch(rank: int, step: int, width: int) -> Tensor:

@@ -11,7 +11,7 @@ from detonation.core.combine import Agreed, combined
 from detonation.core.flat import Layout
 from detonation.core.memory import Feedback, Memory
 from detonation.core.selection import Rotation
-from zoo import GRADIENT, TALKING, encode
+from zoo import GRADIENT, TALKING, decode, encode
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -60,7 +60,7 @@ def test_law_1_nothing_is_lost(scheme, shapes, steps):
     for step in range(steps):
         signals = signals_of(layout, step)
         message = encode(scheme, memory.absorb(signals), step, seed=0)
-        decoded = scheme.codec.decode([message], layout.rows, step, seed=0, combine="replicas")
+        decoded = decode(scheme.codec, [message], layout.rows, step, seed=0, combine="replicas")
         memory.release(decoded)
         told += decoded
         put_in = [total + signal for total, signal in zip(put_in, signals, strict=True)]
@@ -107,7 +107,7 @@ def test_law_2_the_same_messages_decode_to_the_same_bits(scheme, shapes, replica
 
     def agreed() -> torch.Tensor:
         messages = [encode(scheme, flat.clone(), step, seed=5) for flat in flats]
-        return scheme.codec.decode(messages, layout.rows, step, seed=5, combine=scheme.combine)
+        return decode(scheme.codec, messages, layout.rows, step, seed=5, combine=scheme.combine)
 
     assert torch.equal(agreed(), agreed())
 
@@ -123,7 +123,7 @@ def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start
     heard = layout.zeros(CPU)
     for step in range(start * period, (start + 1) * period):
         message = encode(scheme, ones, step, seed)
-        heard += scheme.codec.decode([message], layout.rows, step, seed, "replicas")
+        heard += decode(scheme.codec, [message], layout.rows, step, seed, "replicas")
     assert period - 1 < 1 / rate + 1e-6 and scheme.codec.selection.kept <= rate * scheme.codec.selection.chunk + 1e-6
     assert all((view == 1).all() for view in layout.views(heard))
 
@@ -190,7 +190,7 @@ def test_law_7_the_update_is_linear_in_the_signal(scheme, shapes, scale):
 
     def update(signal: torch.Tensor) -> torch.Tensor:
         message = encode(scheme, signal, 0, seed=0)
-        return scheme.codec.decode([message], layout.rows, 0, seed=0, combine=scheme.combine)
+        return decode(scheme.codec, [message], layout.rows, 0, seed=0, combine=scheme.combine)
 
     assert torch.equal(update(flat * scale), update(flat) * scale)  # powers of two scale without rounding
 

@@ -12,7 +12,7 @@ import worlds
 from detonation.core import traffic
 from detonation.core.flat import Layout, local
 from detonation.core.memory import Feedback, Memory
-from zoo import GRADIENT, batch, encode
+from zoo import GRADIENT, batch, decode, encode
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def test_striding_and_slicing_reach_every_coordinate(make, rate, size):
     layout = Layout.of({"w": (size,)}, scheme.codec.selection.chunk)
     flat, told = layout.flatten([torch.ones(size)], CPU), layout.zeros(CPU)
     for step in range(round(1 / rate)):
-        told += scheme.codec.decode([encode(scheme, flat, step, 0)], layout.rows, step, 0, "replicas")
+        told += decode(scheme.codec, [encode(scheme, flat, step, 0)], layout.rows, step, 0, "replicas")
     assert (layout.views(told)[0] == 1).all()
 
 
@@ -69,8 +69,8 @@ def test_a_coefficient_that_one_of_four_sends_weighs_a_quarter():
     identity = type(codec)(dt.full().codec.basis, codec.selection, codec.precision)
     flats = [torch.eye(4)[i : i + 1] * 8 for i in range(4)]
     messages = [identity.encode(identity.select(flat, 0, 0)) for flat in flats]
-    assert identity.decode(messages, 1, 0, 0, "replicas").tolist() == [[2, 2, 2, 2]]
-    assert identity.decode(messages, 1, 0, 0, "senders").tolist() == [[8, 8, 8, 8]]
+    assert decode(identity, messages, 1, 0, 0, "replicas").tolist() == [[2, 2, 2, 2]]
+    assert decode(identity, messages, 1, 0, 0, "senders").tolist() == [[8, 8, 8, 8]]
 
 
 def decayed(mesh):
@@ -104,7 +104,7 @@ def test_scalars_empty_shards_and_kernels_are_parameters_too(make, shape):
     layout = Layout.of({"p": shape}, scheme.codec.selection.chunk)
     memory = Memory(layout, Feedback(0.999), CPU)
     flat = memory.absorb([torch.ones(shape)])
-    memory.release(scheme.codec.decode([encode(scheme, flat, 0, 0)], layout.rows, 0, 0, "replicas"))
+    memory.release(decode(scheme.codec, [encode(scheme, flat, 0, 0)], layout.rows, 0, 0, "replicas"))
     assert memory.views[0].shape == shape and memory.views[0].isfinite().all()
 
 

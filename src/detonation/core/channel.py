@@ -40,6 +40,7 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
         self.exchange = exchange_for(scheme, link, layout.rows, device)
         self._lookahead = scheme.lookahead
+        self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Sent:
         """Takes in a signal (one tensor a parameter), sends what the codec makes of it, and takes it out of memory."""
@@ -48,8 +49,8 @@ class Channel:
         told = None
         if self._lookahead:
             # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
-            told = self.engine.update(Agreed.one(prepared.read.clone(), selected.columns))
-        self.engine.release(selected, prepared.read)
+            told = self.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
+        self.engine.release(selected, selected.values if self._drops else prepared.read())
         agreed = prepared.start()
         return Sent(lambda: self.engine.update(agreed()), lambda targets: self.engine.write(agreed(), targets), told)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detonation.core.basis import Basis
 from detonation.core.columns import Columns
-from detonation.core.combine import Agreed, Combine, combined
+from detonation.core.combine import Agreed, Combine
 from detonation.core.precision import Precision
 from detonation.core.selection import Selection
 
@@ -82,14 +82,6 @@ class Codec:
     def read(self, message: Message, rows: int) -> Tensor:
         """The values of `message` as everyone reads them."""  # [rows, kept]
         return self.precision.decode(message.values, rows, self.selection.kept)
-
-    def decode(self, messages: Sequence[Message], rows: int, step: int, seed: int, combine: Combine) -> Tensor:
-        """The update that `messages` make together, the same bits on every replica."""  # [rows, chunk]
-        columns = None
-        if self.selection.shared and not self._whole:
-            like = torch.empty(rows, self.selection.chunk, device=messages[0].values.device)
-            columns = self.selection.columns(like, step, seed)
-        return self.basis.inverse(combined(self.agreed(messages, rows, columns, combine), self.selection.chunk))
 
     def agreed(self, messages: Sequence[Message], rows: int, shared: Tensor | None, combine: Combine) -> Agreed:
         """What `messages` say, read; `shared` are the columns of a shared selection."""

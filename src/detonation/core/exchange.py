@@ -18,12 +18,13 @@ Waiter = Callable[[], Agreed]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A message that is ready to leave. read: its values as everyone will read them, `[rows, kept]`, good until then.
+    """A message that is ready to leave.
 
+    read: its values as everyone will read them, `[rows, kept]`; to be called before `start` and good until then.
     start: sends it; the waiter that it returns waits for what was agreed on, the same bits on every replica.
     """
 
-    read: Tensor
+    read: Callable[[], Tensor]
     start: Callable[[], Waiter]
 
 
@@ -48,7 +49,7 @@ class Reduced:
             total = self._link.reduce(message.values)
             return lambda: Agreed.one(total().to(torch.float32) / self._link.replicas, selected.columns)
 
-        return Prepared(self._codec.read(message, len(selected.values)), start)
+        return Prepared(lambda: self._codec.read(message, len(selected.values)), start)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -68,7 +69,7 @@ class Gathered:
             everyone = self._link.gather(message.parts)
             return lambda: self._codec.agreed([Message(*m) for m in everyone()], rows, shared, self._combine)
 
-        return Prepared(self._codec.read(message, rows), start)
+        return Prepared(lambda: self._codec.read(message, rows), start)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -94,8 +95,10 @@ class Owned:
             told_to_me = self._link.swap([message.parts for message in messages])
             return lambda: self._tell([Message(*parts) for parts in told_to_me()], shared)
 
-        read = torch.cat([self._codec.read(message, len(self.residual)) for message in messages])
-        return Prepared(read[: self._rows], start)
+        def read() -> Tensor:
+            return torch.cat([self._codec.read(message, len(self.residual)) for message in messages])[: self._rows]
+
+        return Prepared(read, start)
 
     def _tell(self, messages: list[Message], shared: list[Tensor | None]) -> Agreed:
         owned, chunk, here = len(self.residual), self._codec.selection.chunk, shared[self._link.replica]
