@@ -49,6 +49,26 @@ class Train(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Simulate(_Common):
+    """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
+
+    Each has its own model, memory and data, and runs the code of a real replica of one shard: the result is that of a
+    real run, also its bytes. Only the seconds are this machine's.
+    """
+
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
+    """What to train, such as recipes/quick-lm.toml."""
+    set: _Sets = ()
+    """Override the recipe: --set train.steps=100 scheme.name=random_sign"""
+    replicas: _Integer = None
+    """Copies of the model; the recipe's when left out."""
+    total_batch: _Integer = None
+    """Examples a step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Report(_Common):
     """Write a page that shows a run, or one that compares several."""
 
@@ -73,6 +93,7 @@ class Env(_Common):
 
 _Verb = (
     Annotated[Train, subcommand("train")]
+    | Annotated[Simulate, subcommand("simulate")]
     | Annotated[Report, subcommand("report")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Env, subcommand("env")]
@@ -127,6 +148,17 @@ def _train(verb: Train) -> dict[str, Any] | None:
     return summary
 
 
+def _simulate(verb: Simulate) -> dict[str, Any]:
+    from detonation.report.page import try_write
+    from detonation.report.table import show
+    from detonation.train.simulate import Simulation, simulate
+
+    sets = tuple(assignment for group in verb.set for assignment in group)
+    summary = simulate(Simulation(verb.recipe, sets, verb.replicas, verb.total_batch, verb.out, to_stderr=verb.json))
+    show(summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout)
+    return summary
+
+
 def _report(verb: Report) -> dict[str, Any]:
     from detonation.report.page import write
 
@@ -157,7 +189,7 @@ def _env(verb: Env) -> dict[str, Any]:
     return found
 
 
-_VERBS: dict[type, Any] = {Train: _train, Report: _report, Fetch: _fetch, Env: _env}
+_VERBS: dict[type, Any] = {Train: _train, Simulate: _simulate, Report: _report, Fetch: _fetch, Env: _env}
 
 
 def _say(verb: _Common, line: str) -> None:

@@ -15,7 +15,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     less = summary["reduction"]
     found = [
         ("scheme", f"{summary['scheme']}({arguments}) with {summary['optimizer']}"),
-        ("world", f"{summary['replicas']} replicas x {summary['shards']} shards"),
+        ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{_virtual(summary)}"),
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),
         ("training loss", f"{summary['train_loss']:.4f}"),
@@ -46,6 +46,10 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
     for note in notes:
         console.print(note)
     console.print(f"run directory: {summary['directory']}")
+
+
+def _virtual(summary: dict[str, Any]) -> str:
+    return ", virtual, in one process" if summary.get("simulated") else ""
 
 
 def _bigram(summary: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -31,8 +30,7 @@ def validate(session: Session) -> dict[str, float]:
     for module in session.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays gathered without a backward pass, and look-ahead now moves the shards
-    dist.all_reduce(sums)
-    loss, count, right = sums.tolist()
+    loss, count, right = session.world.gather(sums).sum(0).tolist()
     result = {"val_loss": loss / count}
     return {**result, "val_accuracy": right / count} if session.data.kind == "images" else result
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -39,19 +38,11 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
             session.optimizer.settle()
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
         waited = session.optimizer.waited_s - waited
-        sent = over_shards(session, session.optimizer.bytes_sent - sent)
+        sent = session.world.over_shards(session.optimizer.bytes_sent - sent)
         due = train.validate_every and (step + 1) % train.validate_every == 0
         with session.optimizer.settled():
             held_out = validate(session) if due or step + 1 == train.steps else {}
         report(Record(step + 1, loss, lr, seconds, sent, waited, step_s, **held_out))
-
-
-def over_shards(session: Session, count: int) -> int:
-    """The sum of `count` over the shards of this rank's replica."""
-    total = torch.tensor(count, dtype=torch.int64, device=session.device)
-    if session.config.mesh.shards > 1:
-        dist.all_reduce(total, group=session.mesh.get_group("shard"))
-    return int(total)
 
 
 def _backward(session: Session, step: int) -> torch.Tensor:
@@ -78,10 +69,7 @@ def _backward(session: Session, step: int) -> torch.Tensor:
 
 def _agree(session: Session, step: int, loss: torch.Tensor) -> float:
     """The mean loss over all ranks; raises on all of them when it is not finite on one."""
-    mine = loss.float().reshape(1)
-    everyone = [torch.empty_like(mine) for _ in range(session.world_size)]
-    dist.all_gather(everyone, mine)
-    losses: list[float] = torch.cat(everyone).tolist()
+    losses: list[float] = session.world.gather(loss.float().reshape(1)).view(-1).tolist()
     for rank, value in enumerate(losses):
         if not math.isfinite(value):
             replica, shard = divmod(rank, session.config.mesh.shards)

@@ -9,9 +9,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 import detonation as dt
@@ -21,6 +19,7 @@ from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
 from detonation.train import optimizers
 from detonation.train.config import Choice, Config, require
+from detonation.train.world import Ranks, World
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
 
@@ -30,7 +29,7 @@ class Session:
     """One rank of a run: its model's shard, the optimizer that replicates, and the data that all draw from."""
 
     config: Config
-    mesh: DeviceMesh
+    world: World
     device: torch.device
     data: data.Data
     model: nn.Module
@@ -39,11 +38,11 @@ class Session:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank()
+        return self.world.rank
 
     @property
     def world_size(self) -> int:
-        return dist.get_world_size()
+        return self.world.size
 
 
 def check(config: Config) -> Config:
@@ -79,7 +78,7 @@ def start(config: Config, device: torch.device) -> Session:
     link = config.mesh.link
     axis = Emulated(mesh["replicate"], Pace.parse(link)) if link else mesh["replicate"]
     optimizer = dt.replicate(base, model, axis, scheme, seed=config.seed)
-    return Session(config, mesh, device, load_data(config.data), model, base, optimizer)
+    return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
 
 
 def check_types(key: str, function: Callable[..., object] | None, arguments: Mapping[str, object]) -> None:

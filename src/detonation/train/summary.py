@@ -4,9 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import detonation as dt
 from detonation import data
-from detonation.train.loop import over_shards
 from detonation.train.metrics import Record, reduction
 from detonation.train.setup import Session
 
@@ -20,10 +18,10 @@ def summarise(session: Session, records: Sequence[Record]) -> dict[str, Any]:
     `bytes_sent_per_step` is what one replica, all its shards together, sends to the others, on average over the steps.
     """
     config, last = session.config, records[-1]
-    full_sync = over_shards(session, session.optimizer.dense_bytes)
+    full_sync = session.world.over_shards(session.optimizer.dense_bytes)
     sent = sum(record.bytes_sent for record in records) / len(records)
     seconds = sum(record.seconds for record in records)
-    fingerprint, equal = dt.fingerprint(session.model, session.mesh)
+    fingerprint, equal = session.world.fingerprint(session.model)
     examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
     return {
         "scheme": config.scheme.name,

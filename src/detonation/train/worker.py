@@ -13,7 +13,7 @@ from detonation.cluster.join import device_here
 from detonation.train import directory, metrics, toml
 from detonation.train.config import Table, from_table, to_table
 from detonation.train.environment import environment
-from detonation.train.loop import NonFiniteLoss, fit, over_shards
+from detonation.train.loop import NonFiniteLoss, fit
 from detonation.train.progress import Screen
 from detonation.train.setup import Session, start
 from detonation.train.state import latest, load_state, save_state
@@ -53,10 +53,11 @@ class Recorder:
 
     def __init__(self, session: Session, path: Path, screen: Screen, done: int) -> None:
         self._train, self._screen = session.config.train, screen
-        self._full_sync = over_shards(session, session.optimizer.dense_bytes)
+        self._full_sync = session.world.over_shards(session.optimizer.dense_bytes)
         file = path / directory.METRICS
         self.records = [record for record in (metrics.read(file) if done else []) if record.step <= done]
-        dist.barrier()  # all have read before rank 0 writes
+        if done:
+            dist.barrier()  # all have read before rank 0 writes
         self._file = metrics.MetricsFile(file, self.records) if session.rank == 0 else None
         self._logged = len(self.records)
         screen.line(_title(session, path))
@@ -108,7 +109,7 @@ def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
     """The run's directory, the same on all ranks; rank 0 makes it, writes down what runs, and holds its lock."""
     held = None
     if session.rank == 0:
-        path = Path(todo.out) if todo.out else _fresh(f"{todo.name}-{session.config.scheme.name}")
+        path = Path(todo.out) if todo.out else fresh_directory(f"{todo.name}-{session.config.scheme.name}")
         directory.check_free(path, todo.resume)
         held = directory.RunDirectory(path)
         directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
@@ -120,7 +121,7 @@ def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
             held.close()
 
 
-def _fresh(name: str) -> Path:
+def fresh_directory(name: str) -> Path:
     """A directory of `runs` that is not there yet."""
     now = time.time()
     while (path := Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}").exists():

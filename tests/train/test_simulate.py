@@ -1,0 +1,177 @@
+"""Simulated runs: bit for bit those of real worlds, in one process."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from detonation.cluster.virtual import play
+from detonation.core.link import Link, Mismatch
+from detonation.train import metrics
+from detonation.train.loop import NonFiniteLoss
+from detonation.train.simulate import Simulation, share, simulate, train_virtual, virtual
+
+EXACT = {
+    "full": ["scheme.name=full"],
+    "none": ["scheme.name=none"],
+    "demo-clipped-dropout": ["train.clip=0.5", "model.dropout=0.2", "train.accumulate=2"],
+    "demo-owner": ["scheme.link=owner", "scheme.precision=sign", "scheme.error=drop"],
+    "random-bf16": ["scheme.name=random", "scheme.precision=bf16"],
+    "random_sign-late": ["scheme.name=random_sign", "scheme.delay=2", "scheme.lookahead=false"],
+    "distro": ["scheme.name=distro", "scheme.chunk=32", "optimizer.name=SignSGD", "optimizer.lr=0.003"],
+    "diloco": ["scheme.name=diloco", "scheme.every=4"],
+    "streaming": ["scheme.name=streaming_diloco", "scheme.every=4", "scheme.delay=1", "scheme.fragments=2"],
+    "sparseloco": ["scheme.name=sparseloco", "scheme.every=3", "scheme.topk=8", "scheme.chunk=256"],
+}
+"""Every kind of link, of round and of memory."""
+
+
+def simulated(config):
+    """Each virtual replica's summary."""
+    return play(lambda wire: train_virtual(virtual(config, wire)), config.mesh.replicas)
+
+
+def results(summary):
+    left_out = ("seconds", "median_step_seconds", "examples_per_second", "directory", "simulated")
+    return {key: value for key, value in summary.items() if key not in left_out}
+
+
+@pytest.mark.parametrize("sets", EXACT.values(), ids=EXACT)
+def test_two_virtual_replicas_are_two_real_ones_bit_for_bit(tiny, train, sets):
+    sets = [*sets, "train.validate_every=3"]
+    real = train("real", *sets)[0]
+    assert [results(one) for one in simulated(tiny(*sets))] == [results(real)] * 2
+
+
+@pytest.mark.parametrize(
+    "sets", [["scheme.link=owner"], ["scheme.name=random_sign", "scheme.link=all-gather"]], ids=["owner", "gather"]
+)
+def test_four_of_them_are_too_where_the_network_does_not_add(tiny, train, sets):
+    real = train("real", "mesh.replicas=4", *sets)[0]
+    assert results(simulated(tiny("mesh.replicas=4", *sets))[3]) == results(real)
+
+
+def test_where_the_network_adds_four_are_equal_but_for_the_order_of_a_sum(tiny, train):
+    sets = ["scheme.name=full", "mesh.replicas=4"]
+    real, simulation = train("real", *sets)[0], simulated(tiny(*sets))[0]
+    assert simulation["val_loss"] == pytest.approx(real["val_loss"], rel=1e-4)
+    assert simulation["bytes_sent_per_step"] == real["bytes_sent_per_step"] and simulation["replicas_equal"]
+
+
+def test_sixteen_replicas_agree_and_their_memories_do_not(tiny):
+    config = tiny("mesh.replicas=16", "train.steps=2", "train.batch_size=1", "train.validation_batches=1")
+
+    def act(wire):
+        session = virtual(config, wire)
+        summary = train_virtual(session)
+        residual = session.optimizer.replica_state()["0.residual.model.embed_tokens.weight"]
+        return summary["fingerprint"], summary["replicas_equal"], residual.sum().item()
+
+    fingerprints, equal, memories = zip(*play(act, 16), strict=True)
+    assert len(set(fingerprints)) == 1 and all(equal) and len(set(memories)) == 16
+
+
+def test_a_total_batch_is_shared_and_validated_on_as_many_examples(tiny):
+    config = tiny("mesh.replicas=8", "train.batch_size=4", "train.validation_batches=4", "train.accumulate=2")
+    shared = share(config, 32)
+    assert (shared.train.batch_size, shared.train.validation_batches) == (2, 8)
+    with pytest.raises(ValueError, match=r"--total-batch is 24, but must be a multiple of 16 \(replicas x train.acc"):
+        share(config, 24)
+    with pytest.raises(ValueError, match=r"--total-batch is 0, .* at least 16"):
+        share(config, 0)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A small recipe as a file."""
+    path = tmp_path / "small.toml"
+    path.write_text(
+        """
+        model = { name = "olmo2", layers = 1, hidden_size = 32, heads = 2, feed_forward = 64 }
+        data = { task = "text", source = "sotu-sample", context = 32 }
+        scheme = { name = "demo", topk = 4, chunk = 32 }
+        optimizer = { name = "AdamW", lr = 0.003 }
+        train = { steps = 4, batch_size = 4, validation_batches = 2, validate_every = 2 }
+        mesh = { replicas = 2, shards = 2 }
+        """
+    )
+    return path
+
+
+def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
+    out = tmp_path / "run"
+    summary = simulate(Simulation(recipe, ("train.steps=5",), replicas=4, total_batch=8, out=out, to_stderr=True))
+    assert (summary["replicas"], summary["shards"], summary["steps"], summary["simulated"]) == (4, 1, 5, True)
+    assert json.loads((out / "summary.json").read_text()).items() <= summary.items()
+    records = metrics.read(out / "metrics.jsonl")
+    assert [record.val_loss is None for record in records] == [True, False, True, False, False]
+    assert sum(record.bytes_sent for record in records) == 5 * summary["bytes_sent_per_step"] > 0
+    assert (out / "config.toml").exists() and (out / "environment.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overrides": ("mesh.shards=2",)}, "mesh.shards is 2, but must be 1 in a simulation"),
+        ({"replicas": 0}, "mesh.replicas is 0, but must be at least 1"),
+        ({"replicas": 100_000}, "there are"),
+        ({"replicas": 3, "total_batch": 4}, "--total-batch is 4, but must be a multiple of 3"),
+        ({"overrides": ("scheme.topk=32",)}, "full synchronisation sends"),
+        ({"overrides": ("scheme.name=demi",)}, "demi"),
+    ],
+    ids=["shards", "none", "too-many", "total", "larger-than-dense", "scheme"],
+)
+def test_bad_input_is_refused_before_anything_is_written(recipe, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(Simulation(recipe, out=tmp_path / "run", to_stderr=True, **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lost_loss_ends_all_replicas(recipe, tmp_path):
+    sets = ("optimizer.name=SignSGD", "optimizer.lr=1e38")
+    with pytest.raises(NonFiniteLoss, match=r"the loss is (nan|inf) at step 2 on replica 0"):
+        simulate(Simulation(recipe, sets, out=tmp_path / "run", to_stderr=True))
+    assert threading.active_count() == 1
+
+
+def test_a_wire_carries_what_a_group_carries():
+    def act(wire):
+        mine = torch.tensor([wire.replica + 1.0])
+        late = wire.reduce(mine.clone())
+        told = wire.gather(mine.view(torch.uint8))
+        given = wire.swap(torch.tensor([10 * wire.replica + other for other in range(3)], dtype=torch.uint8))
+        return given()[:, 0].tolist(), told().view(torch.float32).view(-1).tolist(), late().item()
+
+    ends = play(act, 3)
+    assert [end[0] for end in ends] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    assert [end[1:] for end in ends] == [([1.0, 2.0, 3.0], 6.0)] * 3
+
+
+def test_one_replica_runs_at_a_time_in_order():
+    turns = []
+
+    def act(wire):
+        for step in range(3):
+            turns.append((step, wire.replica))
+            wire.gather(torch.zeros(1, dtype=torch.uint8))()
+
+    play(act, 3)
+    assert turns == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 0), (1, 1), (2, 1), (2, 2), (2, 0)]
+
+
+def test_what_can_never_arrive_is_an_error_not_a_hang():
+    def unequal(wire):
+        if wire.replica:
+            wire.gather(torch.zeros(1, dtype=torch.uint8))()
+
+    with pytest.raises(RuntimeError, match="virtual replica 1 waits for what the others do not send"):
+        play(unequal, 3)
+
+
+def test_virtual_replicas_that_differ_are_told_so():
+    def act(wire):
+        Link(wire).agree({"topk": str(wire.replica)}, torch.device("cpu"))
+
+    with pytest.raises(Mismatch, match="replica 1 has topk=1, replica 0 has topk=0"):
+        play(act, 2)
