@@ -59,7 +59,7 @@ def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
     sets = [*sets, f"mesh.replicas={replicas}", f"mesh.shards={shards}", "train.steps=7"]
     whole = train("whole", *sets)[0]
     stopped = train("parts", *sets, stop_after=3)[0]
-    assert stopped == {"stopped_after": 3, "directory": str(tmp_path / "parts")}
+    assert stopped == {"stopped_after": 3, "stopped_by": "--stop-after", "directory": str(tmp_path / "parts")}
     assert not (tmp_path / "parts" / "summary.json").exists()
     resumed = train("parts", *sets, resume=True)[0]
     assert resumed["fingerprint"] == whole["fingerprint"]

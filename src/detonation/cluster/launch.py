@@ -1,6 +1,5 @@
 """Starts a local world of processes, waits for it, and ends all of it when one of them fails."""
 
-import ctypes
 import importlib
 import os
 import shutil
@@ -9,22 +8,20 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from detonation.cluster import parcel
 from detonation.cluster.failure import ECHO_S, Failure, WorldError, by_exception, by_exit, first_cause
 from detonation.cluster.join import Place, gpus_for, join, leave
+from detonation.cluster.orphans import die_with
+from detonation.cluster.signals import STOPPING, Stop
 
 _POLL_S = 0.02
-_GRACE_S = 2.0
-"""How long processes may take to end on SIGTERM."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_local(
@@ -34,17 +31,21 @@ def run_local(
 
     Returns each rank's result (JSON values and tensors), by rank. On CPU the processes are forked, so `function` may be
     anything; where each gets a GPU they start afresh, so `function` must be importable and `arguments` plain values.
-    Raises `WorldError` when a rank fails or `timeout_s` passes; no process outlives the call.
+    Raises `WorldError` when a rank fails or `timeout_s` passes; no process outlives the call. SIGTERM and SIGUSR1 are
+    passed on to all ranks; a second one, or ranks that do not know what to do with the first, end it as `SystemExit`.
     """
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
     try:
-        with _terminable():
+        with _passed_on(pids) as stop:
             fork = hasattr(os, "fork") and not gpus_for(world_size)
             start = _fork if fork else _spawn
             for rank in range(world_size):
-                pids[rank] = start(rank, world_size, folder, function, arguments)
+                with _held_back(stop, pids):
+                    pids[rank] = start(rank, world_size, folder, function, arguments)
             failure = _wait(pids, folder, None if timeout_s is None else time.monotonic() + timeout_s)
+            if failure is not None and stop and failure.kind == signal.Signals(stop.number).name:
+                raise SystemExit(128 + stop.number)
             if failure is not None:
                 raise WorldError(failure, world_size)
             return [parcel.read(folder / f"result-{rank}.json") for rank in range(world_size)]
@@ -80,10 +81,12 @@ def _spawn(rank: int, world_size: int, folder: Path, function: Callable[..., Any
 def _child(
     rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any], parent: int
 ) -> int:
-    _die_with(parent)
+    die_with(parent)
     # The parent decides what Ctrl-C does; a second traceback from each child would help nobody.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -130,43 +133,50 @@ def _why(rank: int, code: int, folder: Path) -> list[Failure]:
 
 
 def _end(pids: dict[int, int]) -> None:
+    """Ends the ranks that are left. At once: what they write is whole or absent at any time."""
     for pid in pids.values():
-        os.kill(pid, signal.SIGTERM)
-    limit = time.monotonic() + _GRACE_S
-    while pids:
-        for rank, pid in list(pids.items()):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                del pids[rank]
-            elif time.monotonic() > limit:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                del pids[rank]
-        time.sleep(_POLL_S if pids else 0)
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        os.kill(pid, signal.SIGKILL)
+    for rank, pid in list(pids.items()):
+        os.waitpid(pid, 0)
+        del pids[rank]
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Turns SIGTERM into an exception, so that the children are ended and the folder removed."""
+def _passed_on(pids: Mapping[int, int]) -> Iterator[Stop]:
+    """Passes SIGTERM and SIGUSR1 on to the ranks once; the second time it is `SystemExit`, which ends them."""
+    stop = Stop()
 
-    def leave_orderly(signum: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + signum)
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if stop:
+            raise SystemExit(128 + number)
+        stop.take(number)
+        for pid in list(pids.values()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     try:
-        before = signal.signal(signal.SIGTERM, leave_orderly)
+        before = {number: signal.signal(number, pass_on) for number in STOPPING}
     except ValueError:  # not the main thread
-        yield
+        yield stop
         return
     try:
-        yield
+        yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
+    """Within it a rank is started: the signals that arrive meanwhile find it among `pids`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    asked = bool(stop)
+    try:
+        yield
+        if asked:
+            os.kill(list(pids.values())[-1], stop.number)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 if __name__ == "__main__":

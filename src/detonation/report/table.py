@@ -36,8 +36,8 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
     """Prints the summary of a run, `notes`, and where the run lies."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
     if "stopped_after" in summary:
-        where = summary["directory"]
-        console.print(f"stopped after step {summary['stopped_after']}; continue with --out {where} --resume")
+        by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
+        console.print(f"stopped by {by} after step {step}; continue with --out {where} --resume")
         return
     table = Table(show_header=False)
     for label, text in rows(summary):

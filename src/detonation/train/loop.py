@@ -1,6 +1,7 @@
 """The training loop of one rank: a step is forward and backward, agreement that all went well, and the update."""
 
 import math
+import signal
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from detonation import data
 from detonation.cluster.failure import RunError
+from detonation.cluster.signals import Stop
 from detonation.train.evaluate import autocast, to, validate
 from detonation.train.metrics import Record
 from detonation.train.setup import Session, scheduler
@@ -19,11 +21,20 @@ class NonFiniteLoss(RunError):
     """A replica's loss is NaN or infinite; raised on all ranks, before the step that would have spread it."""
 
 
-def fit(session: Session, done: int, until: int, report: Callable[[Record], None]) -> None:
+class Stopped(RunError):
+    """A signal has asked some rank to stop; raised on all ranks at the end of the same step, `after` steps in all."""
+
+    def __init__(self, number: int, after: int) -> None:
+        self.signal, self.after = signal.Signals(number).name, after
+        super().__init__(f"stopped by {self.signal} after step {after}")
+
+
+def fit(session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop) -> None:
     """Trains from `done` finished steps to `until`, telling `report` each step's record on every rank. Collective.
 
     After the last step of the recipe open rounds are settled, so that all replicas hold the same weights.
-    Raises `NonFiniteLoss` on all ranks with the weights that the step began with.
+    Raises `NonFiniteLoss` on all ranks with the weights that the step began with, and `Stopped` on all of them after a
+    step in which `stop` was set on one.
     """
     train = session.config.train
     schedule = scheduler(session, done)
@@ -31,7 +42,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         began = time.perf_counter()
         sent, waited = session.optimizer.bytes_sent, session.optimizer.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
-        loss = _agree(session, step, _backward(session, step))
+        loss, asked = _agree(session, step, _backward(session, step), stop)
         computed = time.perf_counter()
         _update(session, schedule)
         if step + 1 == train.steps:
@@ -43,6 +54,8 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         with session.optimizer.settled():
             held_out = validate(session) if due or step + 1 == train.steps else {}
         report(Record(step + 1, loss, lr, seconds, sent, waited, step_s, **held_out))
+        if asked and step + 1 < until:
+            raise Stopped(asked, step + 1)
 
 
 def _backward(session: Session, step: int) -> torch.Tensor:
@@ -67,14 +80,18 @@ def _backward(session: Session, step: int) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
-def _agree(session: Session, step: int, loss: torch.Tensor) -> float:
-    """The mean loss over all ranks; raises on all of them when it is not finite on one."""
-    losses: list[float] = session.world.gather(loss.float().reshape(1)).view(-1).tolist()
-    for rank, value in enumerate(losses):
+def _agree(session: Session, step: int, loss: torch.Tensor, stop: Stop) -> tuple[float, int]:
+    """The mean loss over all ranks, and the signal that asked one of them to stop (0 for none).
+
+    Raises `NonFiniteLoss` on all of them when the loss is not finite on one.
+    """
+    mine = torch.stack([loss.float(), loss.new_tensor(stop.number, dtype=torch.float32)])
+    told: list[list[float]] = session.world.gather(mine).tolist()
+    for rank, (value, _) in enumerate(told):
         if not math.isfinite(value):
             replica, shard = divmod(rank, session.config.mesh.shards)
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
-    return sum(losses) / len(losses)
+    return sum(value for value, _ in told) / len(told), int(max(number for _, number in told))
 
 
 def _update(session: Session, schedule: LambdaLR) -> None:

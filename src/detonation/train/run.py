@@ -10,6 +10,7 @@ from detonation.choices import unknown
 from detonation.cluster.failure import by_exception, first_told
 from detonation.cluster.join import Place, join, launched, leave
 from detonation.cluster.launch import run_local
+from detonation.cluster.orphans import die_with_agent
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, recipe
 from detonation.train.config import Config, Table, require, to_table
@@ -82,6 +83,7 @@ def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
 
 
 def _in_launched(place: Place, request: Request) -> Table:
+    die_with_agent(os.environ)
     store = join(place)
     try:
         task, _ = _prepare(request, place)

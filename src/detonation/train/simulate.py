@@ -10,6 +10,7 @@ import torch
 
 import detonation as dt
 from detonation import models
+from detonation.cluster.signals import Stop
 from detonation.cluster.virtual import VirtualWire, play
 from detonation.train import directory, metrics, optimizers, toml
 from detonation.train.config import Config, Table, require, to_table
@@ -97,7 +98,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[st
     Its seconds are what this machine took for all replicas, one after another: no prediction of a real world's.
     """
     records: list[metrics.Record] = []
-    fit(session, 0, session.config.train.steps, recorder.add if recorder else records.append)
+    fit(session, 0, session.config.train.steps, recorder.add if recorder else records.append, Stop())
     return {**summarise(session, recorder.records if recorder else records), "simulated": True}
 
 

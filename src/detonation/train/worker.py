@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from detonation.cluster.join import device_here
+from detonation.cluster.signals import Stop, stoppable
 from detonation.train import directory, metrics, toml
 from detonation.train.config import Table, from_table, to_table
 from detonation.train.environment import environment
-from detonation.train.loop import NonFiniteLoss, fit
+from detonation.train.loop import NonFiniteLoss, Stopped, fit
 from detonation.train.progress import Screen
 from detonation.train.setup import Session, start
 from detonation.train.state import latest, load_state, save_state
@@ -35,9 +36,14 @@ class Task:
 def work(task: Table) -> Table:
     """Runs a `Task`, given as a table, on this rank; returns its summary and, as `directory`, where the run lies.
 
-    A run that `stop_after` ended has no summary: it returns `stopped_after` and `directory` alone.
+    A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`, `stopped_by` (the signal's
+    name) and `directory` alone.
     """
-    todo = Task(**task)
+    with stoppable() as stop:
+        return _work(Task(**task), stop)
+
+
+def _work(todo: Task, stop: Stop) -> Table:
     session = start(from_table(todo.config), device_here())
     # The replicas compare notes, and sizes are checked, before anything is written.
     session.optimizer.set_up()
@@ -45,7 +51,7 @@ def work(task: Table) -> Table:
     with _run_directory(session, todo) as path, screen:
         done = load_state(session, latest(path / directory.CHECKPOINTS)) if todo.resume else 0
         with contextlib.closing(Recorder(session, path, screen, done)) as recorder:
-            return _train(session, path, recorder, done, todo.stop_after)
+            return _train(session, path, recorder, done, todo.stop_after, stop)
 
 
 class Recorder:
@@ -79,18 +85,21 @@ class Recorder:
             self._file.close()
 
 
-def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_after: int) -> Table:
+def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_after: int, stop: Stop) -> Table:
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
     checkpoints = path / directory.CHECKPOINTS
     try:
-        fit(session, done, until, recorder.add)
+        fit(session, done, until, recorder.add, stop)
     except NonFiniteLoss as error:
         saved = save_state(session, checkpoints, len(recorder.records))
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
+    except Stopped as stopped:
+        save_state(session, checkpoints, stopped.after)
+        return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
     save_state(session, checkpoints, until)
     if until < steps:
-        return {"stopped_after": until, "directory": str(path)}
+        return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
     summary = summarise(session, recorder.records)
     if session.rank == 0:
         directory.write_json(path / directory.SUMMARY, summary)

@@ -1,0 +1,79 @@
+"""A preempted run saves the same step on all ranks and ends well; one that is told twice ends at once, undamaged."""
+
+import os
+import signal
+
+import pytest
+
+from commands import Command, write_recipe
+from detonation.train import metrics
+from detonation.train.state import latest, read_manifest
+
+LONG = ("--set", "train.steps=100000")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts `detonation train` on the tiny recipe into tmp_path / "run"; ends what still runs afterwards."""
+    started = []
+
+    def started_with(*arguments):
+        recipe = write_recipe(tmp_path / "tiny.toml")
+        started.append(Command(tmp_path, "train", recipe, "--out", tmp_path / "run", *arguments))
+        return started[-1]
+
+    yield started_with
+    for command in started:
+        command.kill()
+
+
+def gone(pids):
+    """Have all these processes ended?"""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        os.close(handle)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("to", ["the launcher", "one rank", "everyone"])
+def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name, to):
+    command = start(*LONG)
+    command.wait_for_step(2)
+    ranks = command.ranks
+    number = signal.Signals[name]
+    if to == "everyone":
+        os.killpg(command.pid, number)
+    else:
+        os.kill(command.pid if to == "the launcher" else ranks[1], number)
+    assert (command.wait(), command.stderr) == (0, "")
+    manifest = read_manifest(latest(tmp_path / "run" / "checkpoints"))
+    last = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1].step
+    assert manifest["step"] == last >= 2
+    says = f"stopped by {name} after step {last}; continue with --out {tmp_path / 'run'} --resume"
+    assert command.stdout.splitlines()[-1] == says
+    assert gone(ranks)
+
+
+@pytest.mark.parametrize("how", ["twice", "ctrl-c"])
+def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, tmp_path, how):
+    first = start("--set", "train.steps=3", "--stop-after", 2)
+    assert first.wait() == 0
+    command = start("--resume", *LONG)
+    command.wait_for_step(1)
+    ranks = command.ranks
+    os.kill(ranks[1], signal.SIGSTOP)  # no step can end now
+    if how == "twice":
+        os.kill(command.pid, signal.SIGTERM)
+        os.kill(command.pid, signal.SIGUSR1)
+        assert command.wait() - 128 in (signal.SIGTERM, signal.SIGUSR1)  # whichever was delivered second
+    else:
+        os.killpg(command.pid, signal.SIGINT)
+        assert (command.wait(), command.stderr) == (130, "error: interrupted\n")
+    assert gone(ranks)
+    assert read_manifest(latest(tmp_path / "run" / "checkpoints"))["step"] == 2
+    assert start("--resume", "--set", "train.steps=3").wait() == 0

@@ -1,0 +1,105 @@
+"""The command line as a process of its own: a fork of this one, where torch is imported already."""
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.fsdp  # imported before the fork, not once in every command
+import transformers.models.olmo2.modeling_olmo2  # noqa: F401
+
+from detonation import cli
+from detonation.train import toml
+
+RECIPE = {
+    "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
+    "data": {"task": "text", "source": "sotu-sample", "context": 32},
+    "scheme": {"name": "demo", "topk": 4, "chunk": 32},
+    "optimizer": {"name": "AdamW", "lr": 0.003},
+    "train": {"steps": 6, "batch_size": 4, "validation_batches": 4, "log_every": 1},
+    "schedule": {"warmup": 2},
+    "mesh": {"replicas": 2, "shards": 1},
+}
+"""A run small enough for a test: a real model on the shipped text, in fractions of a second a step."""
+
+
+class Command:
+    """`detonation arguments...`, running in a session of its own; what it prints is in `folder`."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        self._out.write_text("")
+        self._err.write_text("")
+        self.code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run([str(argument) for argument in arguments])
+        self._handle = os.pidfd_open(self.pid)
+
+    def _run(self, arguments: Sequence[str]) -> None:
+        code = 70
+        try:
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for descriptor, path in ((1, self._out), (2, self._err)):
+                os.dup2(os.open(path, os.O_WRONLY), descriptor)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            torch.set_num_threads(1)
+            code = cli.main(list(arguments))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that it has started, in the order of their start."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """Its exit code, once it has ended; below 0 it is the signal that ended it."""
+        if self.code is None:
+            if not select.select([self._handle], [], [], timeout_s)[0]:
+                self.kill()
+                raise AssertionError(f"still running after {timeout_s} s:\n{self.stdout[-1000:]}\n{self.stderr}")
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._handle)
+        return self.code
+
+    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+        """Returns when it has shown that many steps."""
+        limit = time.monotonic() + timeout_s
+        while self.stdout.count("\nstep ") < step:
+            if select.select([self._handle], [], [], 0.01)[0] or time.monotonic() > limit:
+                self.kill()
+                raise AssertionError(f"did not come to step {step}:\n{self.stdout[-1000:]}\n{self.stderr}")
+
+    def kill(self) -> None:
+        """Ends it, and with it its ranks, if it still runs."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._handle)
+
+
+def write_recipe(path: Path) -> Path:
+    """The tiny recipe as a file at `path`."""
+    path.write_text(toml.dumps(RECIPE))
+    return path
