@@ -69,6 +69,27 @@ class Simulate(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Probe(_Common):
+    """Measure the links between nodes and inside them, and a step of a recipe's training without them.
+
+    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started.
+    """
+
+    recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
+    """Measure its forward and backward pass too, and every scheme's optimizer step."""
+    set: _Sets = ()
+    """Override the recipe, as in train."""
+    replicas: _Integer = None
+    """Copies of the model (nodes); 2 when left out everywhere."""
+    shards: _Integer = None
+    """Parts that each copy is cut into (accelerators in a node); 2 when left out everywhere."""
+    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
+    out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
+    """The profile, for detonation plan."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Report(_Common):
     """Write a page that shows a run, or one that compares several."""
 
@@ -94,6 +115,7 @@ class Env(_Common):
 _Verb = (
     Annotated[Train, subcommand("train")]
     | Annotated[Simulate, subcommand("simulate")]
+    | Annotated[Probe, subcommand("probe")]
     | Annotated[Report, subcommand("report")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Env, subcommand("env")]
@@ -159,6 +181,20 @@ def _simulate(verb: Simulate) -> dict[str, Any]:
     return summary
 
 
+def _probe(verb: Probe) -> dict[str, Any] | None:
+    from detonation.report.links import show_profile
+    from detonation.train.probe import probe
+
+    sets = tuple(assignment for group in verb.set for assignment in group)
+    profile = probe(verb.recipe, sets, verb.replicas, verb.shards, verb.link)
+    if profile is None:
+        return None
+    table = profile.write(verb.out)
+    show_profile(table, sys.stderr if verb.json else sys.stdout)
+    _say(verb, f"profile: {verb.out}")
+    return table
+
+
 def _report(verb: Report) -> dict[str, Any]:
     from detonation.report.page import write
 
@@ -189,7 +225,7 @@ def _env(verb: Env) -> dict[str, Any]:
     return found
 
 
-_VERBS: dict[type, Any] = {Train: _train, Simulate: _simulate, Report: _report, Fetch: _fetch, Env: _env}
+_VERBS: dict[type, Any] = {Train: _train, Simulate: _simulate, Probe: _probe, Report: _report, Fetch: _fetch, Env: _env}
 
 
 def _say(verb: _Common, line: str) -> None:

@@ -22,6 +22,12 @@ RECIPE = {
 
 
 @pytest.fixture
+def tiny_recipe():
+    """The tables of the tiny recipe."""
+    return RECIPE
+
+
+@pytest.fixture
 def tiny():
     """The configuration of a tiny run, with overrides as --set says them."""
 

@@ -6,13 +6,12 @@ import worlds
 from detonation.cluster import probe
 from detonation.cluster.emulate import Emulated
 from detonation.cluster.profile import Axis, Operation, Pair, Profile, Sample
-from detonation.core.link import Link
 from detonation.core.pace import Pace
 
 
 def probed(mesh, pace):
     axis = mesh["replicate"]
-    return probe.probe_axis(axis, Link(Emulated(axis, pace) if pace else axis), budget_s=2.0)
+    return probe.probe_axis(axis, Emulated(axis, pace) if pace else axis, budget_s=2.0)
 
 
 def test_a_probe_measures_an_emulated_link():

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.cluster.profile import Axis, Operation, Pair, Sample
 from detonation.core.link import Link
+from detonation.core.wire import Axis as Joined
 
 _SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 _REPEATS = 5
@@ -18,15 +19,15 @@ _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 
 
-def probe_axis(axis: DeviceMesh, link: Link, budget_s: float = 6.0) -> Axis:
-    """What the links along `axis` do, in about `budget_s` seconds. Collective over all ranks.
+def probe_axis(axis: DeviceMesh, wire: Joined, budget_s: float = 6.0) -> Axis:
+    """What `wire`, which joins the places of `axis`, does, in about `budget_s` seconds. Collective over all ranks.
 
     All groups of the axis talk at the same time, and each rank sends and receives at once, as in training. A size is
     left out where the time would not do for it; two at least are measured.
     """
     per_node = dist.get_world_size() // axis.size()
     device = torch.device(axis.device_type)
-    operations = {}
+    operations, link = {}, Link(wire)
     if axis.size() > 1:
         starts: dict[str, Callable[[int], Callable[[], object]]] = {
             "all-reduce": lambda n: link.reduce(torch.zeros(n // 4, device=device)),
@@ -37,7 +38,8 @@ def probe_axis(axis: DeviceMesh, link: Link, budget_s: float = 6.0) -> Axis:
         }
         for name, start in starts.items():
             operations[name] = fit(_samples(link, start, budget_s / (len(starts) + 1)))
-    return Axis(axis.size(), per_node, operations, _pairs(axis) if axis.size() > 2 else ())
+    paired = axis.size() > 2 and isinstance(wire, DeviceMesh)  # an emulated link is the same between all
+    return Axis(axis.size(), per_node, operations, _pairs(axis) if paired else ())
 
 
 def fit(samples: Sequence[Sample]) -> Operation:
@@ -60,7 +62,7 @@ def _samples(link: Link, start: Callable[[int], Callable[[], object]], budget_s:
     began = time.perf_counter()
     for size in _SIZES:
         if len(samples) >= 2:
-            elapsed = float(_slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
+            elapsed = float(slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
             if elapsed + _REPEATS * fit(samples).seconds(4 * samples[-1].bytes_sent) > budget_s:
                 break
         times, counted = [], link.bytes_sent
@@ -70,13 +72,13 @@ def _samples(link: Link, start: Callable[[int], Callable[[], object]], budget_s:
             start(size)()
             times.append(time.perf_counter() - at)
         sent = (link.bytes_sent - counted) // _REPEATS
-        agreed = _slowest(torch.tensor(times, dtype=torch.float64)).tolist()
+        agreed = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
         low, median, high = statistics.quantiles(agreed, n=4)
         samples.append(Sample(sent, median, (high - low) / median))
     return samples
 
 
-def _slowest(times: Tensor) -> Tensor:
+def slowest(times: Tensor) -> Tensor:
     """The longest of all ranks for each of `times`."""
     worst = times.to("cuda") if dist.get_backend() == "nccl" else times.clone()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -98,9 +100,11 @@ def _pairs(axis: DeviceMesh) -> list[Pair]:
             seconds = statistics.median(_both_ways(peer, nbytes, axis) for _ in range(_PAIR_REPEATS))
             if other is not None:
                 times[i, min(place, other)] = seconds
-        short, long = _slowest(times)
+        short, long = slowest(times)
         for a, b in games:
-            rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / max(float(long[a] - short[a]), 1e-9)
+            # of two times that differ by less than they vary, the difference says nothing
+            seconds = max(float(long[a] - short[a]), 0.1 * float(long[a]))
+            rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
             found.append(Pair(a, b, float(short[a]), rate))
     return sorted(found, key=lambda pair: (pair.first, pair.second))
 

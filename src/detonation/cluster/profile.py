@@ -62,17 +62,26 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Seconds of an optimizer's step in which a message is made and everyone's are read, and of one without."""
+
+    exchange_s: float
+    local_s: float
+
+
+@dataclass(frozen=True)
 class Compute:
     """One step of a recipe's training on this machine, without the network.
 
-    step_s: what the optimizer's step takes under each scheme, its own messages included.
+    forward_backward_s: median, give or take `spread` (IQR / median). steps: what the optimizer's step takes under each
+    scheme, with the base optimizer that the recipe has for it.
     """
 
     recipe: str
     parameters: int
     forward_backward_s: float
     spread: float
-    step_s: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, Step] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,11 @@ class Profile:
     compute: Compute | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+    def write(self, path: Path) -> dict[str, Any]:
+        """Writes it to `path`, and returns what stands there."""
+        table = {"format": FORMAT, **asdict(self)}
+        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        return table
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
@@ -100,16 +112,25 @@ class Profile:
         if version != FORMAT:
             raise ValueError(f"{path} has format {version}, this version reads {FORMAT}: measure again with probe")
         try:
-            axes = {name: _axis(axis) for name, axis in table.pop("axes").items()}
-            compute = table.pop("compute")
-            return cls(axes=axes, compute=compute and Compute(**compute), **table)
+            return cls.of(table)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error}): measure again with detonation probe") from error
 
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> "Profile":
+        """The profile that `asdict` made a table of."""
+        axes = {name: _axis(axis) for name, axis in table["axes"].items()}
+        compute = table["compute"] and _compute(table["compute"])
+        return cls(**{**table, "axes": axes, "compute": compute})
 
-def _axis(table: dict[str, Any]) -> Axis:
+
+def _axis(table: Mapping[str, Any]) -> Axis:
     operations = {
-        name: Operation(**{**op, "samples": [Sample(**sample) for sample in op["samples"]]})
-        for name, op in table.pop("operations").items()
+        name: Operation(**{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]})
+        for name, operation in table["operations"].items()
     }
-    return Axis(operations=operations, **{**table, "pairs": [Pair(**pair) for pair in table["pairs"]]})
+    return Axis(**{**table, "operations": operations, "pairs": [Pair(**pair) for pair in table["pairs"]]})
+
+
+def _compute(table: Mapping[str, Any]) -> Compute:
+    return Compute(**{**table, "steps": {name: Step(**step) for name, step in table["steps"].items()}})

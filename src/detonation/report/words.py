@@ -23,3 +23,29 @@ def factor(value: float | None) -> str:
     if value is None:
         return "-"
     return f"x{value:.1f}" if value < 99.95 else f"x{value:,.0f}"
+
+
+def rate(bits_per_s: float) -> str:
+    """A rate for people.
+
+    >>> rate(1.25e8), rate(9.4e9), rate(56e3)
+    ('125 Mbit/s', '9.4 Gbit/s', '56 kbit/s')
+    """
+    for unit in ("bit/s", "kbit/s", "Mbit/s"):
+        if bits_per_s < 999.5:
+            return f"{bits_per_s:.3g} {unit}"
+        bits_per_s /= 1000
+    return f"{bits_per_s:.3g} Gbit/s"
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(0.00042), duration(0.158), duration(95), duration(7200)
+    ('0.42 ms', '158 ms', '95 s', '2 h')
+    """
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 3600:.3g} h" if seconds >= 5400 else f"{seconds / 60:.3g} min"

@@ -42,7 +42,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         began = time.perf_counter()
         sent, waited = session.optimizer.bytes_sent, session.optimizer.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
-        loss, asked = _agree(session, step, _backward(session, step), stop)
+        loss, asked = _agree(session, step, backward(session, step), stop)
         computed = time.perf_counter()
         _update(session, schedule)
         if step + 1 == train.steps:
@@ -58,7 +58,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
             raise Stopped(asked, step + 1)
 
 
-def _backward(session: Session, step: int) -> torch.Tensor:
+def backward(session: Session, step: int) -> torch.Tensor:
     """Gradients of one step's examples, each micro-batch of this rank's own; returns their mean loss."""
     train = session.config.train
     # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.

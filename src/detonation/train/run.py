@@ -65,8 +65,7 @@ def configure(request: Request, place: Place | None) -> Config:
     overrides = recipe.parse_sets(request.overrides)
     flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
-    if place is not None:
-        mesh = _fill(mesh, place)
+    mesh = fill(mesh, place)
     table = recipe.read(request.recipe)
     for scheme in table.get("tuned", {}):
         if scheme not in SCHEMES:
@@ -94,8 +93,10 @@ def _in_launched(place: Place, request: Request) -> Table:
     return summary
 
 
-def _fill(mesh: Table, place: Place) -> Table:
+def fill(mesh: Table, place: Place | None) -> Table:
     """A launcher's world: a replica is a node, unless the command line says otherwise."""
+    if place is None:
+        return mesh
     replicas, shards = mesh.get("replicas"), mesh.get("shards")
     if shards is None:
         shards = place.local_world_size if replicas is None else place.world_size // replicas

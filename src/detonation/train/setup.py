@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 import detonation as dt
@@ -17,6 +18,7 @@ from detonation import data, models
 from detonation.cluster.emulate import Emulated
 from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
+from detonation.core.wire import Axis
 from detonation.train import optimizers
 from detonation.train.config import Choice, Config, require
 from detonation.train.world import Ranks, World
@@ -75,10 +77,13 @@ def start(config: Config, device: torch.device) -> Session:
     dt.shard(model, mesh)
     base = optimizers.build(config.optimizer, model.parameters())
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    link = config.mesh.link
-    axis = Emulated(mesh["replicate"], Pace.parse(link)) if link else mesh["replicate"]
-    optimizer = dt.replicate(base, model, axis, scheme, seed=config.seed)
+    optimizer = dt.replicate(base, model, between_replicas(mesh, config.mesh.link), scheme, seed=config.seed)
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
+
+
+def between_replicas(mesh: DeviceMesh, link: str) -> Axis:
+    """The axis that joins the replicas, slowed down where `link` says so. Collective."""
+    return Emulated(mesh["replicate"], Pace.parse(link)) if link else mesh["replicate"]
 
 
 def check_types(key: str, function: Callable[..., object] | None, arguments: Mapping[str, object]) -> None:

@@ -1,0 +1,40 @@
+"""What was measured of a cluster, as a table for a terminal. Plain values in, text out."""
+
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from detonation.report.words import duration, rate
+
+
+def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
+    """Prints a profile: a row for every operation of every axis, the slowest pair of nodes, and a step's own work."""
+    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    table = Table("axis", "operation", "latency", "a rank", "a node", "off the line by")
+    for name, axis in profile["axes"].items():
+        for operation, line in axis["operations"].items():
+            rates = [rate(line["rate_bits_per_s"] * ranks) for ranks in (1, axis["per_node"])]
+            off = f"{line['spread']:.0%}"
+            table.add_row(f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, off)
+    console.print(table)
+    for name, axis in profile["axes"].items():
+        if axis["pairs"]:
+            console.print(_slowest(name, axis["pairs"]))
+    if profile["compute"]:
+        console.print(_compute(profile["compute"]))
+
+
+def _slowest(name: str, pairs: list[dict[str, Any]]) -> str:
+    slow = min(pairs, key=lambda pair: pair["rate_bits_per_s"])
+    fast = max(pairs, key=lambda pair: pair["rate_bits_per_s"])
+    times = fast["rate_bits_per_s"] / slow["rate_bits_per_s"]
+    where = f"slowest pair of {name}: {slow['first']} and {slow['second']} at {rate(slow['rate_bits_per_s'])}"
+    return f"{where}, latency {duration(slow['latency_s'])}; the fastest is {times:.1f} times as fast"
+
+
+def _compute(compute: Mapping[str, Any]) -> str:
+    steps = ", ".join(f"{name} {duration(step['exchange_s'])}" for name, step in compute["steps"].items())
+    forward = f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
+    return f"{forward}: {duration(compute['forward_backward_s'])}; the optimizer's step by scheme: {steps}"

@@ -1,0 +1,147 @@
+"""What `detonation probe` measures: every axis of the world, and a recipe's training step without the network."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import detonation as dt
+from detonation.cluster.echo import Echo
+from detonation.cluster.failure import by_exception, first_told
+from detonation.cluster.join import Place, device_here, join, launched, leave
+from detonation.cluster.launch import run_local
+from detonation.cluster.probe import probe_axis, slowest
+from detonation.cluster.profile import Compute, Profile, Step
+from detonation.core.schemes import SCHEMES
+from detonation.train import optimizers, recipe
+from detonation.train.config import Mesh, Table, from_table, to_table
+from detonation.train.environment import environment
+from detonation.train.loop import backward
+from detonation.train.run import Request, configure, fill
+from detonation.train.setup import Session, between_replicas, check, start
+
+_REPEATS = 5
+_AXIS_S = 4.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure, in plain values: the world alone, or a recipe too, as its file and its configuration."""
+
+    mesh: Table
+    name: str = ""
+    tables: Table | None = None
+    config: Table | None = None
+
+
+def probe(
+    path: Path | None, overrides: Sequence[str], replicas: int | None, shards: int | None, link: str | None
+) -> Profile | None:
+    """Measures in the world that a launcher started, or in one of its own; None on all ranks but the first.
+
+    Raises `ValueError` for bad input before any process starts, and `WorldError` when a rank fails.
+    """
+    place = launched(os.environ)
+    if place is None:
+        torch.set_num_threads(1)  # a process that computed with several threads must not be forked
+        task, world_size = _prepare(path, overrides, replicas, shards, link, None)
+        return Profile.of(run_local(work, world_size, [task])[0])
+    store = join(place)
+    try:
+        task, _ = _prepare(path, overrides, replicas, shards, link, place)
+        profile = Profile.of(work(task))
+        leave()
+    except Exception as error:
+        raise first_told(store, by_exception(place.rank, error), place.world_size) from error
+    return profile if place.rank == 0 else None
+
+
+def _prepare(
+    path: Path | None,
+    overrides: Sequence[str],
+    replicas: int | None,
+    shards: int | None,
+    link: str | None,
+    place: Place | None,
+) -> tuple[Table, int]:
+    if path is None:
+        if overrides:
+            raise ValueError("--set changes a recipe: name one")
+        given = {"replicas": replicas, "shards": shards, "link": link}
+        mesh = Mesh(**fill({key: value for key, value in given.items() if value is not None}, place))
+        task = Task(asdict(mesh))
+    else:
+        config = check(configure(Request(path, tuple(overrides), replicas, shards, link), place))
+        mesh = config.mesh
+        task = Task(asdict(mesh), path.stem, recipe.read(path), to_table(config))
+    return asdict(task), mesh.replicas * mesh.shards
+
+
+def work(task: Table) -> Table:
+    """Measures a `Task`, given as a table, on this rank; returns the profile as a table. Collective."""
+    todo = Task(**task)
+    mesh = dt.init_mesh(todo.mesh["replicas"], todo.mesh["shards"], device_here().type)
+    axes = {
+        "replicate": probe_axis(mesh["replicate"], between_replicas(mesh, todo.mesh["link"]), _AXIS_S),
+        "shard": probe_axis(mesh["shard"], mesh["shard"], _AXIS_S / 2),
+    }
+    compute = None
+    if todo.config is not None and todo.tables is not None:
+        compute = _compute(start(from_table(todo.config), device_here()), todo.name, todo.tables)
+    replicas, shards = mesh.shape
+    return asdict(Profile(replicas, shards, dist.get_backend(), axes, compute, environment()))
+
+
+def _compute(session: Session, name: str, tables: Mapping[str, Any]) -> Compute:
+    backward(session, 0)
+    times = _times(lambda: backward(session, 0))
+    low, median, high = statistics.quantiles(times, n=4)
+    steps = {scheme: step for scheme in SCHEMES if (step := _step(session, tables, scheme)) is not None}
+    numel = sum(parameter.numel() for parameter in session.model.parameters())
+    return Compute(name, numel, median, (high - low) / median, steps)
+
+
+def _step(session: Session, tables: Mapping[str, Any], name: str) -> Step | None:
+    """The step under scheme `name` as the recipe tunes it, among replicas that all say the same.
+
+    None where that is refused: larger than dense, or look-ahead with an optimizer that cannot do it.
+    """
+    mesh = asdict(session.config.mesh)
+    config = recipe.resolve(tables, {"scheme": {"name": name}, "mesh": mesh})
+    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
+    base = optimizers.build(config.optimizer, session.model.parameters())
+    optimizer = dt.replicate(base, session.model, Echo(session.config.mesh.replicas), scheme)
+    try:
+        optimizer.step()
+    except ValueError:
+        return None
+
+    def at(step: int) -> float:
+        def again() -> None:
+            optimizer.step_count = step
+            optimizer.step()
+
+        return statistics.median(_times(again))
+
+    last = scheme.round.every - 1
+    return Step(at(last), at(last - 1) if last else 0.0)
+
+
+def _times(function: Callable[[], object]) -> list[float]:
+    """How long `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
+    times = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    agreed: list[float] = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
+    return agreed
