@@ -90,6 +90,17 @@ def one_replica(mesh):
     close(train(mesh, dt.diloco(every=2, outer_lr=1, outer_momentum=0), adamw), plain, atol=1e-6, rtol=1e-6)
 
 
+def one_replica_ahead(mesh):
+    """What one replica expects is what happens: with look-ahead its gradients are those without a delay."""
+    for delay in (1, 3):
+        late = train(mesh, dt.random(rate=1, decay=0, delay=delay), sgd, settle=True)
+        close(late, train(mesh, dt.none(), sgd), atol=1e-6, rtol=1e-6)
+
+
+def test_law_6_one_replica_with_look_ahead_is_the_plain_optimizer():
+    worlds.run(one_replica_ahead, 1, 2)
+
+
 def test_law_6_one_replica_is_the_plain_optimizer():
     worlds.run(one_replica, 1, 2)
 

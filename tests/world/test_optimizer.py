@@ -162,6 +162,26 @@ def test_look_ahead_settles_and_resumes_exactly():
     assert worlds.run(ahead, 2, 2) == [(False, True, True, True)] * 4
 
 
+def evaluated_or_not(mesh, scheme, evaluate):
+    model, optimizer = start(mesh, scheme, "SignSGD-plain")
+    for step in range(5):
+        advance(model, optimizer, [step])
+        if evaluate:
+            with optimizer.settled():
+                pass
+        assert all(p.grad is None for p in model.parameters())
+    optimizer.settle()
+    assert all(p.grad is None for p in model.parameters())
+    return weights(model)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_looking_at_the_settled_weights_leaves_no_trace(delay):
+    """A gradient that it left behind would be added to by the next backward pass, and told as this replica's own."""
+    scheme = dt.demo(topk=4, chunk=64, delay=delay)
+    assert worlds.run(evaluated_or_not, 2, 1, scheme, True) == worlds.run(evaluated_or_not, 2, 1, scheme, False)
+
+
 def settled_twice(mesh):
     model, optimizer = start(mesh, dt.diloco(every=5))
     advance(model, optimizer, range(3))

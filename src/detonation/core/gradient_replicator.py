@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
-from detonation.core.pending import LookAhead, Pending, gradients
+from detonation.core.pending import LookAhead, Pending, apply, gradients
 from detonation.core.scheme import Scheme
 from detonation.kernels import native
 
@@ -50,9 +50,7 @@ class GradientReplicator:
 
     def settle(self, step: int) -> None:
         self.back()
-        for update in self._pending.landed():
-            copy(gradients(self._parameters), self.channel.layout.views(update))
-            self._base.step()
+        apply(self._pending.landed(), self._parameters, self._base, self.channel.layout)
         self._pending.clear()
         self._told.clear()
 

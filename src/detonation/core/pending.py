@@ -50,9 +50,7 @@ class LookAhead:
         """From the settled weights to where the updates `told` would lead."""
         weights = [local(p) for p in self._parameters.values()]
         copy(self._settled, weights)
-        for update in told:
-            copy(gradients(self._parameters), self._layout.views(update))
-            self._base.step()
+        apply(told, self._parameters, self._base, self._layout)
         if self._base.state:
             raise ValueError("look-ahead needs an optimizer without state: SignSGD or SGD without momentum")
         self._ahead = True
@@ -62,6 +60,18 @@ class LookAhead:
         if self._ahead:
             copy([local(p) for p in self._parameters.values()], self._settled)
         self._ahead = False
+
+
+def apply(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: Optimizer, layout: Layout) -> None:
+    """Lets `base` step on each update; gradients stay as they were: a backward pass may come next, and would add."""
+    kept = [parameter.grad for parameter in parameters.values()]
+    for parameter in parameters.values():
+        parameter.grad = None
+    for update in updates:
+        copy(gradients(parameters), layout.views(update))
+        base.step()
+    for parameter, gradient in zip(parameters.values(), kept, strict=True):
+        parameter.grad = gradient
 
 
 def gradients(parameters: Mapping[str, Tensor]) -> list[Tensor]:
