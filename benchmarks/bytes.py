@@ -5,7 +5,6 @@ python benchmarks/bytes.py
 
 import detonation as dt
 from detonation.core import traffic
-from detonation.core.flat import Layout
 
 SCHEMES = [
     dt.full(),
@@ -13,6 +12,8 @@ SCHEMES = [
     dt.demo(precision="bf16"),
     dt.demo(precision="sign"),
     dt.demo(topk=1, precision="sign"),
+    dt.demo(topk=32, tiles=True),
+    dt.demo(topk=32, tiles=True, precision="sign"),
     dt.random(),
     dt.random_sign(rate=1 / 4),
     dt.random_sign(rate=1 / 8),
@@ -33,7 +34,7 @@ def main() -> None:
     for scheme in SCHEMES:
         defaults = dt.scheme(scheme.name).arguments
         odd = ", ".join(f"{k}={v}" for k, v in scheme.arguments.items() if v != defaults[k])
-        layout = Layout.of({"weight": SHAPE}, scheme.codec.selection.chunk)
+        layout = scheme.codec.layout({"weight": SHAPE})
         cells, steps = [], range(scheme.round.every, 2 * scheme.round.every)
         for replicas in (2, 8, 64):
             sent = sum(traffic.bytes_sent(scheme, layout, replicas, step) for step in steps) / scheme.round.every

@@ -24,6 +24,8 @@ SCHEMES = {
     "random-int8-clipped": dt.random(rate=1 / 2, precision="int8", combine="clipped"),
     "random-majority": dt.random(rate=1 / 2, precision="4bit", combine="majority"),
     "random-sign": dt.random_sign(rate=1 / 8),
+    "demo-tiles": dt.demo(topk=6, chunk=8, tiles=True),
+    "demo-tiles-64-sign": dt.demo(topk=40, chunk=64, tiles=True, precision="sign", link="owner"),
     "demo-owner": dt.demo(topk=4, chunk=64, link="owner"),
     "random-sign-owner": dt.random_sign(rate=1 / 2, error="keep", link="owner"),
     "random-late": dt.random(rate=1 / 4, delay=2, lookahead=False),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import detonation as dt
-from detonation.core.flat import Layout
 
 GOLDEN = Path(__file__).with_name("messages.json")
 SCHEMES = {
@@ -21,12 +20,13 @@ SCHEMES = {
     "full": dt.full(precision="bf16"),
     "demo-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
     "random-sign": dt.random_sign(rate=1 / 4),
+    "demo-tiles": dt.demo(topk=5, chunk=4, tiles=True),
 }
 
 
 def message(scheme: dt.Scheme) -> dict[str, list]:
     """What is told of a small ramp at step 5: values rounded to what every CPU agrees on, and the columns."""
-    layout = Layout.of({"w": (5, 9), "b": (3,)}, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout({"w": (5, 9), "b": (3,)})
     ramp = [torch.arange(45.0).view(5, 9).sub(20), torch.tensor([0.5, -8.0, 3.0])]
     flat = layout.flatten(ramp, torch.device("cpu"))
     selected = scheme.codec.select(flat, step=5, seed=1)

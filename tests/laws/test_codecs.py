@@ -16,7 +16,9 @@ from zoo import GRADIENT, TALKING, decode, encode
 CPU = torch.device("cpu")
 SHAPES = st.lists(
     st.one_of(
-        st.sampled_from([(), (1,), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (17, 31), (64, 64)]),
+        st.sampled_from(
+            [(), (1,), (0,), (0, 63), (255,), (256,), (257,), (1009,), (3, 3, 2, 5), (17, 31), (64, 64), (65, 130)]
+        ),
         st.tuples(st.integers(0, 40), st.integers(1, 40)),
     ),
     max_size=6,
@@ -27,7 +29,7 @@ laws = settings(max_examples=25, deadline=None)
 
 
 def layout_of(shapes: list[tuple[int, ...]], scheme: dt.Scheme) -> Layout:
-    return Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, scheme.codec.selection.chunk)
+    return scheme.codec.layout({f"p{i}": shape for i, shape in enumerate(shapes)})
 
 
 def signals_of(layout: Layout, seed: int) -> list[torch.Tensor]:
@@ -35,18 +37,56 @@ def signals_of(layout: Layout, seed: int) -> list[torch.Tensor]:
     return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
 
 
-@given(shapes=SHAPES, chunk=st.integers(1, 300))
+@given(shapes=SHAPES, chunk=st.integers(1, 300), tile=st.integers(0, 17))
 @laws
-def test_layout_holds_every_coordinate_once(shapes, chunk):
-    layout = Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, chunk)
+def test_layout_holds_every_coordinate_once(shapes, chunk, tile):
+    chunk = tile * tile or chunk
+    layout = Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, chunk, tile)
     signals = signals_of(layout, 0)
     flat = layout.flatten(signals, CPU)
     assert flat.shape == (layout.rows, chunk)
-    assert all(torch.equal(view, signal) for view, signal in zip(layout.views(flat), signals, strict=True))
+    assert all(torch.equal(part, signal) for part, signal in zip(layout.parts(flat), signals, strict=True))
     assert layout.numel + len(layout.padding(CPU)) == flat.numel()
     assert not flat.view(-1)[layout.padding(CPU)].any()
     rows = [range(slot.row, slot.row + slot.rows) for slot in layout.slots]
     assert [row for each in rows for row in each] == list(range(layout.rows))  # no chunk spans two parameters
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (255, 257), (67, 3, 5, 7), (128, 256), (64, 1009)])
+def test_a_row_is_a_tile_of_the_matrix(shape):
+    """Each by its definition: 64 lines of 64 coordinates, zeros where the matrix ends."""
+    matrix = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape[0], -1)
+    layout = Layout.of({"before": (5,), "w": shape}, 4096, tile=64)
+    flat = layout.flatten([None, matrix.view(shape)], CPU)
+    across = -(-matrix.shape[1] // 64)
+    for row, tile in enumerate(flat[1:].view(-1, 64, 64)):
+        top, left = 64 * (row // across), 64 * (row % across)
+        plain = torch.zeros(64, 64)
+        cut = matrix[top : top + 64, left : left + 64]
+        plain[: cut.shape[0], : cut.shape[1]] = cut
+        assert torch.equal(tile, plain)
+    assert layout.rows == 1 + across * -(-shape[0] // 64) and not flat[0].any()
+
+
+def test_what_fills_no_tile_lies_in_rows_of_its_own_order():
+    shapes = {
+        "scalar": (),
+        "bias": (5000,),
+        "narrow": (1009, 63),
+        "flat": (63, 1009),
+        "empty": (0, 64),
+        "gone": (64, 0),
+    }
+    layout = Layout.of(shapes, 4096, tile=64)
+    assert not layout.tiled and [slot.rows for slot in layout.slots] == [1, 2, 16, 16, 0, 0]
+
+
+def test_writing_leaves_alone_what_is_absent():
+    layout = Layout.of({"a": (9, 9), "b": (8, 8), "c": (3,)}, 64, tile=8)
+    flat = layout.flatten(signals_of(layout, 0), CPU)
+    layout.write(flat, [None, torch.ones(8, 8), None])
+    a, _, c = signals_of(layout, 0)
+    assert all(torch.equal(*pair) for pair in zip(layout.parts(flat), [a, torch.ones(8, 8), c], strict=True))
 
 
 @each_scheme
@@ -64,7 +104,7 @@ def test_law_1_nothing_is_lost(scheme, shapes, steps):
         memory.release(decoded)
         told += decoded
         put_in = [total + signal for total, signal in zip(put_in, signals, strict=True)]
-    for kept, sent, total in zip(memory.views, layout.views(told), put_in, strict=True):
+    for kept, sent, total in zip(layout.parts(memory.residual), layout.parts(told), put_in, strict=True):
         torch.testing.assert_close(kept + sent, total, atol=2e-5, rtol=1e-5)
 
 
@@ -93,7 +133,7 @@ def test_memory_is_the_stated_recurrence_and_its_padding_stays_zero(scheme, shap
     told = layout.flatten(signals_of(layout, 3), CPU) + 1  # also where the padding is
     memory.absorb(signals)
     memory.release(told)
-    for view, old, new, out in zip(memory.views, before, signals, layout.views(told), strict=True):
+    for view, old, new, out in zip(layout.parts(memory.residual), before, signals, layout.parts(told), strict=True):
         torch.testing.assert_close(view, decay * old + new - alpha * out, atol=1e-5, rtol=1e-5)
     assert not memory.residual.view(-1)[layout.padding(CPU)].any()
 
@@ -125,7 +165,7 @@ def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start
         message = encode(scheme, ones, step, seed)
         heard += decode(scheme.codec, [message], layout.rows, step, seed, "replicas")
     assert period - 1 < 1 / rate + 1e-6 and scheme.codec.selection.kept <= rate * scheme.codec.selection.chunk + 1e-6
-    assert all((view == 1).all() for view in layout.views(heard))
+    assert all((view == 1).all() for view in layout.parts(heard))
 
 
 def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_seeds():
@@ -162,7 +202,7 @@ def test_law_4_a_message_owns_its_memory_and_its_size_is_known(scheme, shapes, s
 @pytest.mark.parametrize("replicas", [2, 3, 8, 32, 64])
 @pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
 def test_law_5_never_larger_than_dense(scheme, replicas):
-    layout = Layout.of({"w": (640, 64), "b": (64,)}, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout({"w": (640, 64), "b": (64,)})
     dense = traffic.dense_bytes(layout.numel, replicas)
     steps = range(scheme.round.every, 2 * scheme.round.every)
     per_step = sum(traffic.bytes_sent(scheme, layout, replicas, step) for step in steps) / scheme.round.every
@@ -198,13 +238,31 @@ def test_law_7_the_update_is_linear_in_the_signal(scheme, shapes, scale):
 @each_scheme
 def test_law_10_absent_is_zero(scheme):
     shapes = {"a": (33,), "gone": (5, 5), "empty": (0, 4), "scalar": ()}
-    layout = Layout.of(shapes, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout(shapes)
     signals = signals_of(layout, 0)
     zeroed = [signals[0], torch.zeros(5, 5), signals[2], signals[3]]
     absent = [signals[0], None, signals[2], signals[3]]
     assert torch.equal(layout.flatten(zeroed, CPU), layout.flatten(absent, CPU))
     memories = [Memory(layout, Feedback(0.9), CPU) for _ in range(2)]
     assert torch.equal(memories[0].absorb(zeroed), memories[1].absorb(absent))
+
+
+@pytest.mark.parametrize("side", [1, 3, 8, 64])
+def test_the_dct_of_a_tile_is_the_one_along_both_sides(side):
+    scheme = dt.demo(1, side, tiles=True)
+    tiles = torch.randn(2, side, side)
+    along = dt.demo(1, side).codec.basis
+    both = torch.stack([along.forward(along.forward(tile).T).T for tile in tiles])
+    coefficients = scheme.codec.basis.forward(tiles.view(2, -1))
+    torch.testing.assert_close(coefficients.view_as(tiles), both, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scheme.codec.basis.inverse(coefficients).view_as(tiles), tiles, atol=1e-5, rtol=1e-5)
+
+
+def test_columns_of_a_tile_take_twelve_bits():
+    codec = dt.demo(topk=32, chunk=64, tiles=True, precision="sign").codec
+    assert codec.columns.width == 12 and codec.nbytes(10) == 10 * 32 * 12 // 8 + 10 * 32 // 8 + 2
+    with pytest.raises(ValueError, match=r"topk is 4097, must be from 1 to chunk \* chunk \(4096\)"):
+        dt.demo(topk=4097, chunk=64, tiles=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 64, 1009])

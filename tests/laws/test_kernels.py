@@ -25,7 +25,7 @@ laws = settings(max_examples=15, deadline=None)
 
 def engines(scheme, shapes):
     """A plain and a native engine on equal, non-zero memories."""
-    layout = Layout.of({f"p{i}": shape for i, shape in enumerate(shapes)}, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout({f"p{i}": shape for i, shape in enumerate(shapes)})
     made = []
     for kernels in (False, True):
         memory = Memory(layout, scheme.feedback, CPU)

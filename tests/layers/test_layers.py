@@ -11,13 +11,13 @@ import detonation
 
 SOURCE = Path(detonation.__file__).parent
 CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
-    ["flat"],
+    ["tiles", "flat"],
     ["bits", "basis", "selection", "precision", "columns", "combine", "rounds"],
     ["codec"],
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic"],
     ["pace", "wire"],
     ["link"],
-    ["engine", "exchange", "channel"],
+    ["engine", "exchange", "private", "channel"],
     ["signsgd", "pending", "replicator", "gradient_replicator", "parameter_replicator", "build", "replicate"],
     ["checkpoint"],
 ]
@@ -33,6 +33,7 @@ MAY_IMPORT = {  # besides choices, which is a leaf
     "__main__": {"__main__", "cli"},
 }
 NO_NETWORK = [
+    "tiles",
     "flat",
     "bits",
     "basis",
@@ -47,6 +48,7 @@ NO_NETWORK = [
     "traffic",
     "pace",
     "pending",
+    "private",
 ]
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
 

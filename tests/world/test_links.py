@@ -7,7 +7,6 @@ import detonation as dt
 import worlds
 from detonation.core import traffic
 from detonation.core.channel import Channel
-from detonation.core.flat import Layout
 from detonation.core.link import Link
 from detonation.core.memory import Feedback
 
@@ -17,7 +16,7 @@ SHAPES = {"w": (1000, 64), "b": (70,), "none": (0,)}
 
 def sends(mesh, scheme):
     """Bytes that one exchange hands to the network by all-to-all, what was counted and foreseen, and dense bytes."""
-    layout = Layout.of(SHAPES, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout(SHAPES)
     link = Link(mesh["replicate"])
     channel = Channel(scheme, layout, link, CPU, seed=0)
     handed, collective = [], torch.distributed.all_to_all_single
@@ -51,7 +50,7 @@ def test_bytes_through_owners_do_not_grow_with_the_replicas(scheme):
 
 def conserved(mesh, scheme):
     """Means over the replicas: put in = told to all + kept by replicas + kept by owners."""
-    layout = Layout.of(SHAPES, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout(SHAPES)
     link = Link(mesh["replicate"])
     channel = Channel(scheme, layout, link, CPU, seed=0)
     put_in, told = layout.zeros(CPU), layout.zeros(CPU)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import detonation as dt
 import worlds
 from detonation.core import traffic
-from detonation.core.flat import Layout, local
+from detonation.core.flat import local
 from zoo import SCHEMES, WORLDS, Menagerie, Plain, batch, built
 
 STEPS = 4
@@ -49,7 +49,7 @@ def menagerie(mesh, scheme, sharded):
 def predicted(model, mesh, scheme):
     """Bytes by arithmetic alone, from the shapes of the local shards."""
     trained = {name: local(p).shape for name, p in model.named_parameters() if p.requires_grad}
-    layout = Layout.of(trained, scheme.codec.selection.chunk)
+    layout = scheme.codec.layout(trained)
     sent = sum(traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), step) for step in range(STEPS))
     for i, round in enumerate(scheme.rounds if scheme.outer else []):
         if round.delay or not round.ends(STEPS - 1):  # settling ends the open round

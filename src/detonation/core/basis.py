@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,11 @@ from torch import Tensor
 
 class Basis(Protocol):
     """An orthonormal change of coordinates of every row. Pure; the inverse undoes it up to rounding."""
+
+    @property
+    def tile(self) -> int:
+        """The side of the square that a row is; 0 where it is a run of neighbours."""
+        ...
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
 
@@ -20,6 +25,8 @@ class Basis(Protocol):
 @dataclass(frozen=True)
 class Identity:
     """The coordinates of the parameters themselves."""
+
+    tile: ClassVar[int] = 0
 
     def forward(self, chunks: Tensor) -> Tensor:
         return chunks
@@ -32,11 +39,31 @@ class Identity:
 class DCT:
     """Orthonormal DCT-II of every chunk, as in DeMo (Peng, Quesnelle & Kingma, arXiv 2411.19870)."""
 
+    tile: ClassVar[int] = 0
+
     def forward(self, chunks: Tensor) -> Tensor:
         return chunks @ dct_matrix(chunks.shape[1], chunks.device)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
         return coefficients @ dct_matrix(coefficients.shape[1], coefficients.device).T
+
+
+@dataclass(frozen=True)
+class TileDCT:
+    """Orthonormal DCT-II of every tile along both its sides, as in DeMo: two small products, not one of tile**2."""
+
+    tile: int
+
+    def forward(self, chunks: Tensor) -> Tensor:
+        matrix = dct_matrix(self.tile, chunks.device)
+        return (matrix.T @ self._squares(chunks) @ matrix).view_as(chunks)
+
+    def inverse(self, coefficients: Tensor) -> Tensor:
+        matrix = dct_matrix(self.tile, coefficients.device)
+        return (matrix @ self._squares(coefficients) @ matrix.T).view_as(coefficients)
+
+    def _squares(self, rows: Tensor) -> Tensor:  # [rows, tile * tile] -> [rows, tile, tile]
+        return rows.view(len(rows), self.tile, self.tile)
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from detonation.core.channel import Channel
-from detonation.core.flat import Layout, digest, local
+from detonation.core.flat import digest, local
 from detonation.core.gradient_replicator import GradientReplicator
 from detonation.core.link import Link
 from detonation.core.parameter_replicator import ParameterReplicator
@@ -31,7 +31,7 @@ def build(
     replicators: list[Replicator] = []
     for axis, scheme in levels:
         link = Link(axis)
-        whole = Layout.of({n: local(p).shape for n, p in parameters.items()}, scheme.codec.selection.chunk)
+        whole = scheme.codec.layout({n: local(p).shape for n, p in parameters.items()})
         check(scheme, whole, link.replicas)
         for fragment, round in enumerate(scheme.rounds):
             layout = whole.fragment(fragment, scheme.fragments)

@@ -1,6 +1,6 @@
 """Channel: memory, codec and link joined. A signal goes in, what all replicas agreed on comes out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from detonation.core.exchange import exchange_for
 from detonation.core.flat import Layout
 from detonation.core.link import Link
 from detonation.core.memory import Memory
+from detonation.core.private import Private
 from detonation.core.scheme import Scheme
 
 
@@ -54,12 +55,7 @@ class Channel:
         agreed = prepared.start()
         return Sent(lambda: self.engine.update(agreed()), lambda targets: self.engine.write(agreed(), targets), told)
 
-    def state(self) -> dict[str, Tensor]:
-        """What memory and exchange must keep to go on, sharing memory with it."""
-        memory = self.named("residual", self.memory.residual) if self.memory else {}
-        return memory | self.exchange.state()
-
-    def named(self, kind: str, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of `flat` by `kind.parameter`, each in the local shape of its parameter."""
-        names = [f"{kind}.{slot.name}" for slot in self.layout.slots]
-        return dict(zip(names, self.layout.views(flat), strict=True))
+    def private(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> Private:
+        """What memory and exchange must keep to go on, with a replicator's own `flats` and `others`."""
+        memory = {"residual": self.memory.residual} if self.memory else {}
+        return Private(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))

@@ -1,6 +1,6 @@
 """Codec: basis x selection x precision. Pure functions between a flat matrix and the message that is sent."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from detonation.core.basis import Basis
 from detonation.core.columns import Columns
 from detonation.core.combine import Agreed, Combine
+from detonation.core.flat import Layout
 from detonation.core.precision import Precision
 from detonation.core.selection import Selection
 
@@ -48,6 +49,10 @@ class Codec:
     def summable(self) -> bool:
         """Whether the network may add messages up: all tell the same coordinates, in a type that can be added."""
         return self.selection.shared and self.precision.summable
+
+    def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
+        """How local shards of these `shapes`, by parameter name, lie in the flat that this codec reads."""
+        return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
     @property
     def columns(self) -> Columns:

@@ -41,7 +41,7 @@ class Plain:
 
     def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
         """Makes `targets`, one tensor a parameter in its local shape, what was agreed on."""
-        copy(targets, self.layout.views(self.update(agreed)))
+        copy(targets, self.layout.parts(self.update(agreed)))
 
 
 class Native(Plain):

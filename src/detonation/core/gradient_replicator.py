@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
 from detonation.core.pending import LookAhead, Pending, apply, gradients
+from detonation.core.private import Private
 from detonation.core.scheme import Scheme
 from detonation.kernels import native
 
@@ -41,7 +42,7 @@ class GradientReplicator:
         if sent.told is not None:
             self._told.exchange(sent.told)
         if self._delayed:
-            copy(gradients(self._parameters), self.channel.layout.views(self._pending.exchange(sent.update)))
+            copy(gradients(self._parameters), self.channel.layout.parts(self._pending.exchange(sent.update)))
         else:
             sent.write(gradients(self._parameters))
 
@@ -65,13 +66,10 @@ class GradientReplicator:
     def shared(self) -> list[Tensor]:
         return [local(parameter) for parameter in self._parameters.values()]
 
-    def state(self) -> dict[str, Tensor]:
-        named = self.channel.named
-        state = self.channel.state()
-        for kind, pending in (("update", self._pending), ("told", self._told)):
-            for i, update in enumerate(pending.landed()):
-                state |= named(f"{kind}{i}", update)
-        return state
+    def private(self) -> Private:
+        updates = {f"update{i}": update for i, update in enumerate(self._pending.landed())}
+        told = {f"told{i}": update for i, update in enumerate(self._told.landed())}
+        return self.channel.private(updates | told)
 
 
 def _gradient(name: str, parameter: Tensor) -> Tensor | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from detonation.core.basis import DCT, Basis, Identity
+from detonation.core.basis import DCT, Basis, Identity, TileDCT
 from detonation.core.codec import Codec
 from detonation.core.combine import Combine
 from detonation.core.memory import Error, Feedback
@@ -30,6 +30,7 @@ def none() -> Scheme:
 def demo(
     topk: int = 4,
     chunk: int = 64,
+    tiles: bool = False,
     decay: float = 0.999,
     alpha: float = 1.0,
     precision: str = "fp32",
@@ -45,6 +46,8 @@ def demo(
     The papers step with the sign of the update: use it with `SignSGD`. Any other optimizer works too.
 
     topk: from 1 to chunk. chunk: neighbouring coordinates that are transformed together, at least 1.
+    tiles: cut matrices into tiles of chunk x chunk, transformed along both sides, as the paper does; topk then counts
+    in each tile, from 1 to chunk * chunk. What fills no tile (biases, norms) is cut into rows as long as one.
     decay: of the momentum, from 0 to 1; the longer the run, the closer to 1. alpha, error: see `Feedback`.
     precision: one of `PRECISIONS`; "sign" is DisTrO's single bit. combine: see `combined`; "replicas" as the paper
     says, or "senders" as the code published with it does.
@@ -53,21 +56,31 @@ def demo(
     link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto", whichever sends less.
     """
     arguments = {
-        "topk": whole("topk", topk), "chunk": whole("chunk", chunk), "decay": decay, "alpha": alpha,
+        "topk": whole("topk", topk), "chunk": whole("chunk", chunk), "tiles": tiles, "decay": decay, "alpha": alpha,
         "precision": precision, "error": error, "combine": combine, "delay": delay,
         "lookahead": lookahead, "link": link,
     }  # fmt: skip
-    return _momentum("demo", DCT(), TopK(topk, chunk), arguments)
+    if tiles and not 1 <= topk <= chunk * chunk:
+        raise ValueError(f"topk is {topk}, must be from 1 to chunk * chunk ({chunk * chunk})")
+    basis, row = (TileDCT(chunk), chunk * chunk) if tiles else (DCT(), chunk)
+    return _momentum("demo", basis, TopK(topk, row), arguments)
 
 
-def distro(topk: int = 4, chunk: int = 64, decay: float = 0.999, delay: int = 1, link: LinkKind = "auto") -> Scheme:
+def distro(
+    topk: int = 4,
+    chunk: int = 64,
+    tiles: bool = False,
+    decay: float = 0.999,
+    delay: int = 1,
+    link: LinkKind = "auto",
+) -> Scheme:
     """`demo` in signs of its coefficients, one step late, with look-ahead: nobody waits for the network.
 
     DisTrO (Nous Research, 2024), as run by Psyche for Consilience. There a coefficient leaves the momentum one step
     after it was told; here at once. Use it with `SignSGD`; arguments as in `demo`.
     """
-    momentum = demo(topk, chunk, decay, precision="sign", error="drop", delay=delay, link=link)
-    return replace(momentum, name="distro", arguments=_only(momentum.arguments, "topk chunk decay delay link"))
+    momentum = demo(topk, chunk, tiles, decay, precision="sign", error="drop", delay=delay, link=link)
+    return replace(momentum, name="distro", arguments=_only(momentum.arguments, "topk chunk tiles decay delay link"))
 
 
 def random(

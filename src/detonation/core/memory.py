@@ -43,13 +43,15 @@ class Memory:
     def __init__(self, layout: Layout, feedback: Feedback, device: torch.device) -> None:
         self.feedback = feedback
         self.residual = layout.zeros(device)  # [rows, chunk]
-        self.views = layout.views(self.residual)
+        self._layout, self._views = layout, None if layout.tiled else layout.views(self.residual)
         self._padding = layout.padding(device)
 
     def absorb(self, signals: Sequence[Tensor | None]) -> Tensor:
         """Adds a signal (one tensor a parameter; an absent one is zero) and returns the residual."""
         self.residual.mul_(self.feedback.decay)
-        pairs = [(v, s) for v, s in zip(self.views, signals, strict=True) if s is not None and s.numel()]
+        if self._views is None:
+            return self.residual.add_(self._layout.flatten(signals, self.residual.device))
+        pairs = [(v, s) for v, s in zip(self._views, signals, strict=True) if s is not None and s.numel()]
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [signal.to(torch.float32) for _, signal in pairs])
         return self.residual

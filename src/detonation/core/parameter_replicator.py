@@ -7,6 +7,7 @@ from torch import Tensor
 
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
+from detonation.core.private import Private
 from detonation.core.rounds import Round
 from detonation.core.scheme import Scheme
 
@@ -63,20 +64,17 @@ class ParameterReplicator:
         pass
 
     def shared(self) -> list[Tensor]:
-        return self.channel.layout.views(self._anchor.detach())
+        return self.channel.layout.parts(self._anchor.detach())
 
-    def state(self) -> dict[str, Tensor]:
-        named = self.channel.named
-        state = self.channel.state() | named("anchor", self._anchor.detach())
-        for kind, flat in self._outer.state[self._anchor].items():
-            state |= named(kind, flat)
-        if self._round.delay:
-            state |= named("arriving", self._arrived()) | {"steps_left": self._steps_left}
-        return state
+    def private(self) -> Private:
+        flats = {"anchor": self._anchor.detach(), **self._outer.state[self._anchor]}
+        if not self._round.delay:
+            return self.channel.private(flats)
+        return self.channel.private(flats | {"arriving": self._arrived()}, {"steps_left": self._steps_left})
 
     def _send(self, step: int) -> None:
         moved = self._anchor.detach() - self.channel.layout.flatten(self._weights(), self.channel.device)
-        self._arriving = self.channel.send(self.channel.layout.views(moved), step).update
+        self._arriving = self.channel.send(self.channel.layout.parts(moved), step).update
         self._steps_left.fill_(self._round.delay)
 
     def _land(self, keep: float) -> None:
@@ -88,7 +86,7 @@ class ParameterReplicator:
         target = self._anchor.detach()
         if keep:
             target = target.lerp(self.channel.layout.flatten(self._weights(), self.channel.device), keep)
-        copy(self._weights(), self.channel.layout.views(target))
+        copy(self._weights(), self.channel.layout.parts(target))
 
     def _arrived(self) -> Tensor:
         """The update on its way, waited for; zeros where there is none."""

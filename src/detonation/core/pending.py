@@ -68,7 +68,7 @@ def apply(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: Opt
     for parameter in parameters.values():
         parameter.grad = None
     for update in updates:
-        copy(gradients(parameters), layout.views(update))
+        copy(gradients(parameters), layout.parts(update))
         base.step()
     for parameter, gradient in zip(parameters.values(), kept, strict=True):
         parameter.grad = gradient

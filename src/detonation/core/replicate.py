@@ -221,7 +221,7 @@ class Replicated(Optimizer):
         return {
             f"{index}.{key}": tensor
             for index, replicator in enumerate(self._replicators or [])
-            for key, tensor in replicator.state().items()
+            for key, tensor in replicator.private().named().items()
         }
 
     def _restore(self, saved: Mapping[str, Tensor]) -> None:
@@ -233,8 +233,9 @@ class Replicated(Optimizer):
             if tensor.shape != saved[key].shape:
                 shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
                 raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
-        for key, tensor in private.items():
-            tensor.copy_(saved[key])
+        for index, replicator in enumerate(self._replicators or []):
+            mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
+            replicator.private().load(mine)
 
 
 def _check(base: Optimizer, levels: Sequence[Level]) -> None:

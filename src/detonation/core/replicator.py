@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from detonation.core.channel import Channel
+from detonation.core.private import Private
 
 
 class Replicator(Protocol):
@@ -32,6 +33,6 @@ class Replicator(Protocol):
         """One tensor a parameter that must be bitwise equal on all replicas between steps."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """What this replica must keep to go on, as `kind.parameter`, sharing memory."""
+    def private(self) -> Private:
+        """What this replica must keep to go on."""
         ...
