@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from detonation.checkpoint.load import load_checkpoint as load_checkpoint
+    from detonation.checkpoint.writer import Checkpoints as Checkpoints
+    from detonation.checkpoint.writer import save_checkpoint as save_checkpoint
     from detonation.cluster.mesh import init_mesh as init_mesh
     from detonation.cluster.mesh import same_weights as same_weights
     from detonation.cluster.mesh import shard as shard
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "detonation.checkpoint.load": ["load_checkpoint"],
+    "detonation.checkpoint.writer": ["Checkpoints", "save_checkpoint"],
     "detonation.cluster.mesh": ["init_mesh", "same_weights", "shard"],
     "detonation.cluster.verify": ["fingerprint"],
     "detonation.core.checkpoint": ["load_replica_state", "replica_state"],

@@ -43,7 +43,11 @@ class Train(_Common):
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
     resume: bool = False
-    """Continue the run in --out from its latest checkpoint, with as many replicas and shards."""
+    """Continue the run in --out from its newest whole checkpoint, exactly; or with other --replicas and --shards."""
+    checkpoint_every: _Integer = None
+    """Write a checkpoint every so many steps, beside training; only at the end when left out."""
+    keep: _Integer = None
+    """How many checkpoints stay, the newest; 3 when left out."""
     stop_after: _Integer = None
     """Stop after so many steps with the state saved, as a preemption would."""
 
@@ -160,6 +164,8 @@ def _train(verb: Train) -> dict[str, Any] | None:
         verb.out,
         verb.resume,
         verb.stop_after,
+        verb.checkpoint_every,
+        verb.keep,
         to_stderr=verb.json,
     )
     summary = run(request)

@@ -18,18 +18,19 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["pace", "wire"],
     ["link"],
     ["engine", "exchange", "private", "channel"],
-    ["signsgd", "pending", "replicator", "gradient_replicator", "parameter_replicator", "build", "replicate"],
+    ["place", "signsgd", "pending", "replicator", "gradient_replicator", "parameter_replicator", "build", "replicate"],
     ["checkpoint"],
 ]
 MAY_IMPORT = {  # besides choices, which is a leaf
     "kernels": {"kernels"},
     "core": {"core", "kernels"},
     "cluster": {"cluster", "core"},
+    "checkpoint": {"checkpoint", "core"},
     "models": {"models"},
     "data": {"data"},
     "report": {"report"},
-    "train": {"train", "cluster", "core", "data", "models", "report"},
-    "cli": {"cli", "train", "cluster", "data", "report"},
+    "train": {"train", "checkpoint", "cluster", "core", "data", "models", "report"},
+    "cli": {"cli", "train", "checkpoint", "cluster", "data", "report"},
     "__main__": {"__main__", "cli"},
 }
 NO_NETWORK = [

@@ -6,11 +6,11 @@ import tomllib
 
 import pytest
 
+from detonation.checkpoint import manifest, shelf
 from detonation.cluster.failure import WorldError
 from detonation.train import metrics
 from detonation.train.config import Schedule, from_table
 from detonation.train.optimizers import lr_factor
-from detonation.train.state import latest, read_manifest
 
 FIELDS = {
     "scheme", "replicas", "shards", "num_parameters", "steps", "train_loss", "val_loss", "bigram_loss", "seconds",
@@ -68,27 +68,50 @@ def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
     assert curves[0] == curves[1]
 
 
-def test_a_damaged_or_foreign_checkpoint_is_refused(train, tmp_path):
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["scheme.topk=2"], r"was written with scheme \{.*'topk': 4.*: resume with the same"),
+        (["model.layers=2"], r"was written with model \{.*'layers': 1.*: resume with the same"),
+        (["seed=1"], "was written with seed 0, this run has 1: resume with the same"),
+        (["optimizer.name=SGD", "optimizer.lr=0.1"], "was written with optimizer.name AdamW, this run has SGD"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused(train, tmp_path, sets, message):
     train("run", stop_after=2)
-    with pytest.raises(WorldError, match=r"was written with scheme .*: resume with the same"):
-        train("run", "scheme.topk=2", resume=True)
-    checkpoint = latest(tmp_path / "run" / "checkpoints")
-    assert read_manifest(checkpoint)["step"] == 2
-    path = checkpoint / "replica1-shard0.safetensors"
+    with pytest.raises(WorldError, match=message):
+        train("run", *sets, resume=True)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(train, tmp_path, capfd):
+    whole = train("whole")[0]
+    train("run", "train.checkpoint_every=2", "train.keep=2", stop_after=5)
+    newest, before = shelf.candidates(tmp_path / "run" / "checkpoints")
+    assert (newest.name, before.name) == ("step-000005", "step-000004")
+    assert manifest.read(newest).step == 5
+    path = newest / "replica1-shard0.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(WorldError, match=r"replica1-shard0\.safetensors is damaged"):
-        train("run", resume=True)
-    (checkpoint / "manifest.json").unlink()
-    with pytest.raises(WorldError, match="there is no whole checkpoint"):
+    capfd.readouterr()
+    assert train("run", resume=True)[0]["fingerprint"] == whole["fingerprint"]
+    said = capfd.readouterr().out
+    fault = "replica1-shard0.safetensors is damaged: its checksum differs"
+    assert f"step-000005 rejected: {fault}; using step-000004\n" in said
+    assert "resumed after step 4, exactly as saved\n" in said
+
+
+def test_when_nothing_is_whole_it_says_why(train, tmp_path):
+    train("run", stop_after=2)
+    (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").unlink()
+    with pytest.raises(WorldError, match=r"is whole: step-000002 rejected: manifest.json cannot be read"):
         train("run", resume=True)
 
 
 def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path):
     with pytest.raises(WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"):
         train("run", "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0")
-    assert read_manifest(tmp_path / "run" / "checkpoints" / "step-000001")["step"] == 1
+    assert manifest.read(tmp_path / "run" / "checkpoints" / "step-000001").step == 1
     assert [record.step for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert not (tmp_path / "run" / "summary.json").exists()
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from detonation.core.build import Level, build, compare
 from detonation.core.flat import local
 from detonation.core.link import Link
+from detonation.core.place import Place, alike, place_of
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import dense_bytes
@@ -59,7 +60,7 @@ class Replicated(Optimizer):
         _check(base, levels)
         self.base, self.levels = base, tuple(levels)
         self.step_count = 0
-        self._model, self._seed, self._kernels = model, seed, kernels
+        self._model, self.seed, self._kernels = model, seed, kernels
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
@@ -145,24 +146,54 @@ class Replicated(Optimizer):
             raise ValueError("parameters can be added before the first step only: the replicas agreed on a layout")
         self.base.add_param_group(param_group)
 
+    @property
+    def place(self) -> Place:
+        """Which replica and shard this rank is."""
+        return place_of(self.levels, (p for group in self.param_groups for p in group["params"]))
+
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" what is private to this replica and shard.
 
-        The private part differs between replicas: save it per rank. Helpers of torch.distributed.checkpoint leave it
-        out; see `replica_state`.
+        What differs between replicas stands under a key that names the replica, so that a tool that takes equal keys on
+        different ranks for one tensor (torch.distributed.checkpoint) never mixes replicas. Under schemes that exchange
+        parameters that is the base optimizer's state too. Saved to a file it is one file a rank. Helpers of
+        torch.distributed.checkpoint leave "replication" out; see `detonation.TrainingState`.
         """
-        return {**self.base.state_dict(), "replication": self.replica_state()}
+        saved = self.base.state_dict()
+        if not alike(self.levels):
+            mark = f"replica{self.place.replica}."
+            saved["state"] = {
+                parameter: {mark + key: value for key, value in values.items()}
+                for parameter, values in saved["state"].items()
+            }
+        return {**saved, "replication": {self.place.name: self.replica_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned on this rank, with or without the "replication" part."""
+        """Loads what `state_dict` returned on this rank, with or without the "replication" part.
+
+        Raises `ValueError` for the state of another replica or shard.
+        """
         rest = {key: value for key, value in state_dict.items() if key != "replication"}
-        self.base.load_state_dict(rest)
+        mark = "" if alike(self.levels) else f"replica{self.place.replica}."
+        self.base.load_state_dict({**rest, "state": {p: _own(v, mark) for p, v in rest["state"].items()}})
         if "replication" in state_dict:
-            self.load_replica_state(state_dict["replication"])
+            saved = state_dict["replication"]
+            if self.place.name not in saved:
+                odd = f"the saved state is of {', '.join(saved)}, this rank is {self.place.name}"
+                raise ValueError(f"{odd}: save one file a rank, or use detonation.save_checkpoint")
+            self.load_replica_state(saved[self.place.name])
 
     def replica_state(self) -> dict[str, Tensor]:
         """Copies of what is private to this replica and shard, by flat keys: `step`, `0.residual.<parameter>`, ..."""
-        return {"step": torch.tensor(self.step_count)} | {key: t.clone() for key, t in self._private().items()}
+        return {"step": torch.tensor(self.step_count)} | {key: t.clone() for key, t in self.private().items()}
+
+    def private(self) -> dict[str, Tensor]:
+        """What is private to this replica and shard, to read; waits for messages on their way."""
+        return {
+            f"{index}.{key}": tensor
+            for index, replicator in enumerate(self._replicators or [])
+            for key, tensor in replicator.private().named().items()
+        }
 
     @torch.no_grad()
     def load_replica_state(self, state: Mapping[str, Tensor]) -> None:
@@ -170,27 +201,36 @@ class Replicated(Optimizer):
 
         Raises `ValueError` where it does not fit this model and scheme.
         """
-        self.step_count = int(state["step"])
         private = {key: tensor for key, tensor in state.items() if key != "step"}
         if private or self._replicators is not None:
-            self.set_up(private)
+            self.built()
+            self._restore(private)
+        self.go_on(int(state["step"]))
 
     @torch.no_grad()
-    def set_up(self, private: Mapping[str, Tensor] | None = None) -> list[Replicator]:
-        """Builds the levels, from `private` state where there is some, and compares the replicas. Collective.
+    def go_on(self, step: int) -> None:
+        """Goes on after `step` steps, the state of all that was `built` having been replaced. Collective."""
+        self.step_count = step
+        if self._replicators is not None:
+            compare(self._replicators, self._active(), self.seed)
+            for replicator in self._replicators:
+                replicator.ahead()
+
+    @torch.no_grad()
+    def set_up(self) -> list[Replicator]:
+        """Builds the levels, and compares the replicas. Collective.
 
         The first step does it otherwise: not earlier, because the parameters may still be swapped for sharded ones.
         """
         if self._replicators is None:
-            self._replicators = build(self._parameters(), self.base, self._active(), self._seed, self._kernels)
-            if private is not None:
-                self._restore(private)
-            compare(self._replicators, self._active(), self._seed)
-        elif private is not None:
-            self._restore(private)
-        if private is not None:
-            for replicator in self._replicators:
-                replicator.ahead()
+            compare(self.built(), self._active(), self.seed)
+        return self.built()
+
+    @torch.no_grad()
+    def built(self) -> list[Replicator]:
+        """The levels, made where they are not yet; the replicas are not compared."""
+        if self._replicators is None:
+            self._replicators = build(self._parameters(), self.base, self._active(), self.seed, self._kernels)
         return self._replicators
 
     def _active(self) -> list[Level]:
@@ -217,15 +257,8 @@ class Replicated(Optimizer):
     def _links(self) -> Iterable[Link]:
         return {id(replicator.channel.link): replicator.channel.link for replicator in self._replicators or []}.values()
 
-    def _private(self) -> dict[str, Tensor]:
-        return {
-            f"{index}.{key}": tensor
-            for index, replicator in enumerate(self._replicators or [])
-            for key, tensor in replicator.private().named().items()
-        }
-
     def _restore(self, saved: Mapping[str, Tensor]) -> None:
-        private = self._private()
+        private = self.private()
         if private.keys() != saved.keys():
             odd = sorted(private.keys() ^ saved.keys())
             raise ValueError(f"the saved state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
@@ -236,6 +269,13 @@ class Replicated(Optimizer):
         for index, replicator in enumerate(self._replicators or []):
             mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
             replicator.private().load(mine)
+
+
+def _own(values: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """The state of one parameter without the `mark` of this replica."""
+    if any(not key.startswith(mark) for key in values):
+        raise ValueError(f"the saved optimizer state has {next(iter(values))}, not {mark}...: it is of another replica")
+    return {key.removeprefix(mark): value for key, value in values.items()}
 
 
 def _check(base: Optimizer, levels: Sequence[Level]) -> None:

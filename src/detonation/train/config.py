@@ -56,7 +56,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Train:
-    """How long and in what portions; `batch_size` is that of one process, `clip` 0 and `validate_every` 0 mean off."""
+    """How long and in what portions; `batch_size` is that of one process, `clip` 0 and `validate_every` 0 mean off.
+
+    A checkpoint is written every `checkpoint_every` steps (0: only at the end); the newest `keep` stay.
+    """
 
     steps: int
     batch_size: int
@@ -66,13 +69,17 @@ class Train:
     log_every: int = 10
     validate_every: int = 0
     validation_batches: int = 16
+    checkpoint_every: int = 0
+    keep: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches"):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         require(
             self.validate_every >= 0, "train.validate_every", self.validate_every, "at least 0 (0 = only at the end)"
         )
+        at_end = "at least 0 (0 = only at the end)"
+        require(self.checkpoint_every >= 0, "train.checkpoint_every", self.checkpoint_every, at_end)
         require(0 <= self.clip < math.inf, "train.clip", self.clip, "at least 0 (0 = off)")
         require(self.autocast in ("", "bf16"), "train.autocast", self.autocast, "'' or 'bf16'")
 

@@ -31,6 +31,8 @@ class Request:
     out: Path | None = None
     resume: bool = False
     stop_after: int | None = None
+    checkpoint_every: int | None = None
+    keep: int | None = None
     to_stderr: bool = False
 
 
@@ -40,6 +42,9 @@ def run(request: Request) -> Table:
     Raises `ValueError` for bad input before any process starts, and `WorldError` when a rank fails.
     """
     require(request.stop_after is None or request.stop_after >= 1, "--stop-after", request.stop_after, "at least 1")
+    every = request.checkpoint_every
+    require(every is None or every >= 1, "--checkpoint-every", every, "at least 1")
+    require(request.keep is None or request.keep >= 1, "--keep", request.keep, "at least 1")
     if request.resume and request.out is None:
         raise ValueError("--resume needs --out: the run directory to continue")
     place = launched(os.environ)
@@ -66,6 +71,9 @@ def configure(request: Request, place: Place | None) -> Config:
     flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
     mesh = fill(mesh, place)
+    saving = {"checkpoint_every": request.checkpoint_every, "keep": request.keep}
+    given = {key: value for key, value in saving.items() if value is not None}
+    overrides = {**overrides, "train": {**overrides.get("train", {}), **given}}
     table = recipe.read(request.recipe)
     for scheme in table.get("tuned", {}):
         if scheme not in SCHEMES:

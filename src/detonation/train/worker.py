@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from detonation.train.environment import environment
 from detonation.train.loop import NonFiniteLoss, Stopped, fit
 from detonation.train.progress import Screen
 from detonation.train.setup import Session, start
-from detonation.train.state import latest, load_state, save_state
+from detonation.train.state import opened, resume, save, save_now
 from detonation.train.summary import summarise
 
 
@@ -49,8 +49,11 @@ def _work(todo: Task, stop: Stop) -> Table:
     session.optimizer.set_up()
     screen = Screen(session.rank != 0, todo.to_stderr)
     with _run_directory(session, todo) as path, screen:
-        done = load_state(session, latest(path / directory.CHECKPOINTS)) if todo.resume else 0
+        loaded, told = resume(session, path / directory.CHECKPOINTS) if todo.resume else (None, [])
+        done = loaded.step if loaded else 0
         with contextlib.closing(Recorder(session, path, screen, done)) as recorder:
+            for line in told:
+                screen.line(line)
             return _train(session, path, recorder, done, todo.stop_after, stop)
 
 
@@ -79,6 +82,11 @@ class Recorder:
             self._screen.line(metrics.log_line(self.records[self._logged :], self._train.steps, self._full_sync))
             self._logged = len(self.records)
 
+    def warn(self, lines: Sequence[str]) -> None:
+        """Shows what went wrong and does not stop the run."""
+        for line in lines:
+            self._screen.line(f"warning: {line}; training goes on")
+
     def close(self) -> None:
         """Closes the metrics file."""
         if self._file is not None:
@@ -88,16 +96,24 @@ class Recorder:
 def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_after: int, stop: Stop) -> Table:
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
-    checkpoints = path / directory.CHECKPOINTS
+    checkpoints = opened(session, path / directory.CHECKPOINTS)
+
+    def after_step(record: metrics.Record) -> None:
+        recorder.add(record)
+        recorder.warn(checkpoints.news())
+        every = session.config.train.checkpoint_every
+        if every and record.step % every == 0 and record.step < until:
+            save(session, checkpoints)
+
     try:
-        fit(session, done, until, recorder.add, stop)
+        fit(session, done, until, after_step, stop)
     except NonFiniteLoss as error:
-        saved = save_state(session, checkpoints, len(recorder.records))
+        saved = save_now(session, checkpoints)
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
     except Stopped as stopped:
-        save_state(session, checkpoints, stopped.after)
+        save_now(session, checkpoints)
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
-    save_state(session, checkpoints, until)
+    save_now(session, checkpoints)
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
     summary = summarise(session, recorder.records)

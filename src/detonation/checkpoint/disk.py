@@ -1,0 +1,78 @@
+"""Disk: every change that saving makes to the file system, in small operations, so that a test can stop at any."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+BLOCK = 1 << 20
+
+observer: Callable[[str, Path], None] | None = None
+"""Called before each operation with its name and path; what it raises, the operation raises. For tests."""
+
+
+def make_directory(path: Path) -> None:
+    _about_to("mkdir", path)
+    path.mkdir(parents=True)
+
+
+def write(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
+    """Makes the file `path` of `content`, on the disk when it returns; its size and sha256 (hex).
+
+    Raises `OSError` where it cannot; then a part of the file may be there.
+    """
+    digest, count = hashlib.sha256(), 0
+    _about_to("create", path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for block in _blocks(content):
+            _about_to("write", path)
+            rest = block
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            digest.update(block)
+            count += len(block)
+        _about_to("fsync", path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return count, digest.hexdigest()
+
+
+def rename(source: Path, target: Path) -> None:
+    """Moves `source` to `target`, on the disk when it returns; after a crash it is at one of the two."""
+    _about_to("rename", source)
+    source.rename(target)
+    sync_directory(target.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in `path` are on the disk."""
+    _about_to("fsync", path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a directory and what is in it; what cannot be removed stays."""
+    for entry in sorted(path.glob("*")):
+        _about_to("unlink", entry)
+        if not entry.is_dir() or entry.is_symlink():
+            entry.unlink(missing_ok=True)
+    _about_to("rmdir", path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _blocks(content: Iterable[memoryview]) -> Iterable[memoryview]:
+    for part in content:
+        for start in range(0, len(part), BLOCK):
+            yield part[start : start + BLOCK]
+
+
+def _about_to(operation: str, path: Path) -> None:
+    if observer is not None:
+        observer(operation, path)

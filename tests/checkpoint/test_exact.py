@@ -1,0 +1,78 @@
+"""Exact: a run that was stopped and resumed in the same shape of world is the run that was not, bit for bit."""
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from detonation.core.flat import digest
+from zoo import SCHEMES, Menagerie, Plain, batch, built
+
+BASES = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "SignSGD": lambda params: dt.SignSGD(params, lr=1e-3, momentum=0.5, weight_decay=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+}
+AHEAD = {
+    "random-ahead": dt.random(rate=1 / 4, delay=2),
+    "distro": dt.distro(topk=4, chunk=16, delay=2),
+}
+"""Schemes that look ahead, which needs an optimizer without state."""
+
+
+def start(mesh, scheme, base, kind=Plain):
+    model = dt.shard(built(kind), mesh)
+    return model, dt.replicate(base(model.parameters()), model, mesh["replicate"], scheme, seed=3)
+
+
+def advance(model, optimizer, steps, width=32):
+    rank = torch.distributed.get_rank()
+    for step in steps:
+        model(batch(rank, step, width)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer):
+    """Digests of all that a rank holds: weights, base optimizer, private state."""
+    private = optimizer.replica_state()
+    base = [{k: digest([v]) for k, v in sorted(optimizer.base.state[p].items())} for p in model.parameters()]
+    return [digest(model.parameters()), base, {key: digest([t]) for key, t in private.items()}]
+
+
+def resumed(mesh, folder, schemes, base, kind, width):
+    """For each scheme whether a run goes on exactly, saved after 4 steps: in mid-round, with messages on their way."""
+    same = {}
+    for name, scheme in schemes.items():
+        model, optimizer = start(mesh, scheme, base, kind)
+        with dt.Checkpoints(f"{folder}/{name}", model, optimizer) as checkpoints:
+            advance(model, optimizer, range(4), width)
+            checkpoints.save({"name": name})
+            advance(model, optimizer, range(4, 9), width)  # while it is written
+        other, again = start(mesh, scheme, base, kind)
+        advance(other, again, range(2), width)  # what is there before loading leaves no trace
+        loaded = dt.load_checkpoint(f"{folder}/{name}", other, again)
+        advance(other, again, range(4, 9), width)
+        same[name] = (loaded.step, loaded.extra) == (4, {"name": name})
+        same[name] &= everything(model, optimizer) == everything(other, again)
+    return same
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_scheme_with_every_optimizer_goes_on_exactly(base, tmp_path):
+    ends = worlds.run(resumed, 2, 2, tmp_path, SCHEMES, BASES[base], Plain, 32)
+    assert ends == [dict.fromkeys(SCHEMES, True)] * 4
+
+
+def test_schemes_that_look_ahead_go_on_exactly(tmp_path):
+    def stateless(params):
+        return dt.SignSGD(params, lr=1e-3)
+
+    ends = worlds.run(resumed, 2, 2, tmp_path, AHEAD, stateless, Plain, 32)
+    assert ends == [dict.fromkeys(AHEAD, True)] * 4
+
+
+@pytest.mark.parametrize("name", ["demo", "diloco"])
+def test_awkward_parameters_go_on_exactly(name, tmp_path):
+    ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name]}, BASES["AdamW"], Menagerie, 257)
+    assert ends == [{name: True}] * 4
