@@ -50,6 +50,8 @@ class Train(_Common):
     """How many checkpoints stay, the newest; 3 when left out."""
     stop_after: _Integer = None
     """Stop after so many steps with the state saved, as a preemption would."""
+    interface: Annotated[str, arg(metavar="NAME")] = ""
+    """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,10 @@ _Verb = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command line; returns 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
+    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, 2 for bad input, 130 for Ctrl-C.
+
+    A rank of a launcher's world ends here, without a return: see `end_now`.
+    """
     verb: Any = tyro.cli(
         _Verb,
         prog="detonation",
@@ -138,6 +143,15 @@ def main(arguments: list[str] | None = None) -> int:
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
+    code = _run(verb)
+    if isinstance(verb, Train | Probe) and _in_launched_world():
+        from detonation.cluster.end import end_now
+
+        end_now(code)
+    return code
+
+
+def _run(verb: Any) -> int:
     try:
         result = _VERBS[type(verb)](verb)
     except KeyboardInterrupt:
@@ -147,6 +161,12 @@ def main(arguments: list[str] | None = None) -> int:
     if verb.json and result is not None:
         print(json.dumps(result))
     return 0
+
+
+def _in_launched_world() -> bool:
+    from detonation.cluster.join import launched
+
+    return launched(os.environ) is not None
 
 
 def _train(verb: Train) -> dict[str, Any] | None:
@@ -166,9 +186,10 @@ def _train(verb: Train) -> dict[str, Any] | None:
         verb.stop_after,
         verb.checkpoint_every,
         verb.keep,
+        verb.interface,
         to_stderr=verb.json,
     )
-    summary = run(request)
+    summary = run(request, lambda error: _explain(verb, error))
     if not is_first():
         return None
     page = [] if "stopped_after" in summary else [try_write([Path(summary["directory"])])]
@@ -192,7 +213,7 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
     from detonation.train.probe import probe
 
     sets = tuple(assignment for group in verb.set for assignment in group)
-    profile = probe(verb.recipe, sets, verb.replicas, verb.shards, verb.link)
+    profile = probe(verb.recipe, sets, verb.replicas, verb.shards, verb.link, lambda error: _explain(verb, error))
     if profile is None:
         return None
     table = profile.write(verb.out)

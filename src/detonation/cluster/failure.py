@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 _NETWORK_WORDS = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "socket")
 ECHO_S = 2.0
@@ -78,17 +77,6 @@ def by_exit(rank: int, code: int) -> Failure:
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """The earliest failure, one that no peer's end explains before one that it does."""
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
-
-
-def first_told(store: Store, failure: Failure, world_size: int) -> WorldError:
-    """The error of this process among others that a launcher started: the first with a cause of its own tells it."""
-    if failure.network:
-        time.sleep(ECHO_S)  # the one with the cause goes first
-    try:
-        told = store.add("detonation/told", 1) > 1
-    except RuntimeError:  # the process that kept the store is gone
-        told = False
-    return WorldError(failure, world_size, told)
 
 
 def describe(error: BaseException) -> str:

@@ -5,13 +5,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import distributed_c10d
 
-COLLECTIVE_TIMEOUT_S = 300.0
+from detonation.cluster.board import FileBoard, StoreBoard
+from detonation.cluster.meet import keep_to_one_interface, meet, store_keeper
+from detonation.cluster.pulse import End, Pulse, limit
+
+PATIENCE_S = 300.0
+"""How long a rank waits for one that is alive: to compile, to load, to save; transfers come on top."""
+
+_pulse: Pulse | None = None
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,11 @@ def launched(env: Mapping[str, str]) -> Place | None:
     return None
 
 
-def join(place: Place, meeting: str = "env://") -> Store:
-    """Joins the default process group (NCCL with one GPU per local rank, else gloo) and returns its store.
+def join(place: Place, end: End, folder: Path | None = None) -> Pulse | None:
+    """Joins the default process group (NCCL with one GPU per local rank, else gloo); returns this rank's pulse.
 
-    `meeting` is where the processes find each other: MASTER_ADDR:MASTER_PORT of the environment, or a "file://".
+    The processes meet in `folder`, or at MASTER_ADDR:MASTER_PORT of the environment. A world of one has no pulse.
+    end: see `Pulse`.
     """
     on_gpu = gpus_for(place.local_world_size)
     if on_gpu:
@@ -56,16 +64,32 @@ def join(place: Place, meeting: str = "env://") -> Store:
         os.environ.setdefault("MASTER_ADDR", place.address)
         os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ["LOCAL_RANK"] = str(place.local_rank)
-    store: Store = next(iter(rendezvous(meeting, place.rank, place.world_size)))[0]
+    keep_to_one_interface(os.environ, place.world_size == place.local_world_size)
+    store = meet(place.rank, place.world_size, folder)
+    board = FileBoard(folder) if folder is not None else StoreBoard(store, place.rank, store_keeper(os.environ))
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        timeout=timedelta(seconds=PATIENCE_S),
         device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
     )
-    return store
+    global _pulse
+    _pulse = Pulse(board, place.rank, place.world_size, end) if place.world_size > 1 else None
+    return _pulse
+
+
+def expect(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:
+    """Sets how long this rank waits for others, now that the size of the largest message between nodes is known.
+
+    A rank counts as lost after `limit(silence_s, ...)`. One that is alive, but does not come, is waited for longer.
+    """
+    if _pulse is not None:
+        _pulse.expect(limit(silence_s, message_bytes, rate_bits_per_s), shards)
+    patience = timedelta(seconds=limit(PATIENCE_S, message_bytes, rate_bits_per_s))
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(patience, group)
 
 
 def device_here() -> torch.device:
@@ -76,7 +100,8 @@ def device_here() -> torch.device:
 
 def leave() -> None:
     """Waits until every rank is here, then leaves the process group."""
-    dist.barrier()
+    if _pulse is not None:
+        _pulse.leave(dist.barrier)
     dist.destroy_process_group()
 
 

@@ -11,14 +11,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from detonation.cluster import parcel
+from detonation.cluster.end import die_with
 from detonation.cluster.failure import ECHO_S, Failure, WorldError, by_exception, by_exit, first_cause
 from detonation.cluster.join import Place, gpus_for, join, leave
-from detonation.cluster.orphans import die_with
 from detonation.cluster.signals import STOPPING, Stop
 
 _POLL_S = 0.02
@@ -87,19 +88,31 @@ def _child(
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    pulse = None
     try:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-        join(Place(rank, world_size, rank, world_size), f"file://{folder / 'rendezvous'}")
+        pulse = join(Place(rank, world_size, rank, world_size), partial(_lost, rank, folder), folder)
         parcel.write(folder / f"result-{rank}.json", function(*arguments))
         leave()
     except BaseException as error:
-        parcel.write(folder / f"failure-{rank}.json", asdict(by_exception(rank, error)))
+        if pulse is not None:
+            pulse.stop()
+        _write_failure(folder, by_exception(rank, error))
         return 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def _lost(rank: int, folder: Path, text: str, told: bool) -> NoReturn:
+    """Ends this rank because another one is lost."""
+    _write_failure(folder, Failure(rank, time.time(), "Lost", text, complete=True))
+    os._exit(1)
+
+
+def _write_failure(folder: Path, failure: Failure) -> None:
+    parcel.write(folder / f"failure-{failure.rank}.json", asdict(failure))
 
 
 def _wait(pids: dict[int, int], folder: Path, deadline: float | None) -> Failure | None:

@@ -103,6 +103,21 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """When a rank counts as lost: after `silence_s` without a sign of life, and what the largest message takes on top.
+
+    lowest_bits_per_s: the rate of the slowest link that is still good enough.
+    """
+
+    silence_s: float = 15.0
+    lowest_bits_per_s: float = 10e6
+
+    def __post_init__(self) -> None:
+        require(1 <= self.silence_s < math.inf, "peers.silence_s", self.silence_s, "at least 1")
+        require(self.lowest_bits_per_s > 0, "peers.lowest_bits_per_s", self.lowest_bits_per_s, "above 0")
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, fully resolved."""
 
@@ -113,6 +128,7 @@ class Config:
     train: Train
     schedule: Schedule = Schedule()
     mesh: Mesh = Mesh()
+    peers: Peers = Peers()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -122,7 +138,7 @@ class Config:
 CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
 """The tables whose other keys belong to the thing chosen, and the key that chooses it."""
 
-_PLAIN: dict[str, type] = {"schedule": Schedule, "train": Train, "mesh": Mesh}
+_PLAIN: dict[str, type] = {"schedule": Schedule, "train": Train, "mesh": Mesh, "peers": Peers}
 TABLES = (*CHOSEN_BY, *_PLAIN)
 
 
@@ -144,6 +160,7 @@ def from_table(table: Mapping[str, Any]) -> Config:
         train=_plain("train", Train, table),
         schedule=_plain("schedule", Schedule, table),
         mesh=_plain("mesh", Mesh, table),
+        peers=_plain("peers", Peers, table),
         seed=_typed(int, "seed", table.get("seed", 0)),
     )
 

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch.distributed as dist
 
 import detonation as dt
 from detonation.cluster.echo import Echo
-from detonation.cluster.failure import by_exception, first_told
-from detonation.cluster.join import Place, device_here, join, launched, leave
+from detonation.cluster.join import Place, device_here, launched
 from detonation.cluster.launch import run_local
+from detonation.cluster.launched import run_launched
 from detonation.cluster.probe import probe_axis, slowest
 from detonation.cluster.profile import Compute, Profile, Step
 from detonation.core.schemes import SCHEMES
@@ -41,24 +42,25 @@ class Task:
 
 
 def probe(
-    path: Path | None, overrides: Sequence[str], replicas: int | None, shards: int | None, link: str | None
+    path: Path | None,
+    overrides: Sequence[str],
+    replicas: int | None,
+    shards: int | None,
+    link: str | None,
+    fail: Callable[[Exception], int],
 ) -> Profile | None:
     """Measures in the world that a launcher started, or in one of its own; None on all ranks but the first.
 
     Raises `ValueError` for bad input before any process starts, and `WorldError` when a rank fails.
+    fail: as in `train.run.run`.
     """
     place = launched(os.environ)
     if place is None:
         torch.set_num_threads(1)  # a process that computed with several threads must not be forked
         task, world_size = _prepare(path, overrides, replicas, shards, link, None)
         return Profile.of(run_local(work, world_size, [task])[0])
-    store = join(place)
-    try:
-        task, _ = _prepare(path, overrides, replicas, shards, link, place)
-        profile = Profile.of(work(task))
-        leave()
-    except Exception as error:
-        raise first_told(store, by_exception(place.rank, error), place.world_size) from error
+    prepare = partial(_prepare, path, overrides, replicas, shards, link, place)
+    profile = run_launched(place, lambda: Profile.of(work(prepare()[0])), fail)
     return profile if place.rank == 0 else None
 
 

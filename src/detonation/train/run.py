@@ -1,16 +1,17 @@
 """One training run, from a recipe to a finished run directory: checks first, then processes."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from detonation.choices import unknown
-from detonation.cluster.failure import by_exception, first_told
-from detonation.cluster.join import Place, join, launched, leave
+from detonation.cluster.join import Place, launched
 from detonation.cluster.launch import run_local
-from detonation.cluster.orphans import die_with_agent
+from detonation.cluster.launched import run_launched
+from detonation.cluster.meet import keep_to_one_interface
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, recipe
 from detonation.train.config import Config, Table, require, to_table
@@ -33,13 +34,16 @@ class Request:
     stop_after: int | None = None
     checkpoint_every: int | None = None
     keep: int | None = None
+    interface: str = ""
     to_stderr: bool = False
 
 
-def run(request: Request) -> Table:
+def run(request: Request, fail: Callable[[Exception], int]) -> Table:
     """Trains as `request` says, in the world that a launcher started or in one of its own; returns the summary.
 
     Raises `ValueError` for bad input before any process starts, and `WorldError` when a rank fails.
+    fail: shows an error and returns the exit code, for the end of a launcher's rank that cannot raise: its main thread
+    waits for a rank that is lost.
     """
     require(request.stop_after is None or request.stop_after >= 1, "--stop-after", request.stop_after, "at least 1")
     every = request.checkpoint_every
@@ -49,7 +53,8 @@ def run(request: Request) -> Table:
         raise ValueError("--resume needs --out: the run directory to continue")
     place = launched(os.environ)
     if place is not None:
-        return _in_launched(place, request)
+        return run_launched(place, lambda: work(_prepare(request, place)[0]), fail, interface=request.interface)
+    keep_to_one_interface(os.environ, True, request.interface)
     # A process that computed with several threads must not be forked: the children would wait for threads they lack.
     torch.set_num_threads(1)
     task, world_size = _prepare(request, None)
@@ -87,18 +92,6 @@ def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
     if request.out is not None and (place is None or place.rank == 0):
         directory.check_free(request.out, request.resume)
     return asdict(_task(request, config)), config.mesh.replicas * config.mesh.shards
-
-
-def _in_launched(place: Place, request: Request) -> Table:
-    die_with_agent(os.environ)
-    store = join(place)
-    try:
-        task, _ = _prepare(request, place)
-        summary = work(task)
-        leave()
-    except Exception as error:
-        raise first_told(store, by_exception(place.rank, error), place.world_size) from error
-    return summary
 
 
 def fill(mesh: Table, place: Place | None) -> Table:

@@ -9,8 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from detonation.cluster.join import device_here
+from detonation.cluster.join import device_here, expect
 from detonation.cluster.signals import Stop, stoppable
+from detonation.core.channel import Channel
+from detonation.core.pace import Pace
+from detonation.core.traffic import message_bytes
 from detonation.train import directory, metrics, toml
 from detonation.train.config import Table, from_table, to_table
 from detonation.train.environment import environment
@@ -46,7 +49,8 @@ def work(task: Table) -> Table:
 def _work(todo: Task, stop: Stop) -> Table:
     session = start(from_table(todo.config), device_here())
     # The replicas compare notes, and sizes are checked, before anything is written.
-    session.optimizer.set_up()
+    replicators = session.optimizer.set_up()
+    _expect(session, [replicator.channel for replicator in replicators])
     screen = Screen(session.rank != 0, todo.to_stderr)
     with _run_directory(session, todo) as path, screen:
         loaded, told = resume(session, path / directory.CHECKPOINTS) if todo.resume else (None, [])
@@ -55,6 +59,16 @@ def _work(todo: Task, stop: Stop) -> Table:
             for line in told:
                 screen.line(line)
             return _train(session, path, recorder, done, todo.stop_after, stop)
+
+
+def _expect(session: Session, channels: Sequence[Channel]) -> None:
+    """Says how long to wait for other ranks, by what the largest message takes at the lowest rate."""
+    config, (_, scheme) = session.config, session.optimizer.levels[0]
+    largest = max((message_bytes(scheme, c.layout, config.mesh.replicas) for c in channels), default=0)
+    rate = config.peers.lowest_bits_per_s
+    if config.mesh.link:
+        rate = min(rate, Pace.parse(config.mesh.link).rate_bits_per_s)
+    expect(largest, config.mesh.shards, config.peers.silence_s, rate)
 
 
 class Recorder:

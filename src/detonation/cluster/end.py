@@ -1,10 +1,12 @@
-"""No rank outlives its launcher: the kernel ends it when the launcher is gone, however that ended."""
+"""How a rank ends: with its launcher, however that ended, and without waiting for the network library."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,3 +26,15 @@ def die_with_agent(env: Mapping[str, str]) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with(os.getppid())
+
+
+def end_now(code: int) -> NoReturn:
+    """Ends this process with `code`, from any thread, with what it printed but without tearing anything down.
+
+    The network libraries have threads of their own, which may still hold on to Python's objects or wait for a peer that
+    is gone: an interpreter that is taken down around them may hang or abort.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
