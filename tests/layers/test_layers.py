@@ -14,11 +14,22 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["tiles", "flat"],
     ["bits", "basis", "selection", "precision", "columns", "combine", "rounds"],
     ["codec"],
-    ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic"],
+    ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic", "buckets", "owners"],
     ["pace", "wire"],
     ["link"],
     ["engine", "exchange", "private", "channel"],
-    ["place", "signsgd", "pending", "replicator", "gradient_replicator", "parameter_replicator", "build", "replicate"],
+    [
+        "place",
+        "signsgd",
+        "signals",
+        "pending",
+        "replicator",
+        "overlap",
+        "gradient_replicator",
+        "parameter_replicator",
+        "build",
+        "replicate",
+    ],
     ["checkpoint"],
 ]
 MAY_IMPORT = {  # besides choices, which is a leaf
@@ -48,6 +59,8 @@ NO_NETWORK = [
     "schemes",
     "traffic",
     "pace",
+    "buckets",
+    "owners",
     "pending",
     "private",
 ]

@@ -62,9 +62,9 @@ def conserved(mesh, scheme):
     kept = torch.cat([channel.memory.residual, put_in])
     torch.distributed.all_reduce(kept)
     residual, put_in = (kept / link.replicas).split(layout.rows)
-    owners = [torch.empty_like(channel.exchange.residual) for _ in range(link.replicas)]
-    torch.distributed.all_gather(owners, channel.exchange.residual)
-    owned = scheme.codec.basis.inverse(torch.cat(owners)[: layout.rows])
+    parts = [torch.empty_like(channel.exchange.residual) for _ in range(link.replicas)]
+    torch.distributed.all_gather(parts, channel.exchange.residual)
+    owned = scheme.codec.basis.inverse(channel.exchange.owners.collect(parts))
     for total, *parts in zip(*[layout.views(flat) for flat in (put_in, told, residual, owned)], strict=True):
         torch.testing.assert_close(sum(parts), total, atol=3e-5, rtol=1e-4)
     return True

@@ -1,15 +1,17 @@
 """Channel: memory, codec and link joined. A signal goes in, what all replicas agreed on comes out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from detonation.core.buckets import Bucket, codec_of, cut
 from detonation.core.combine import Agreed
-from detonation.core.engine import engine_for
-from detonation.core.exchange import exchange_for
-from detonation.core.flat import Layout
+from detonation.core.engine import Plain, engine_for
+from detonation.core.exchange import Exchange, Relay, exchange_for
+from detonation.core.flat import Layout, copy
 from detonation.core.link import Link
 from detonation.core.memory import Memory
 from detonation.core.private import Private
@@ -17,21 +19,65 @@ from detonation.core.scheme import Scheme
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A message on its way.
+class Lane:
+    """A bucket, or the whole, with what encodes and sends it."""
 
-    update: waits for what all replicas agree on, `[rows, chunk]`, the same bits on each.
-    write: the same into one tensor a parameter, without the way over a flat.
+    bucket: Bucket
+    engine: Plain
+    exchange: Exchange
+
+
+class Flight:
+    """What one replica tells at one step, on its way in one message or in several, and what all agree on.
+
     told: what the update would be if all had told what this replica did; only for a scheme that looks ahead.
     """
 
-    update: Callable[[], Tensor]
-    write: Callable[[Sequence[Tensor]], None]
-    told: Tensor | None
+    def __init__(self, scheme: Scheme, layout: Layout, step: int) -> None:
+        self.told: Tensor | None = None
+        self._layout, self._step, self._lookahead = layout, step, scheme.lookahead
+        self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
+        self._relays: list[tuple[Lane, Relay]] = []
+
+    def send(self, lane: Lane, signals: Sequence[Tensor | None]) -> None:
+        """Takes in the lane's part of a signal (one tensor a parameter), sends what the codec makes of it, and takes
+        it out of memory."""
+        selected = lane.engine.select(lane.bucket.cut(signals), self._step)
+        prepared = lane.exchange.prepare(selected)
+        if self._lookahead:
+            # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
+            told = lane.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
+            self.told = self._placed(self.told, lane.bucket, told)
+        lane.engine.release(selected, selected.values if self._drops else prepared.read())
+        self._relays.append((lane, prepared.start()))
+
+    def update(self) -> Tensor:
+        """Waits for what all replicas agree on, the same bits on each."""  # [rows, chunk]
+        flat = None
+        for lane, wait in [(lane, relay()) for lane, relay in self._relays]:
+            flat = self._placed(flat, lane.bucket, lane.engine.update(wait()))
+        assert flat is not None
+        return flat
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        """The same into one tensor a parameter, without the way over a flat."""
+        whole = list(targets) if len(self._relays) == 1 else [target.contiguous() for target in targets]
+        for lane, wait in [(lane, relay()) for lane, relay in self._relays]:
+            lane.engine.write(wait(), lane.bucket.cut(whole))
+        odd = [i for i, target in enumerate(targets) if whole[i] is not target]
+        copy([targets[i] for i in odd], [whole[i] for i in odd])
+
+    def _placed(self, flat: Tensor | None, bucket: Bucket, part: Tensor) -> Tensor:
+        """`flat` (made where there is none) with `part` in its place."""
+        if bucket.layout is self._layout:
+            return part
+        flat = self._layout.zeros(part.device) if flat is None else flat
+        flat[bucket.first : bucket.first + bucket.layout.rows] = part
+        return flat
 
 
 class Channel:
-    """What one replica tells the others, one message a call: encode all, exchange once, apply all."""
+    """What one replica tells the others, all of it in one message or bucket by bucket: the same bits either way."""
 
     def __init__(
         self, scheme: Scheme, layout: Layout, link: Link, device: torch.device, seed: int, kernels: bool = True
@@ -40,22 +86,32 @@ class Channel:
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
         self.exchange = exchange_for(scheme, link, layout.rows, device)
-        self._lookahead = scheme.lookahead
-        self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
+        self._scheme, self._seed, self._kernels = scheme, seed, kernels
+        self._whole = Lane(Bucket.whole(layout), self.engine, self.exchange)
 
-    def send(self, signals: Sequence[Tensor | None], step: int) -> Sent:
-        """Takes in a signal (one tensor a parameter), sends what the codec makes of it, and takes it out of memory."""
-        selected = self.engine.select(signals, step)
-        prepared = self.exchange.prepare(selected)
-        told = None
-        if self._lookahead:
-            # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
-            told = self.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
-        self.engine.release(selected, selected.values if self._drops else prepared.read())
-        agreed = prepared.start()
-        return Sent(lambda: self.engine.update(agreed()), lambda targets: self.engine.write(agreed(), targets), told)
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """One for each bucket, in the order in which all replicas send them: backward makes the last rows first."""
+        buckets = cut(self.layout, self._scheme, self.link.replicas)
+        return [self._lane(bucket) for bucket in reversed(buckets)] if len(buckets) > 1 else [self._whole]
+
+    def flight(self, step: int) -> Flight:
+        """The message of `step`, with nothing in it yet: to be sent lane by lane."""
+        return Flight(self._scheme, self.layout, step)
+
+    def send(self, signals: Sequence[Tensor | None], step: int) -> Flight:
+        """Sends a signal (one tensor a parameter) in one message."""
+        flight = self.flight(step)
+        flight.send(self._whole, signals)
+        return flight
 
     def private(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> Private:
         """What memory and exchange must keep to go on, with a replicator's own `flats` and `others`."""
         memory = {"residual": self.memory.residual} if self.memory else {}
         return Private(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
+
+    def _lane(self, bucket: Bucket) -> Lane:
+        codec = codec_of(bucket, self._scheme.codec, self.layout.rows)
+        memory = self.memory.part(bucket.layout, bucket.first) if self.memory else None
+        engine = engine_for(codec, bucket.layout, memory, self.device, self._seed, self._kernels)
+        return Lane(bucket, engine, self.exchange.part(bucket.first, bucket.layout.rows))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from detonation.core.basis import Basis
@@ -92,17 +91,6 @@ class Codec:
         """What `messages` say, read; `shared` are the columns of a shared selection."""
         values = [self.read(message, rows) for message in messages]
         return Agreed(values, [self._columns_of(message, rows, shared) for message in messages], combine)
-
-    def slices(self, selected: Selected, parts: int) -> list[Selected]:
-        """`selected` in `parts` runs of equally many rows, the last ones filled up with rows of zeros."""
-        rows = -(-len(selected.values) // parts)
-        missing = rows * parts - len(selected.values)
-        values = torch.nn.functional.pad(selected.values, (0, 0, 0, missing)).tensor_split(parts)
-        if selected.columns is None:
-            return [Selected(v, None) for v in values]
-        filling = torch.arange(self.selection.kept, device=selected.columns.device).expand(missing, -1)
-        columns = torch.cat([selected.columns, filling]).tensor_split(parts)
-        return [Selected(v, c) for v, c in zip(values, columns, strict=True)]
 
     @property
     def _whole(self) -> bool:

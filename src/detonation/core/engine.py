@@ -82,13 +82,18 @@ class Native(Plain):
         return flat
 
     def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
+        if agreed.combine not in ("replicas", "senders"):
+            copy(targets, self.layout.views(super().update(agreed)))
+            return
         columns = [c.contiguous() for c in agreed.columns if c is not None]
-        plain = [t.dtype != torch.float32 or not t.is_contiguous() for t in targets]
-        if any(plain) or agreed.combine not in ("replicas", "senders"):
-            return copy(targets, self.layout.views(super().update(agreed)))
         values = [v.contiguous() for v in agreed.values]
-        chunk = self.codec.selection.chunk
-        return self._library.decode(targets, chunk, values, columns, agreed.combine == "senders")
+        # by way of a copy where one must be converted: so no parameter's bits depend on what others are like
+        odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
+        decoded = list(targets)
+        for i in odd:
+            decoded[i] = torch.empty(targets[i].shape)
+        self._library.decode(decoded, self.codec.selection.chunk, values, columns, agreed.combine == "senders")
+        copy([targets[i] for i in odd], [decoded[i] for i in odd])
 
 
 def engine_for(

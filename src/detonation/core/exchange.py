@@ -7,13 +7,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from detonation.core.buckets import run
 from detonation.core.codec import Codec, Message, Selected
 from detonation.core.combine import Agreed, Combine, combined
 from detonation.core.link import Link
+from detonation.core.owners import Owners
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import kind
 
 Waiter = Callable[[], Agreed]
+"""Waits for what was agreed on, the same bits on every replica."""
+
+Relay = Callable[[], Waiter]
+"""Waits for what others need this replica to pass on, and starts to; all relays run before the first waiter."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +27,19 @@ class Prepared:
     """A message that is ready to leave.
 
     read: its values as everyone will read them, `[rows, kept]`; to be called before `start` and good until then.
-    start: sends it; the waiter that it returns waits for what was agreed on, the same bits on every replica.
+    start: sends it.
     """
 
     read: Callable[[], Tensor]
-    start: Callable[[], Waiter]
+    start: Callable[[], Relay]
 
 
 class Exchange(Protocol):
     def prepare(self, selected: Selected) -> Prepared: ...
+
+    def part(self, first: int, rows: int) -> "Exchange":
+        """The same for a bucket: `rows` rows from row `first` on, sharing what it keeps."""
+        ...
 
     def state(self) -> dict[str, Tensor]:
         """What it must keep to go on."""
@@ -45,11 +55,14 @@ class Reduced:
     def prepare(self, selected: Selected) -> Prepared:
         message = self._codec.encode(selected)
 
-        def start() -> Waiter:
+        def start() -> Relay:
             total = self._link.reduce(message.values)
-            return lambda: Agreed.one(total().to(torch.float32) / self._link.replicas, selected.columns)
+            return lambda: lambda: Agreed.one(total().to(torch.float32) / self._link.replicas, selected.columns)
 
         return Prepared(lambda: self._codec.read(message, len(selected.values)), start)
+
+    def part(self, first: int, rows: int) -> "Reduced":
+        return self
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -65,55 +78,78 @@ class Gathered:
         message, rows = self._codec.encode(selected), len(selected.values)
         shared = selected.columns if self._codec.selection.shared else None
 
-        def start() -> Waiter:
+        def start() -> Relay:
             everyone = self._link.gather(message.parts)
-            return lambda: self._codec.agreed([Message(*m) for m in everyone()], rows, shared, self._combine)
+            return lambda: lambda: self._codec.agreed([Message(*m) for m in everyone()], rows, shared, self._combine)
 
         return Prepared(lambda: self._codec.read(message, rows), start)
+
+    def part(self, first: int, rows: int) -> "Gathered":
+        return self
 
     def state(self) -> dict[str, Tensor]:
         return {}
 
 
 class Owned:
-    """Each replica owns a run of rows: it receives theirs from all, combines them, and tells all the result.
+    """Each replica owns some of the rows: it receives theirs from all, combines them, and tells all the result.
 
     What a replica sends does not grow with their number. The result is selected and encoded again; what that leaves
     out stays in a memory of the owner's and is told later, so that nothing is lost (law 1) between the two.
     """
 
-    def __init__(self, codec: Codec, link: Link, combine: Combine, rows: int, device: torch.device) -> None:
-        self._codec, self._link, self._combine, self._rows = codec, link, combine, rows
-        self.residual = torch.zeros(-(-rows // link.replicas), codec.selection.chunk, device=device)  # [owned, chunk]
+    def __init__(self, codec: Codec, link: Link, combine: Combine, owners: Owners, residual: Tensor) -> None:
+        self._codec, self._link, self._combine = codec, link, combine
+        self.owners, self.residual = owners, residual  # [owned, chunk]
 
     def prepare(self, selected: Selected) -> Prepared:
-        slices = self._codec.slices(selected, self._link.replicas)
-        messages = [self._codec.encode(part) for part in slices]
-        shared = [part.columns if self._codec.selection.shared else None for part in slices]
+        dealt = self._deal(selected)
+        messages = [self._codec.encode(part) for part in dealt]
+        shared = [part.columns if self._codec.selection.shared else None for part in dealt]
 
-        def start() -> Waiter:
+        def start() -> Relay:
             told_to_me = self._link.swap([message.parts for message in messages])
             return lambda: self._tell([Message(*parts) for parts in told_to_me()], shared)
 
         def read() -> Tensor:
-            return torch.cat([self._codec.read(message, len(self.residual)) for message in messages])[: self._rows]
+            return self.owners.collect([self._codec.read(message, self.owners.owned) for message in messages])
 
         return Prepared(read, start)
 
-    def _tell(self, messages: list[Message], shared: list[Tensor | None]) -> Agreed:
-        owned, chunk, here = len(self.residual), self._codec.selection.chunk, shared[self._link.replica]
+    def part(self, first: int, rows: int) -> "Owned":
+        owners = Owners(rows, self.owners.replicas, self.owners.run)
+        start = first // owners.replicas
+        residual = self.residual[start : start + owners.owned]
+        return Owned(self._codec, self._link, self._combine, owners, residual)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"owned": self.residual}
+
+    def _deal(self, selected: Selected) -> list[Selected]:
+        """What is selected of the rows of each owner. Filling is zeros, at columns that differ as in any row."""
+        values = self.owners.deal(selected.values, selected.values.new_zeros(self._codec.selection.kept))
+        if selected.columns is None:
+            return [Selected(v, None) for v in values]
+        filling = torch.arange(self._codec.selection.kept, device=selected.columns.device)
+        columns = self.owners.deal(selected.columns, filling)
+        return [Selected(v, c) for v, c in zip(values, columns, strict=True)]
+
+    def _tell(self, messages: list[Message], shared: list[Tensor | None]) -> Waiter:
+        """Combines what this replica owns, and starts to tell all of it."""
+        owned, chunk, here = self.owners.owned, self._codec.selection.chunk, shared[self._link.replica]
         self.residual += combined(self._codec.agreed(messages, owned, here, self._combine), chunk)
         selected = self._codec.take(self.residual, here)
         message = self._codec.encode(selected)
         self.residual -= combined(Agreed.one(self._codec.read(message, owned), selected.columns), chunk)
-        everyone = [Message(*parts) for parts in self._link.gather(message.parts)()]
-        told = [self._codec.agreed([m], owned, where, "replicas") for m, where in zip(everyone, shared, strict=True)]
-        values = torch.cat([a.values[0] for a in told])[: self._rows]
-        columns = [c for a in told for c in a.columns if c is not None]
-        return Agreed.one(values, torch.cat(columns)[: self._rows] if columns else None)
+        everyone = self._link.gather(message.parts)
+        return lambda: self._agreed([Message(*parts) for parts in everyone()], shared)
 
-    def state(self) -> dict[str, Tensor]:
-        return {"owned": self.residual}
+    def _agreed(self, everyone: list[Message], shared: list[Tensor | None]) -> Agreed:
+        owned = self.owners.owned
+        told = [self._codec.agreed([m], owned, where, "replicas") for m, where in zip(everyone, shared, strict=True)]
+        values = self.owners.collect([a.values[0] for a in told])
+        columns = [c for a in told for c in a.columns if c is not None]
+        return Agreed.one(values, self.owners.collect(columns) if columns else None)
 
 
 def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device) -> Exchange:
@@ -123,4 +159,6 @@ def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device) ->
         return Reduced(scheme.codec, link)
     if chosen == "all-gather":
         return Gathered(scheme.codec, link, scheme.combine)
-    return Owned(scheme.codec, link, scheme.combine, rows, device)
+    owners = Owners(rows, link.replicas, run(scheme.codec))
+    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, device=device)
+    return Owned(scheme.codec, link, scheme.combine, owners, residual)

@@ -1,22 +1,18 @@
 """GradientReplicator: every step's gradients, replaced by what the replicas agreed on, before the local step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from detonation.core.channel import Channel
+from detonation.core.channel import Channel, Flight
 from detonation.core.flat import copy, local
+from detonation.core.overlap import Overlap, OverlapError, Side
 from detonation.core.pending import LookAhead, Pending, apply, gradients
 from detonation.core.private import Private
 from detonation.core.scheme import Scheme
-from detonation.kernels import native
-
-
-class NonFiniteGradient(ArithmeticError):
-    """A gradient holds NaN or infinity; it was caught before it reached the memory."""
+from detonation.core.signals import gradient, refuse_non_finite
 
 
 class GradientReplicator:
@@ -32,19 +28,55 @@ class GradientReplicator:
         self._delayed = scheme.round.delay > 0
         self._pending = Pending(channel.layout, scheme.round.delay, channel.device)
         self._told = Pending(channel.layout, scheme.round.delay if scheme.lookahead else 0, channel.device)
+        self._overlap: Overlap | None = None
+        self._side: Side | None = None
         self._lookahead = LookAhead(parameters, base, channel.layout) if scheme.lookahead else None
 
     def before(self, step: int) -> None:
         self.back()
-        signals = [_gradient(name, parameter) for name, parameter in self._parameters.items()]
-        _refuse_non_finite(dict(zip(self._parameters, signals, strict=True)), step, self.channel.link.replica)
-        sent = self.channel.send(signals, step)
+        sent = self._send(step)
         if sent.told is not None:
             self._told.exchange(sent.told)
         if self._delayed:
             copy(gradients(self._parameters), self.channel.layout.parts(self._pending.exchange(sent.update)))
         else:
             sent.write(gradients(self._parameters))
+
+    def _send(self, step: int) -> Flight:
+        if self._overlap:
+            flight = self._overlap.finish()
+            self._overlap = None
+            return flight
+        signals = [gradient(name, parameter) for name, parameter in self._parameters.items()]
+        refuse_non_finite(dict(zip(self._parameters, signals, strict=True)), step, self.channel.link.replica)
+        return self.channel.send(signals, step)
+
+    @contextmanager
+    def overlap(self, step: int) -> Iterator[None]:
+        """Within it backward sends the gradients of `step`, of which `before` then sends what is left."""
+        self.refuse_overlap()
+        self._side = self._side or Side(self.channel.device)
+        overlap = self._overlap = Overlap(self._parameters, self.channel, step, self._side)
+        try:
+            with overlap.listening():
+                yield
+        except BaseException:
+            if not overlap.began:  # then nothing has happened
+                self._overlap = None
+            raise
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether gradients were sent, or are to be, bucket by bucket and their step has not come."""
+        return self._overlap is not None
+
+    def refuse_overlap(self) -> None:
+        """Raises `OverlapError` while a step is half done."""
+        if self._overlap:
+            raise OverlapError(
+                f"gradients of step {self._overlap.step} left within overlap(), but no step() followed: call it once "
+                "after every overlap(); a GradScaler, which skips steps, cannot be used with it"
+            )
 
     def after(self, step: int) -> None:
         self.ahead()
@@ -70,32 +102,3 @@ class GradientReplicator:
         updates = {f"update{i}": update for i, update in enumerate(self._pending.landed())}
         told = {f"told{i}": update for i, update in enumerate(self._told.landed())}
         return self.channel.private(updates | told)
-
-
-def _gradient(name: str, parameter: Tensor) -> Tensor | None:
-    """The local gradient, laid out as the parameter is."""
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    if gradient.is_sparse:
-        raise ValueError(f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False")
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient)
-
-
-def _refuse_non_finite(signals: Mapping[str, Tensor | None], step: int, replica: int) -> None:
-    """One NaN would win top-k for ever and freeze its chunk on every replica, so none may reach the memory."""
-    present = {name: signal for name, signal in signals.items() if signal is not None and signal.numel()}
-    if not present:
-        return
-    tensors = list(present.values())
-    library = native.load_for(*tensors)
-    if library and all(tensor.dtype == torch.float32 for tensor in tensors):
-        found = library.non_finite(tensors)
-    else:
-        finite = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, ord=torch.inf)]).isfinite()
-        found = -1 if finite.all() else int(finite.logical_not().nonzero()[0])
-    if found >= 0:
-        name = list(present)[found]
-        raise NonFiniteGradient(f"the gradient of {name} is not finite on replica {replica} at step {step}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -40,11 +41,17 @@ class Memory:
     Its padding stays zero: what a transform moves there belongs to no parameter and must not compete to be told.
     """
 
-    def __init__(self, layout: Layout, feedback: Feedback, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, feedback: Feedback, device: torch.device, residual: Tensor | None = None
+    ) -> None:
         self.feedback = feedback
-        self.residual = layout.zeros(device)  # [rows, chunk]
-        self._layout, self._views = layout, None if layout.tiled else layout.views(self.residual)
-        self._padding = layout.padding(device)
+        self.residual = layout.zeros(device) if residual is None else residual  # [rows, chunk]
+        self._layout, self._device = layout, device
+        self._views = None if layout.tiled else layout.views(self.residual)
+
+    def part(self, layout: Layout, first: int) -> "Memory":
+        """The rows from `first` on as a memory with this `layout`, sharing them."""
+        return Memory(layout, self.feedback, self._device, self.residual[first : first + layout.rows])
 
     def absorb(self, signals: Sequence[Tensor | None]) -> Tensor:
         """Adds a signal (one tensor a parameter; an absent one is zero) and returns the residual."""
@@ -60,3 +67,7 @@ class Memory:
         """Takes out what was told."""  # [rows, chunk]
         self.residual.sub_(told, alpha=self.feedback.alpha)
         self.residual.view(-1).index_fill_(0, self._padding, 0.0)
+
+    @cached_property
+    def _padding(self) -> Tensor:
+        return self._layout.padding(self._device)

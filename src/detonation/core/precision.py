@@ -17,6 +17,11 @@ class Precision(Protocol):
         """Whether encoded values may be added up by the network (all-reduce)."""
         ...
 
+    @property
+    def block(self) -> int:
+        """How many values are encoded together: a message may be cut between blocks."""
+        ...
+
     def encode(self, values: Tensor) -> Tensor: ...  # [rows, kept] fp32 -> one tensor that owns its memory
 
     def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor: ...  # -> [rows, kept] fp32
@@ -30,6 +35,7 @@ class Float:
 
     dtype: torch.dtype
     summable: bool = True
+    block: ClassVar[int] = 1
 
     def encode(self, values: Tensor) -> Tensor:
         return values.to(self.dtype, copy=True)

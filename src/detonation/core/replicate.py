@@ -1,7 +1,7 @@
 """`replicate`: any torch optimizer, and the replicas that it shall agree with."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
 from detonation.core.flat import local
+from detonation.core.gradient_replicator import GradientReplicator
 from detonation.core.link import Link
 from detonation.core.place import Place, alike, place_of
 from detonation.core.replicator import Replicator
@@ -113,12 +114,32 @@ class Replicated(Optimizer):
         self.step_count += 1
         return loss
 
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Within it the gradients are sent while `loss.backward()` still makes others; `step()` then waits for them.
+
+            with optimizer.overlap():
+                loss.backward()
+            optimizer.step()
+
+        For the last backward before each step (with accumulation: of the last micro-batch), on all replicas or none.
+        The results are those of a step without it, and so are the bytes. Only the innermost level of gradients
+        overlaps; without one it does nothing, and in the first step, which sets up. Gradients must not be changed
+        between backward and step (clipped, unscaled), for they are on their way: that raises `OverlapError`, and so
+        does a second backward within it, or no `step()` after it.
+        """
+        # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
+        innermost = next(iter(self._replicators or []), None)
+        with innermost.overlap(self.step_count) if isinstance(innermost, GradientReplicator) else nullcontext():
+            yield
+
     @torch.no_grad()
     def settle(self) -> None:
         """Ends rounds that are open and lands updates on their way, so that all replicas hold the same weights.
 
         Collective. A round that was ended early is not made up for: the next one ends when it would have.
         """
+        self._refuse_overlap()
         for replicator in self._replicators or []:
             replicator.settle(self.step_count)
 
@@ -189,6 +210,7 @@ class Replicated(Optimizer):
 
     def private(self) -> dict[str, Tensor]:
         """What is private to this replica and shard, to read; waits for messages on their way."""
+        self._refuse_overlap()
         return {
             f"{index}.{key}": tensor
             for index, replicator in enumerate(self._replicators or [])
@@ -201,6 +223,7 @@ class Replicated(Optimizer):
 
         Raises `ValueError` where it does not fit this model and scheme.
         """
+        self._refuse_overlap()
         private = {key: tensor for key, tensor in state.items() if key != "step"}
         if private or self._replicators is not None:
             self.built()
@@ -233,6 +256,11 @@ class Replicated(Optimizer):
             self._replicators = build(self._parameters(), self.base, self._active(), self.seed, self._kernels)
         return self._replicators
 
+    def _refuse_overlap(self) -> None:
+        for replicator in self._replicators or []:
+            if isinstance(replicator, GradientReplicator):
+                replicator.refuse_overlap()
+
     def _active(self) -> list[Level]:
         return [level for level in self.levels if level[1].signal != "nothing"]
 
@@ -249,13 +277,17 @@ class Replicated(Optimizer):
 
         That call is not a step of training: it must not communicate, count or decay.
         """
-        if self.state or any(group.get("lr", 1) != 0 for group in self.param_groups):
+        if self._overlapping() or self.state or any(group.get("lr", 1) != 0 for group in self.param_groups):
             return False
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(g is not None and not local(g).count_nonzero() for g in gradients)
 
     def _links(self) -> Iterable[Link]:
         return {id(replicator.channel.link): replicator.channel.link for replicator in self._replicators or []}.values()
+
+    def _overlapping(self) -> bool:
+        gradient_levels = [r for r in self._replicators or [] if isinstance(r, GradientReplicator)]
+        return any(level.overlapping for level in gradient_levels)
 
     def _restore(self, saved: Mapping[str, Tensor]) -> None:
         private = self.private()

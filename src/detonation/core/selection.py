@@ -4,7 +4,7 @@ A *shared* selection is a pure function of (seed, step, rows): every replica kno
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -31,6 +31,10 @@ class Selection(Protocol):
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, kept] int64
 
+    def part(self, first: int, rows: int) -> "Selection":
+        """The same for a part of the rows: those from row `first` on, of `rows` in all."""
+        ...
+
 
 @dataclass(frozen=True)
 class Everything:
@@ -43,6 +47,9 @@ class Everything:
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         return _same_for_all_rows(torch.zeros(1, dtype=torch.long, device=coefficients.device), coefficients)
+
+    def part(self, first: int, rows: int) -> "Everything":
+        return self
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,9 @@ class TopK:
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices
+
+    def part(self, first: int, rows: int) -> "TopK":
+        return self
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,9 @@ class Rotation:
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         raise NotImplementedError
 
+    def part(self, first: int, rows: int) -> "Rotation":
+        return self
+
 
 @dataclass(frozen=True)
 class Random(Rotation):
@@ -106,14 +119,21 @@ class Random(Rotation):
 
     Each row walks through one of 64 permutations of its columns, drawn anew each cycle with the row's choice of it:
     work and memory per step are those of what is told, not of the whole flat.
+    first, rows: where the rows looked at lie in a whole of `rows`; 0 where they are the whole.
     """
+
+    first: int = 0
+    rows: int = 0
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         cycle, phase = divmod(step, self.period)
         device = coefficients.device
         table = _permutations(self.chunk, seed, cycle, device)[:, phase * self.kept : (phase + 1) * self.kept]
-        choice = torch.randint(64, (len(coefficients),), generator=_generator(device, seed, cycle, 1), device=device)
-        return table[choice]
+        choices = _choices(self.rows or len(coefficients), seed, cycle, device)
+        return table[choices[self.first : self.first + len(coefficients)].long()]
+
+    def part(self, first: int, rows: int) -> "Random":
+        return replace(self, first=first, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -151,3 +171,10 @@ def _generator(device: torch.device, *key: int) -> torch.Generator:
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
     return torch.rand(64, size, generator=_generator(device, seed, cycle, 0), device=device).argsort(1)  # [64, size]
+
+
+@lru_cache(maxsize=4)
+def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
+    # drawn for all rows even where a part is looked at: an accelerator's generator gives other numbers for fewer
+    generator = _generator(device, seed, cycle, 1)
+    return torch.randint(64, (rows,), generator=generator, device=device, dtype=torch.uint8)  # [rows]

@@ -1,0 +1,291 @@
+"""Buckets that leave while backward still runs: the same bits as one message after it, in one order on all ranks."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import detonation as dt
+import worlds
+from detonation.core import buckets
+from detonation.core.channel import Flight
+from detonation.core.flat import digest, local
+from detonation.core.overlap import OverlapError
+from detonation.core.signals import NonFiniteGradient
+from zoo import GRADIENT, Menagerie, batch, built
+
+STEPS = 2
+SUMMED = ("full", "full-bf16", "random", "random-odd", "random-late", "striding", "slicing")  # by the network
+AHEAD = {
+    "ahead": dt.random(rate=1 / 4, delay=2),
+    "ahead-sign": dt.distro(chunk=16),
+    "ahead-owner": dt.distro(chunk=16, link="owner"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Also in the ranks, which are forks."""
+    monkeypatch.setattr(buckets, "SMALLEST", 2**16)
+    monkeypatch.setattr(buckets, "LARGEST", 2**16)
+
+
+class Wide(Menagerie):
+    """Enough parameters for several buckets of any scheme; unsharded also one that does not lie in row order."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__(scalar=whole)
+        self.wide = nn.ModuleList([nn.Linear(257, 613), nn.Linear(613, 101)])
+        self.turned = nn.Parameter(torch.randn(101, 300).t() if whole else torch.randn(300, 101))
+
+    def forward(self, x):
+        wide = self.wide[1](self.wide[0](x).tanh())
+        return super().forward(x) + (wide @ self.turned.t()).square().mean(1)
+
+
+def start(mesh, scheme, levels=None, base=None):
+    whole = mesh["shard"].size() == 1
+    model = built(Wide, whole=whole)
+    if not whole:
+        dt.shard(model, mesh)
+    base = (base or (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)))(model.parameters())
+    axis = None if levels else mesh["replicate"]
+    optimizer = dt.replicate(base, model, axis, scheme, levels=levels)
+    optimizer.set_up()
+    return model, optimizer
+
+
+def train(model, optimizer, rank, overlapped, steps=STEPS):
+    """Two micro-batches a step, the second one overlapped."""
+    for step in range(steps):
+        model(batch(rank, 2 * step, 257)).mean().backward()
+        loss = model(batch(rank, 2 * step + 1, 257)).mean()
+        with optimizer.overlap() if overlapped else nullcontext():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def outcome(model, optimizer):
+    state = {key: digest([t]) for key, t in optimizer.replica_state().items()}
+    return digest(model.parameters()), state, optimizer.bytes_sent
+
+
+def compared(mesh, schemes, base=None):
+    """Of each scheme: how many buckets, and whether overlapped and not came to the same."""
+    result = {}
+    for name, scheme in schemes.items():
+        ends = []
+        for overlapped in (False, True):
+            model, optimizer = start(mesh, scheme, base=base)
+            train(model, optimizer, mesh.get_rank(), overlapped)
+            with optimizer.settled():
+                ends.append(outcome(model, optimizer))
+        result[name] = len(optimizer.set_up()[0].channel.lanes), ends[0] == ends[1]
+    return result
+
+
+@pytest.mark.parametrize("replicas, shards", [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_bucketed_equals_unbucketed_bitwise(replicas, shards):
+    # three or more are summed by the network in an order that depends on where in a message a number is
+    schemes = {name: s for name, s in GRADIENT.items() if replicas < 3 or name not in SUMMED}
+    for rank in worlds.run(compared, replicas, shards, schemes):
+        for name, (count, same) in rank.items():
+            assert same, name
+            # clipping needs the norm of the whole, tiles are not cut, and rows of 1000 are few
+            stays_whole = "clipped" in name or GRADIENT[name].codec.basis.tile
+            assert count == 1 if stays_whole else count > 1 or name == "demo-whole", name
+
+
+def signs(parameters):
+    return dt.SignSGD(parameters, lr=1e-3)
+
+
+def test_bucketed_equals_unbucketed_bitwise_with_look_ahead():
+    for rank in worlds.run(compared, 2, 1, AHEAD, signs):
+        assert all(same and count > 1 for count, same in rank.values()), rank
+
+
+def in_levels(mesh):
+    ends = []
+    for overlapped in (False, True):
+        racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
+        tiers = [(racks["rack"], dt.full()), (racks["site"], dt.demo(delay=1, lookahead=False))]
+        model, optimizer = start(mesh, None, tiers)
+        train(model, optimizer, mesh.get_rank(), overlapped)
+        ends.append(outcome(model, optimizer))
+    return ends[0] == ends[1]
+
+
+def test_the_innermost_level_overlaps():
+    assert all(worlds.run(in_levels, 4, 1))
+
+
+def without_gradients_to_exchange(mesh):
+    ends = []
+    for overlapped in (False, True):
+        model, optimizer = start(mesh, dt.diloco(every=2))
+        train(model, optimizer, mesh.get_rank(), overlapped)
+        ends.append(outcome(model, optimizer))
+    return ends[0] == ends[1]
+
+
+def test_a_scheme_that_exchanges_parameters_has_nothing_to_overlap():
+    assert all(worlds.run(without_gradients_to_exchange, 2, 1))
+
+
+class Branches(nn.Module):
+    """Two layers side by side; backward goes through the one that was run last first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 512), nn.Linear(64, 512)
+
+    def forward(self, x, order):
+        out = {name: getattr(self, name)(x).tanh() for name in order}
+        return (out["first"] + out["second"]).square().mean()
+
+
+def events_of(mesh, order, overlapped):
+    """In which order gradients came and buckets left, and the weights then."""
+    model = built(Branches)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo())
+    optimizer.set_up()
+    events, send = [], Flight.send
+    for name in ("first", "second"):
+        hook = lambda _, name=name: events.append(name)  # noqa: E731
+        getattr(model, name).weight.register_post_accumulate_grad_hook(hook)
+
+    def spy(flight, lane, signals):
+        events.append(lane.bucket.first)
+        send(flight, lane, signals)
+
+    Flight.send = spy
+    try:
+        loss = model(batch(mesh.get_rank(), 0, 64), order)
+        with optimizer.overlap() if overlapped else nullcontext():
+            loss.backward()
+            events.append("backward")
+        optimizer.step()
+    finally:
+        Flight.send = send
+    return events, digest(model.parameters())
+
+
+def in_two_orders(mesh):
+    order = ["first", "second"][:: 1 if mesh.get_rank() == 0 else -1]
+    return events_of(mesh, order, True), events_of(mesh, order, False)[1]
+
+
+def test_buckets_leave_during_backward_and_in_one_order_whatever_that_of_the_hooks():
+    ((early, weights), plain), ((late, _), _) = worlds.run(in_two_orders, 2, 1)
+    assert weights == plain
+    assert [e for e in early if e in ("first", "second")] == ["second", "first"]
+    assert [e for e in late if e in ("first", "second")] == ["first", "second"]
+    rows = [e for e in early if isinstance(e, int)]
+    assert rows == sorted(rows, reverse=True) == [e for e in late if isinstance(e, int)] and len(rows) == 4
+    first_to_leave = early.index(rows[0])
+    assert early.index("second") < first_to_leave < early.index("first")  # before backward has made the other half
+    assert late.index("second") < late.index(rows[0]) < late.index("backward")
+    assert early[-1] == late[-1] == "backward"
+
+
+def wrongly(mesh):
+    """What each wrong use raises, in a world of one replica, where nobody waits for what never comes."""
+
+    def clipped(model, optimizer):
+        with optimizer.overlap():
+            model(x).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    def unscaled(model, optimizer):
+        with optimizer.overlap():
+            model(x).mean().backward()
+        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(0.5))
+        optimizer.step()
+
+    def twice(model, optimizer):
+        loss = model(x).mean()
+        with optimizer.overlap():
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    def skipped(model, optimizer):
+        with optimizer.overlap():
+            model(x).mean().backward()
+        optimizer.zero_grad()
+        with optimizer.overlap():
+            model(x).mean().backward()
+
+    def saved(model, optimizer):
+        with optimizer.overlap():
+            model(x).mean().backward()
+        optimizer.state_dict()
+
+    def settled(model, optimizer):
+        with optimizer.overlap():
+            model(x).mean().backward()
+        optimizer.settle()
+
+    def forgotten(model, optimizer):
+        with optimizer.overlap():
+            model(x).mean().backward()
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    x, errors = batch(0, 0, 257), []
+    for wrong in (clipped, unscaled, twice, skipped, saved, settled, forgotten):
+        model, optimizer = start(mesh, dt.demo())
+        with pytest.raises(OverlapError) as caught:
+            wrong(model, optimizer)
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
+    for rank in worlds.run(wrongly, 1, shards):
+        clipped, unscaled, twice, skipped, saved, settled, forgotten = rank
+        for changed in (clipped, unscaled, forgotten):
+            assert "changed after it was sent within overlap(): clip, unscale or zero gradients without" in changed
+        assert "came twice within overlap(): put one backward into it" in twice
+        for half_done in (skipped, saved, settled):
+            assert "gradients of step 0 left within overlap(), but no step() followed" in half_done
+
+
+def not_finite(mesh):
+    """A gradient that is not finite ends in an error of the step, and no part of it is in the memory."""
+    results = []
+    for name in ("wide.1.weight", "wide.0.weight"):  # in the bucket that leaves first, and in a later one
+        model, optimizer = start(mesh, dt.random(rate=1 / 4))
+        model.get_parameter(name).register_hook(lambda g: g * torch.nan)
+        with optimizer.overlap():
+            model(batch(mesh.get_rank(), 0, 257)).mean().backward()
+        with pytest.raises(NonFiniteGradient, match=f"the gradient of {name} is not finite on replica"):
+            optimizer.step()
+        residual = optimizer.set_up()[0].channel.memory.residual
+        results.append((bool(residual.isfinite().all()), bool(residual.any())))
+    return results
+
+
+def test_what_is_not_finite_is_found_before_it_reaches_the_memory():
+    # nothing had left before the first one was found, one bucket before the second
+    assert worlds.run(not_finite, 2, 1) == [[(True, False), (True, True)]] * 2
+
+
+def interrupted(mesh):
+    """An error in backward before anything left leaves no trace."""
+    model, optimizer = start(mesh, dt.demo())
+    with pytest.raises(ZeroDivisionError), optimizer.overlap():
+        raise ZeroDivisionError
+    train(model, optimizer, mesh.get_rank(), True, steps=1)
+    return optimizer.step_count
+
+
+def test_an_interruption_before_the_first_bucket_is_none():
+    assert worlds.run(interrupted, 2, 1) == [1, 1]
