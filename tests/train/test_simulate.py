@@ -114,13 +114,14 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
     ("options", "message"),
     [
         ({"overrides": ("mesh.shards=2",)}, "mesh.shards is 2, but must be 1 in a simulation"),
+        ({"overrides": ("mesh.link=10mbit,5ms",)}, "mesh.link is '10mbit,5ms', but must be '' in a simulation"),
         ({"replicas": 0}, "mesh.replicas is 0, but must be at least 1"),
         ({"replicas": 100_000}, "there are"),
         ({"replicas": 3, "total_batch": 4}, "--total-batch is 4, but must be a multiple of 3"),
         ({"overrides": ("scheme.topk=32",)}, "full synchronisation sends"),
         ({"overrides": ("scheme.name=demi",)}, "demi"),
     ],
-    ids=["shards", "none", "too-many", "total", "larger-than-dense", "scheme"],
+    ids=["shards", "link", "none", "too-many", "total", "larger-than-dense", "scheme"],
 )
 def test_bad_input_is_refused_before_anything_is_written(recipe, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
