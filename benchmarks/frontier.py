@@ -1,0 +1,267 @@
+"""Loss against bytes: which scheme reaches which validation loss, for how many bytes a parameter and step.
+
+    python benchmarks/frontier.py run [--only TEXT] [--part 0/2] [--limit 3]     runs what is missing, row by row
+    python benchmarks/frontier.py table > benchmarks/results/2026-11-20-frontier.md
+    python benchmarks/frontier.py figure docs/frontier                           writes .svg and .png
+
+The grid is the data below, in order of importance; each run is one simulated training (`detonation simulate`), at the
+same examples a step for any number of replicas, and one row of --results. Rows that are there are not run again, so it
+can be stopped and continued. Seed 0 chose the rates; seeds 1, 2 and 3 judge them.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results/2026-11-20-frontier.jsonl")
+QUICK, VIT = "recipes/quick-lm.toml", "recipes/vit-fashion.toml"
+TOTAL = {QUICK: 32, VIT: 128}
+"""Examples a step over all replicas: those of the recipe at 2 replicas x 2 shards."""
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run. `study` is the question that it belongs to, `method` a name for tables."""
+
+    study: str
+    method: str
+    recipe: str
+    sets: tuple[str, ...]
+    replicas: int
+    total: int
+    seed: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.recipe, tuple(sorted(self.sets)), self.replicas, self.total, self.seed)
+
+
+def adamw(lr: float) -> str:
+    return f"scheme.name=full optimizer.name=AdamW optimizer.lr={lr}"
+
+
+def dense(lr: float, decay: float = 0.999) -> str:
+    """demo with fp32 values."""
+    return f"scheme.name=demo scheme.topk=4 scheme.decay={decay} optimizer.name=SignSGD optimizer.lr={lr}"
+
+
+def signs(topk: int, chunk: int, decay: float, lr: float) -> str:
+    """demo with one bit a value."""
+    codec = f"scheme.topk={topk} scheme.chunk={chunk} scheme.precision=sign scheme.error=drop"
+    return f"scheme.name=demo {codec} scheme.decay={decay} optimizer.name=SignSGD optimizer.lr={lr}"
+
+
+def votes(period: int, decay: float, lr: float) -> str:
+    """random_sign at rate 1 / period."""
+    scheme = f"scheme.name=random_sign scheme.rate={1 / period} scheme.decay={decay}"
+    return f"{scheme} optimizer.name=SignSGD optimizer.lr={lr}"
+
+
+CHOSEN = {
+    "AdamW, full": adamw(3e-3),
+    "demo 4/64, fp32": dense(4e-3),
+    "demo 4/64, sign": signs(4, 64, 0.999, 4e-3),
+    "demo 1/64, sign": signs(1, 64, 0.95, 4e-3),
+    "demo 1/128, sign": signs(1, 128, 0.95, 4e-3),
+    "random_sign 1/4": votes(4, 0.9, 1e-2),
+    "random_sign 1/8": votes(8, 0.95, 2e-2),
+    "random_sign 1/16": votes(16, 0.95, 2e-2),
+}
+"""quick-lm at 2 replicas, at the rates that seed 0 chose."""
+
+
+VISION = {
+    "AdamW, full": adamw(1e-3),
+    "demo 1/64, sign": signs(1, 64, 0.95, 2e-3),
+    "random_sign 1/4": votes(4, 0.9, 1e-2),
+    "demo 4/64, sign": signs(4, 64, 0.95, 2e-3),
+}
+"""vit-fashion at 2 replicas."""
+
+LATE = "scheme.delay=1 scheme.lookahead={}"
+
+
+def grid() -> Iterator[Cell]:
+    """All runs, the most important first."""
+    yield from chosen(1, *list(CHOSEN)[:3])
+    yield from tuning()
+    yield from chosen(1, *CHOSEN)
+    yield from chosen(2, *CHOSEN)
+    for method, sets in VISION.items():
+        yield cell("vision", method, VIT, sets, 2, seed=1)
+    yield cell("vision", "random_sign 1/4", VIT, votes(4, 0.9, 3e-2), 2, seed=1)
+    for method in ("demo 1/64, sign", "random_sign 1/4"):
+        yield cell("replicas", method, QUICK, CHOSEN[method], 8, seed=1)
+        for ahead in ("false", "true"):
+            yield cell("late", method, QUICK, f"{CHOSEN[method]} {LATE.format(ahead)}", 2, seed=1)
+    yield from chosen(3, *CHOSEN)
+    yield cell("replicas", "demo 1/64, sign", QUICK, CHOSEN["demo 1/64, sign"], 32, seed=1)
+    yield cell("replicas", "random_sign 1/4", QUICK, CHOSEN["random_sign 1/4"], 32, seed=1)
+    for method in ("AdamW, full", "demo 1/64, sign", "random_sign 1/4"):
+        yield cell("long", method, QUICK, f"{CHOSEN[method]} train.steps=1200", 2, seed=1)
+
+
+def chosen(seed: int, *methods: str) -> Iterator[Cell]:
+    for method in methods:
+        yield cell("bytes", method, QUICK, CHOSEN[method], 2, seed)
+
+
+def tuning() -> Iterator[Cell]:
+    """Rates and decays on seed 0 at 2 replicas; those of AdamW and of demo in fp32 are in docs/log.md."""
+    for method, settings in {
+        "random_sign 1/8": [votes(8, 0.95, 2e-2), votes(8, 0.95, 1e-2), votes(8, 0.9, 2e-2)],
+        "random_sign 1/4": [votes(4, 0.9, 1e-2), votes(4, 0.9, 5e-3), votes(4, 0.95, 1e-2)],
+        "demo 1/128, sign": [signs(1, 128, 0.95, 4e-3), signs(1, 128, 0.95, 2e-3)],
+        "random_sign 1/16": [votes(16, 0.95, 2e-2), votes(16, 0.95, 4e-2)],
+        "demo 4/64, sign": [signs(4, 64, 0.95, 4e-3)],
+    }.items():
+        for sets in settings:
+            yield cell("tuning", method, QUICK, sets, 2, seed=0)
+
+
+def cell(study: str, method: str, recipe: str, sets: str, replicas: int, seed: int) -> Cell:
+    return Cell(study, method, recipe, tuple(sets.split()), replicas, TOTAL[recipe], seed)
+
+
+def run(cell: Cell) -> Row:
+    """The row of one run; `val_loss` None where the loss was lost."""
+    from detonation.cluster.virtual import play
+    from detonation.train.loop import NonFiniteLoss
+    from detonation.train.simulate import Simulation, configured, train_virtual, virtual
+
+    sets = (*cell.sets, "train.validate_every=0", f"seed={cell.seed}")
+    config = configured(Simulation(Path(cell.recipe), sets, cell.replicas, cell.total))
+    began = time.process_time()
+    try:
+        summary = play(lambda wire: train_virtual(virtual(config, wire)), cell.replicas)[0]
+    except NonFiniteLoss:
+        summary = {"val_loss": None}
+    kept = (
+        "val_loss",
+        "val_accuracy",
+        "train_loss",
+        "num_parameters",
+        "steps",
+        "bytes_sent_per_step",
+        "replicas_equal",
+    )
+    row = {key: summary[key] for key in kept if key in summary}
+    return {**dataclasses.asdict(cell), **row, "cpu_s": round(time.process_time() - began, 1)}
+
+
+def run_missing(path: Path, only: str, part: str, limit: int) -> None:
+    number, parts = map(int, part.split("/"))
+    wanted = {c.key: c for c in grid() if only in f"{c.study} {c.method} {c.recipe} {' '.join(c.sets)} R={c.replicas}"}
+    missing = [c for i, c in enumerate(wanted.values()) if i % parts == number and c.key not in rows(path)]
+    for left, cell in zip(range(len(missing), 0, -1), missing[:limit], strict=False):
+        row = run(cell)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(left, cell.study, " ".join(cell.sets), f"R={cell.replicas} seed={cell.seed}", row["val_loss"], flush=True)
+
+
+def rows(path: Path) -> dict[tuple[Any, ...], Row]:
+    """What was run already, by key."""
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r for r in found}
+
+
+def groups(found: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows that differ in their seed alone, by `keys`, in the order of the grid."""
+    together = defaultdict(list)
+    for row in found:
+        together[tuple(tuple(row[key]) if key == "sets" else row[key] for key in keys)].append(row)
+    return dict(together)
+
+
+def table(found: Sequence[Row]) -> str:
+    """Every setting as one line: mean, smallest and largest validation loss over its seeds, and bytes."""
+    lines = [
+        "| study | method | recipe | settings | replicas | seeds | val loss | min | max | accuracy "
+        "| bytes a parameter and step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (study, method, recipe, sets, replicas), same in groups(
+        found, "study", "method", "recipe", "sets", "replicas"
+    ).items():
+        said = " ".join(s.split(".", 1)[1] for s in sets)
+        seeds = " ".join(str(row["seed"]) for row in same)
+        cells = [study, method, Path(recipe).stem, said, str(replicas), seeds, *measured(same)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def measured(same: Sequence[Row]) -> list[str]:
+    """Loss, its smallest and largest, accuracy and bytes of one setting."""
+    losses = [row["val_loss"] for row in same]
+    if None in losses:
+        return ["diverged", "", "", "", ""]
+    accuracies = [row["val_accuracy"] for row in same if "val_accuracy" in row]
+    accuracy = f"{statistics.fmean(accuracies):.4f}" if accuracies else ""
+    loss = [f"{f(losses):.4f}" for f in (statistics.fmean, min, max)]
+    return [*loss, accuracy, f"{per_parameter(same[0]):.4f}"]
+
+
+def per_parameter(row: Row) -> float:
+    return float(row["bytes_sent_per_step"] / row["num_parameters"])
+
+
+def figure(found: Sequence[Row], path: Path) -> None:
+    """Loss against bytes: one point a method, mean over the seeds, with a bar from the best to the worst."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from detonation.report.figures import COLOURS
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 10}):
+        drawing = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = drawing.add_subplot()
+        judged = groups([r for r in found if r["study"] == "bytes"], "method")
+        for i, ((method,), same) in enumerate(judged.items()):
+            losses = [row["val_loss"] for row in same]
+            mean, colour = statistics.fmean(losses), COLOURS[i % len(COLOURS)]
+            bar = [[mean - min(losses)], [max(losses) - mean]]
+            x = per_parameter(same[0])
+            axes.errorbar([x], [mean], yerr=bar, fmt="os^D"[i // len(COLOURS)], color=colour, capsize=3, markersize=7)
+            axes.annotate(method, (x, mean), textcoords="offset points", xytext=(7, 5), fontsize=9)
+        full = [r["val_loss"] for r in found if r["study"] == "bytes" and r["method"] == "AdamW, full"]
+        axes.axhspan(min(full), max(full), color="0.9", zorder=0)
+        axes.set_xscale("log")
+        axes.set_xlim(0.004, 12)
+        axes.set_xlabel("bytes a parameter and step, sent by one of 2 replicas")
+        axes.set_ylabel("validation loss (nats a byte)")
+        axes.spines[["top", "right"]].set_visible(False)
+        drawing.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+        drawing.savefig(path.with_suffix(".png"), dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "table", "figure"])
+    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/frontier"), help="of the figure")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", default="", help="runs whose study, method, settings or R=number hold this text")
+    parser.add_argument("--part", default="0/1", help="every n-th of them, to share them between processes")
+    parser.add_argument("--limit", type=int, default=10**9, help="stop after so many")
+    args = parser.parse_args()
+    if args.action == "run":
+        run_missing(args.results, args.only, args.part, args.limit)
+        return
+    done, wanted = rows(args.results), {cell.key: cell for cell in grid()}
+    found = [{**done[key], **dataclasses.asdict(cell)} for key, cell in wanted.items() if key in done]
+    if args.action == "table":
+        print(table(found))
+    else:
+        figure(found, args.path)
+
+
+if __name__ == "__main__":
+    main()
