@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from detonation.cluster.mesh import same_weights as same_weights
     from detonation.cluster.mesh import shard as shard
     from detonation.cluster.verify import fingerprint as fingerprint
+    from detonation.core.checkpoint import TrainingState as TrainingState
     from detonation.core.checkpoint import load_replica_state as load_replica_state
     from detonation.core.checkpoint import replica_state as replica_state
     from detonation.core.gradient_schemes import demo as demo
@@ -42,7 +43,7 @@ _HOME = {
     "detonation.checkpoint.writer": ["Checkpoints", "save_checkpoint"],
     "detonation.cluster.mesh": ["init_mesh", "same_weights", "shard"],
     "detonation.cluster.verify": ["fingerprint"],
-    "detonation.core.checkpoint": ["load_replica_state", "replica_state"],
+    "detonation.core.checkpoint": ["TrainingState", "load_replica_state", "replica_state"],
     "detonation.core.replicate": ["Replicated", "replicate"],
     "detonation.core.gradient_schemes": [
         "demo", "distro", "full", "none", "random", "random_sign", "slicing", "striding",

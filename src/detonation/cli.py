@@ -106,6 +106,24 @@ class Report(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Verify(_Common):
+    """Say whether checkpoints are whole and replicas agree in them; exit code 1 where not."""
+
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
+    """A run directory, or one checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(_Common):
+    """Write the model of a run's newest whole checkpoint for transformers' from_pretrained."""
+
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
+    """A run directory, or one checkpoint."""
+    out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
+    """Where the model goes: a new or empty directory."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Fetch(_Common):
     """Bring data sets to this machine."""
 
@@ -123,6 +141,8 @@ _Verb = (
     | Annotated[Simulate, subcommand("simulate")]
     | Annotated[Probe, subcommand("probe")]
     | Annotated[Report, subcommand("report")]
+    | Annotated[Verify, subcommand("verify")]
+    | Annotated[Export, subcommand("export")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Env, subcommand("env")]
 )
@@ -160,7 +180,7 @@ def _run(verb: Any) -> int:
         return _explain(verb, error)
     if verb.json and result is not None:
         print(json.dumps(result))
-    return 0
+    return 1 if result is not None and result.get("good") is False else 0
 
 
 def _in_launched_world() -> bool:
@@ -230,6 +250,24 @@ def _report(verb: Report) -> dict[str, Any]:
     return {"report": str(path)}
 
 
+def _verify(verb: Verify) -> dict[str, Any]:
+    from detonation.checkpoint.verify import checkpoints, verify
+
+    verdicts = [verify(path) for path in checkpoints(verb.directory)]
+    for verdict in verdicts:
+        _say(verb, verdict.line())
+    found = [{"path": str(v.path), "good": v.good, "faults": v.faults, "differences": v.differences} for v in verdicts]
+    return {"good": all(verdict.good for verdict in verdicts), "checkpoints": found}
+
+
+def _export(verb: Export) -> dict[str, Any]:
+    from detonation.train.export import export
+
+    exported = export(verb.directory, verb.out)
+    _say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}")
+    return exported
+
+
 def _fetch(verb: Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
     from detonation.data.fetch import fetch
@@ -252,7 +290,16 @@ def _env(verb: Env) -> dict[str, Any]:
     return found
 
 
-_VERBS: dict[type, Any] = {Train: _train, Simulate: _simulate, Probe: _probe, Report: _report, Fetch: _fetch, Env: _env}
+_VERBS: dict[type, Any] = {
+    Train: _train,
+    Simulate: _simulate,
+    Probe: _probe,
+    Report: _report,
+    Verify: _verify,
+    Export: _export,
+    Fetch: _fetch,
+    Env: _env,
+}
 
 
 def _say(verb: _Common, line: str) -> None:

@@ -11,12 +11,10 @@ the replicas have moved from their anchor on average, which is the signal of the
 not told is the same for all replicas: it is put together in the coordinates of the parameters and dealt out again.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from detonation.checkpoint.saved import Saved, assembled
+from detonation.checkpoint.saved import Piece, Saved, assembled
 from detonation.checkpoint.snapshot import Box
 from detonation.core.channel import Channel
 from detonation.core.flat import Layout
@@ -56,9 +54,7 @@ class Elastic:
         parts = [self._of_shard(key, channel, shard) for shard in range(self._saved.manifest.shards)]
         return [assembled([part[name] for part in parts], box, key) for name, box in boxes.items()]
 
-    def _of_shard(
-        self, key: str, channel: Channel, shard: int
-    ) -> dict[str, tuple[Box, Callable[[tuple[slice, ...]], Tensor]]]:
+    def _of_shard(self, key: str, channel: Channel, shard: int) -> dict[str, Piece]:
         """What the owners among the replicas of one shard had not told, by parameter."""
         files = [self._saved.file(replica, shard) for replica in range(self._before)]
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
@@ -66,7 +62,8 @@ class Elastic:
         layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
         coefficients = torch.cat([file.tensor(key) for file in files])[: layout.rows]
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
-        return {name: (box, part.__getitem__) for (name, box), part in zip(boxes.items(), parts, strict=True)}
+        pieces = [Piece(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)]
+        return dict(zip(boxes, pieces, strict=True))
 
 
 def members(replica: int, before: int, now: int) -> range:

@@ -1,7 +1,8 @@
 """Saved: a checkpoint that was found whole, and the parts of its tensors on request."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from detonation.checkpoint.manifest import Manifest, Untrustworthy, file_name
+from detonation.checkpoint.shardfile import DTYPES
 from detonation.checkpoint.snapshot import Box, box_from
 
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _REST: dict[str, type] = {"boxes": dict, "wrapped": list, "on_host": list, "values": dict, "groups": list}
 
 
@@ -31,8 +34,16 @@ class Saved:
 
     def part(self, replica: int, key: str, box: Box) -> Tensor:
         """The part `box` of the tensor `key` of one replica, put together from its shards."""
-        pieces = [(file.boxes[key], file.slicer(key)) for file in self.shards(replica) if key in file.boxes]
-        return assembled(pieces, box, key)
+        return assembled([file.piece(key) for file in self.shards(replica) if key in file.boxes], box, key)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one shard has of a tensor; `read` reads a part of it."""
+
+    box: Box
+    dtype: torch.dtype
+    read: Callable[[tuple[slice, ...]], Tensor]
 
 
 class File:
@@ -63,30 +74,31 @@ class File:
         tensor: Tensor = self._file.get_tensor(key)
         return tensor
 
-    def slicer(self, key: str) -> Callable[[tuple[slice, ...]], Tensor]:
-        """What reads a part of the tensor `key`."""
-        if not self.boxes[key].shape or key not in self.keys:
-            return lambda part: self.tensor(key)[part]
+    def piece(self, key: str) -> Piece:
+        """What this rank had of the tensor `key`."""
+        box = self.boxes[key]
+        if not box.shape or key not in self.keys:
+            scalar = self.tensor(key)
+            return Piece(box, scalar.dtype, scalar.__getitem__)
         sliced = self._file.get_slice(key)
-        if tuple(sliced.get_shape()) != self.boxes[key].shape:
+        if tuple(sliced.get_shape()) != box.shape:
             raise Untrustworthy(f"{key} in {self._path.name} does not have the shape of its box")
-        return lambda part: sliced[part]
+        return Piece(box, _DTYPES[sliced.get_dtype()], sliced.__getitem__)
 
 
-def assembled(pieces: Iterable[tuple[Box, Callable[[tuple[slice, ...]], Tensor]]], box: Box, key: str) -> Tensor:
+def assembled(pieces: Sequence[Piece], box: Box, key: str) -> Tensor:
     """The part `box` of a tensor, of `pieces` that may overlap. Raises `ValueError` where they leave a gap."""
-    whole: Tensor | None = None
+    if not pieces:
+        raise ValueError(f"{key} is not in the checkpoint: it was written by another model, optimizer or scheme")
+    whole = torch.empty(box.shape, dtype=pieces[0].dtype)
     missing = torch.ones(box.shape, dtype=torch.bool)
-    for there, read in pieces:
-        if there.whole != box.whole:
-            raise ValueError(f"{key} was saved with shape {there.whole}, is {box.whole} here: another model")
-        part = there.overlap(box)
-        if part is None:
-            continue
-        values = read(there.within(part))
-        whole = torch.empty(box.shape, dtype=values.dtype) if whole is None else whole
-        whole[box.within(part)] = values
-        missing[box.within(part)] = False
+    for piece in pieces:
+        if piece.box.whole != box.whole:
+            raise ValueError(f"{key} was saved with shape {piece.box.whole}, is {box.whole} here: another model")
+        part = piece.box.overlap(box)
+        if part is not None:
+            whole[box.within(part)] = piece.read(piece.box.within(part))
+            missing[box.within(part)] = False
     if missing.any():
-        raise ValueError(f"{key} is not in the checkpoint, or not all of it: it was written by another model or scheme")
-    return torch.empty(box.shape) if whole is None else whole
+        raise ValueError(f"the shards in the checkpoint do not make all of {key}")
+    return whole

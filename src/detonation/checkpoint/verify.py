@@ -1,0 +1,109 @@
+"""Verify: are checkpoints on disk whole, and do the replicas in them hold the same. Needs no other process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from detonation.checkpoint import manifest, shelf
+from detonation.checkpoint.manifest import Manifest, Untrustworthy
+from detonation.checkpoint.saved import Saved
+from detonation.checkpoint.shardfile import fault
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one checkpoint: `faults` in words, none if it is whole; `differences` between replicas.
+
+    compared: how many tensors of each shard had to be equal on all replicas; 0 where they train alone.
+    """
+
+    path: Path
+    faults: list[str]
+    differences: list[str]
+    compared: int = 0
+
+    @property
+    def good(self) -> bool:
+        return not self.faults and not self.differences
+
+    def line(self) -> str:
+        """The verdict in words."""
+        if self.faults:
+            return f"{self.path}: not whole: {'; '.join(self.faults)}"
+        if self.differences:
+            return f"{self.path}: whole, but replicas differ: {'; '.join(self.differences)}"
+        equal = f"replicas equal in {self.compared} tensors a shard" if self.compared else "replicas train alone"
+        return f"{self.path}: whole, {equal}"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of a run directory, of a directory of checkpoints, or the one that `directory` is; newest first.
+
+    Raises `ValueError` where there are none.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}")
+    if (directory / manifest.NAME).exists():
+        return [directory]
+    found = shelf.candidates(directory) or shelf.candidates(directory / "checkpoints")
+    if not found:
+        raise ValueError(f"{directory} holds no checkpoint")
+    return found
+
+
+def verify(checkpoint: Path) -> Verdict:
+    """Checks every byte of `checkpoint`, and where replicas must agree compares them bitwise."""
+    try:
+        said = manifest.read(checkpoint)
+        named = shelf.step_of(checkpoint)
+        faults = [f"its name is not that of step {said.step}"] if named not in (-1, said.step) else []
+        faults += [found for name, file in said.files.items() if (found := fault(checkpoint / name, file))]
+        if faults:
+            return Verdict(checkpoint, faults, [])
+        differences, compared = _compare(Saved(checkpoint, said))
+    except Untrustworthy as error:
+        return Verdict(checkpoint, [str(error)], [])
+    return Verdict(checkpoint, [], differences, compared)
+
+
+def newest(directory: Path) -> tuple[Path, Manifest]:
+    """The newest checkpoint of `directory` of which every byte is right. Raises `ValueError` where none is."""
+    found = checkpoints(directory)
+    for path in found:
+        if not verify(path).faults:
+            return path, manifest.read(path)
+    raise ValueError(f"no checkpoint in {directory} is whole: {verify(found[0]).line()}")
+
+
+def _compare(saved: Saved) -> tuple[list[str], int]:
+    """Which tensors differ between replicas that should not, in words, and how many of a shard were compared."""
+    differences, compared = [], 0
+    for shard in range(saved.manifest.shards):
+        first = saved.file(0, shard)
+        keys = [key for key in first.keys if _shared(key, key in first.boxes, saved.manifest)]
+        compared = max(compared, len(keys))
+        for replica in range(1, saved.manifest.replicas):
+            other = saved.file(replica, shard)
+            if other.keys != first.keys:
+                raise Untrustworthy(f"replicas 0 and {replica} have other tensors")
+            odd = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
+            if odd:
+                more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+                differences.append(f"{odd[0]}{more} on replica {replica}, shard {shard} (compared with replica 0)")
+    return differences, compared
+
+
+def _shared(key: str, cut: bool, manifest: Manifest) -> bool:
+    """Whether all replicas must hold the same under `key` after any step."""
+    if manifest.alike:
+        return key.startswith("optimizer.") or (key.startswith("model.") and cut)
+    one_level = len(manifest.levels) == 1  # the anchors of an inner level agree within one tier of the network only
+    return one_level and key.startswith("replica.") and key.split(".")[2] in ("anchor", "momentum_buffer", "arriving")
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Bit for bit."""
+    same = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return same and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))

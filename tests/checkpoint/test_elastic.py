@@ -1,0 +1,156 @@
+"""Elastic: another number of shards or replicas. Weights exact, and what the replicas would still tell is kept."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import detonation as dt
+import worlds
+from detonation.checkpoint.elastic import members
+from detonation.core.flat import local
+from zoo import SCHEMES, Menagerie, Plain, batch, built
+
+CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
+"""Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
+CHOSEN = ["full", "demo", "demo-owner", "random-sign-owner", "random-late", "sparseloco", "streaming", "diloco"]
+
+
+def start(mesh, scheme, kind):
+    model = dt.shard(built(kind), mesh)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, dt.replicate(base, model, mesh["replicate"], scheme)
+
+
+def advance(model, optimizer, steps, width):
+    for step in steps:
+        model(batch(dist.get_rank(), step, width)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(parameter, tensor):
+    """A tensor that is cut as `parameter`, whole, in float64."""
+    if local(parameter) is parameter:
+        return tensor.double()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    made = type(parameter.data).from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+    return made.full_tensor().double()
+
+
+def held(mesh, model, optimizer):
+    """What must survive: the mean over the replicas of weights, moments, and what is untold, each whole."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[f"weight {name}"] = whole(parameter, local(parameter.detach()))
+        for key, value in optimizer.base.state.get(parameter, {}).items():
+            found[f"{key} {name}"] = whole(parameter, local(value)) if value.ndim else value.double()
+    for level, replicator in enumerate(optimizer.set_up()):
+        channel, state = replicator.channel, replicator.private().named()
+        owned = untold_by_owners(channel, state["owned"]) if "owned" in state else [0] * len(channel.layout.slots)
+        for slot, rest in zip(channel.layout.slots, owned, strict=True):
+            parameter = model.get_parameter(slot.name)
+            for kind in ("residual", "anchor", "momentum_buffer", "update0", "update1", "arriving"):
+                if f"{kind}.{slot.name}" in state:
+                    tensor = state[f"{kind}.{slot.name}"]
+                    found[f"{level}.{kind} {slot.name}"] = whole(
+                        parameter, tensor + rest if kind == "residual" else tensor
+                    )
+    group = mesh.get_group("replicate")
+    for tensor in found.values():
+        dist.all_reduce(tensor, group=group)
+        tensor /= mesh["replicate"].size()
+    return found
+
+
+def untold_by_owners(channel, mine):
+    """In the coordinates of the parameters, what all owners together have not told."""
+    everyone = [torch.empty_like(mine) for _ in range(channel.link.replicas)]
+    dist.all_gather(everyone, mine, group=channel.link._wire._group)
+    rows = torch.cat(everyone)[: channel.layout.rows]
+    return channel.layout.parts(channel.engine.codec.basis.inverse(rows))
+
+
+def one_world(mesh, folder, names, kind, width, turn):
+    """Loads what the world before saved, compares with what it held, trains on and saves."""
+    differ = {}
+    for name in names:
+        model, optimizer = start(mesh, SCHEMES[name], kind)
+        if turn:
+            loaded = dt.load_checkpoint(f"{folder}/{name}", model, optimizer)
+            assert loaded.step == 4 * turn and f"to {mesh.size(0)} x {mesh.size(1)}" in loaded.merged
+            before = torch.load(f"{folder}/{name}.held", weights_only=True)
+            differ[name] = apart(before, held(mesh, model, optimizer))
+        advance(model, optimizer, range(4 * turn, 4 * turn + 4), width)
+        now = held(mesh, model, optimizer)
+        dt.save_checkpoint(f"{folder}/{name}", model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(now, f"{folder}/{name}.held")
+    return differ
+
+
+def apart(before, now):
+    """The largest difference of each kind, as a share of the norm."""
+    assert before.keys() == now.keys()
+    shares = {}
+    for key, tensor in before.items():
+        kind = key.split()[0]
+        share = float((tensor - now[key]).norm() / tensor.norm().clamp(min=1e-30))
+        shares[kind] = max(share, shares.get(kind, 0.0))
+    return shares
+
+
+def exactly(name, kind):
+    """Whether replicas agree on it bitwise between any two steps, so that not a bit may change."""
+    private = SCHEMES[name].signal == "parameters"
+    return not (kind.endswith("residual") or (private and kind in ("weight", "exp_avg", "exp_avg_sq")))
+
+
+@pytest.mark.parametrize(("kind", "width"), [(Plain, 32), (Menagerie, 257)], ids=["plain", "awkward"])
+def test_shards_and_replicas_come_and_go_and_nothing_untold_is_lost(tmp_path, kind, width):
+    names = CHOSEN if kind is Plain else ["demo-owner"]
+    for turn, (replicas, shards) in enumerate(CHAIN):
+        for rank in worlds.run(one_world, replicas, shards, tmp_path, names, kind, width, turn):
+            for name, shares in rank.items():
+                wrong = {k: s for k, s in shares.items() if s > (0 if exactly(name, k) else 1e-6)}
+                assert not wrong, f"{name} in a world of {replicas} x {shards}"
+
+
+def private(mesh, folder):
+    """The memory of each replica: saved by 2, and loaded by 3."""
+    model, optimizer = start(mesh, dt.demo(topk=4, chunk=16), Plain)
+    if mesh.size(0) == 2:
+        advance(model, optimizer, range(3), 32)
+        dt.save_checkpoint(folder, model, optimizer)
+    else:
+        dt.load_checkpoint(folder, model, optimizer)
+    return {k: v.tolist() for k, v in optimizer.replica_state().items() if "residual" in k}
+
+
+def test_a_joiner_starts_with_zero_and_the_others_make_up_for_it(tmp_path):
+    two, three = worlds.run(private, 2, 1, tmp_path), worlds.run(private, 3, 1, tmp_path)
+    for key in two[0]:
+        before, after = ([torch.tensor(rank[key]) for rank in world] for world in (two, three))
+        assert torch.equal(after[2], torch.zeros_like(after[2]))
+        torch.testing.assert_close(after[:2], [tensor * 3 / 2 for tensor in before], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("before", range(1, 8))
+@pytest.mark.parametrize("now", range(1, 8))
+def test_every_memory_goes_to_exactly_one_replica(before, now):
+    assert sorted(i for j in range(now) for i in members(j, before, now)) == list(range(before))
+
+
+def alone(mesh, folder):
+    model, optimizer = start(mesh, dt.none(), Plain)
+    if mesh.size(0) == 2:
+        return str(dt.save_checkpoint(folder, model, optimizer))
+    try:
+        dt.load_checkpoint(folder, model, optimizer)
+    except ValueError as error:
+        return str(error)
+
+
+def test_replicas_without_an_exchange_cannot_be_merged(tmp_path):
+    worlds.run(alone, 2, 1, tmp_path)
+    (line,) = worlds.run(alone, 1, 1, tmp_path)
+    assert "is of 2 replicas, not 1: without an exchange they have nothing in common to go on from" in line
