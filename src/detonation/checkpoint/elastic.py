@@ -16,8 +16,10 @@ from torch import Tensor
 
 from detonation.checkpoint.saved import Piece, Saved, assembled
 from detonation.checkpoint.snapshot import Box
+from detonation.core.buckets import run
 from detonation.core.channel import Channel
 from detonation.core.flat import Layout
+from detonation.core.owners import Owners
 from detonation.core.place import Place
 
 
@@ -60,7 +62,8 @@ class Elastic:
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
         shapes = {name: box.shape for name, box in boxes.items()}
         layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
-        coefficients = torch.cat([file.tensor(key) for file in files])[: layout.rows]
+        owners = Owners(layout.rows, self._before, run(channel.engine.codec))
+        coefficients = owners.collect([file.tensor(key) for file in files])
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
         pieces = [Piece(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)]
         return dict(zip(boxes, pieces, strict=True))
@@ -89,9 +92,9 @@ def mean(tensors: list[Tensor], key: str) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
 
-def owners_share(pieces: list[Tensor], channel: Channel, like: Tensor) -> Tensor:
-    """This replica's rows of what the owners have not told, shaped as `like`."""  # [owned rows, chunk]
-    flat = channel.engine.codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
-    padded = torch.zeros(len(like) * channel.link.replicas, like.shape[1])
-    padded[: len(flat)] = flat
-    return padded.tensor_split(channel.link.replicas)[channel.link.replica]
+def owners_share(pieces: list[Tensor], channel: Channel) -> Tensor:
+    """This replica's rows of what the owners have not told."""  # [owned, chunk]
+    codec = channel.engine.codec
+    flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
+    owners = Owners(len(flat), channel.link.replicas, run(codec))
+    return owners.deal(flat, flat.new_zeros(flat.shape[1]))[channel.link.replica]

@@ -139,7 +139,7 @@ def _private_elastic(source: Elastic, optimizer: Replicated, boxes: dict[str, Bo
                 state[key] = _fitting(where, tensor, source.agreed(where, mine.get(name)))
         owned = source.owned(f"replica.{level}.{OWNED}", channel, mine)
         if owned is not None and OWNED in state:
-            state[OWNED] = owners_share(owned, channel, state[OWNED])
+            state[OWNED] = owners_share(owned, channel)
         elif owned is not None and channel.memory is not None:
             for name, piece in zip(mine, owned, strict=True):
                 state[f"{MEMORY}.{name}"] += piece
