@@ -11,6 +11,7 @@ from detonation.cluster.failure import Failure, WorldError, by_exception
 from detonation.cluster.join import Place, join, leave
 from detonation.cluster.meet import keep_to_one_interface
 from detonation.cluster.pulse import Pulse
+from detonation.cluster.signals import stoppable
 
 T = TypeVar("T")
 
@@ -32,11 +33,12 @@ def run_launched(
     die_with_agent(os.environ)
     keep_to_one_interface(os.environ, place.world_size == place.local_world_size, interface)
     pulse = join(place, end)
-    try:
-        result = function()
-        leave()
-    except Exception as error:
-        raise _first_told(pulse, by_exception(place.rank, error), place.world_size) from error
+    with stoppable():  # also while a failure is told: torchrun asks the others to stop as soon as one rank ends
+        try:
+            result = function()
+            leave()
+        except Exception as error:
+            raise _first_told(pulse, by_exception(place.rank, error), place.world_size) from error
     return result
 
 

@@ -33,13 +33,20 @@ class Stop:
             self._since, self.number = now, number
 
 
+_stop: Stop | None = None
+
+
 @contextmanager
 def stoppable() -> Iterator[Stop]:
     """Within it SIGTERM and SIGUSR1 are noted in what it yields; a second one ends the process with 128 + its number.
 
-    So does Ctrl-C, unless it was ignored before. Only the main thread may enter.
+    So does Ctrl-C, unless it was ignored before. Only the main thread may enter; within another one it is that one.
     """
-    stop = Stop()
+    global _stop
+    if _stop is not None:
+        yield _stop
+        return
+    _stop = stop = Stop()
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     # Python runs handlers between two of its own instructions, and a rank may wait inside the network library for
@@ -53,6 +60,7 @@ def stoppable() -> Iterator[Stop]:
     try:
         yield stop
     finally:
+        _stop = None
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(descriptor)
