@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.core.channel import Channel
 from detonation.core.flat import digest, local
 from detonation.core.gradient_replicator import GradientReplicator
+from detonation.core.lanes import ways
 from detonation.core.link import Link
 from detonation.core.parameter_replicator import ParameterReplicator
 from detonation.core.replicator import Replicator
@@ -21,40 +23,51 @@ Level = tuple[Axis, Scheme]
 
 
 def build(
-    parameters: Mapping[str, Tensor], base: Optimizer, levels: Sequence[Level], seed: int, kernels: bool
+    parameters: Mapping[str, Tensor],
+    base: Optimizer,
+    levels: Sequence[Level],
+    lanes: DeviceMesh | None,
+    seed: int,
+    kernels: bool,
 ) -> list[Replicator]:
     """The replicators of all levels, over the local shards of `parameters`: one a level, or one a fragment of it.
 
+    With `lanes` there may be two of each: for parameters that the lanes hold shards of, and for those held whole.
     Raises `LargerThanDense` where a scheme would send more than full synchronisation.
     """
     device = _device(parameters)
     replicators: list[Replicator] = []
     for axis, scheme in levels:
-        link = Link(axis)
-        whole = scheme.codec.layout({n: local(p).shape for n, p in parameters.items()})
-        check(scheme, whole, link.replicas)
-        for fragment, round in enumerate(scheme.rounds):
-            layout = whole.fragment(fragment, scheme.fragments)
-            mine = {slot.name: parameters[slot.name] for slot in layout.slots}
-            channel = Channel(scheme, layout, link, device, seed, kernels)
-            if scheme.outer is None:
-                replicators.append(GradientReplicator(mine, channel, base, scheme))
-            else:
-                replicators.append(ParameterReplicator(mine, channel, scheme, round))
+        for group, share in ways(parameters, lanes):
+            link = Link(axis, lanes if share > 1 else None)
+            whole = scheme.codec.layout({n: local(p).shape for n, p in group.items()})
+            check(scheme, whole, link.replicas, link.lanes)
+            for fragment in range(scheme.fragments):
+                layout = whole.fragment(fragment, scheme.fragments)
+                mine = {slot.name: group[slot.name] for slot in layout.slots}
+                channel = Channel(scheme, layout, link, device, seed, kernels)
+                replicators.append(_replicator(mine, channel, base, fragment))
     return replicators
 
 
-def compare(replicators: Sequence[Replicator], levels: Sequence[Level], seed: int) -> None:
+def _replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int) -> Replicator:
+    scheme = channel.scheme
+    if scheme.outer is None:
+        return GradientReplicator(parameters, channel, base, scheme)
+    return ParameterReplicator(parameters, channel, scheme, scheme.rounds[fragment])
+
+
+def compare(replicators: Sequence[Replicator], seed: int) -> None:
     """Raises `Mismatch` on all replicas where one differs in what must be the same, and names it. Collective."""
-    schemes = [scheme for _, scheme in levels for _ in range(scheme.fragments)]
-    for replicator, scheme in zip(replicators, schemes, strict=True):
-        replicator.channel.link.agree(_description(scheme, replicator, seed), replicator.channel.device)
+    for replicator in replicators:
+        replicator.channel.link.agree(_description(replicator, seed), replicator.channel.device)
 
 
-def _description(scheme: Scheme, replicator: Replicator, seed: int) -> dict[str, str]:
+def _description(replicator: Replicator, seed: int) -> dict[str, str]:
     """All that must be the same, by the name that an error shall use."""
     from detonation import __version__
 
+    scheme = replicator.channel.scheme
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
     settings |= {"scheme": scheme.name, "seed": str(seed), "kernel": replicator.channel.engine.name}
     settings |= {name: str(value) for name, value in scheme.arguments.items()}

@@ -82,7 +82,7 @@ class Channel:
     def __init__(
         self, scheme: Scheme, layout: Layout, link: Link, device: torch.device, seed: int, kernels: bool = True
     ) -> None:
-        self.layout, self.link, self.device = layout, link, device
+        self.scheme, self.layout, self.link, self.device = scheme, layout, link, device
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
         self.exchange = exchange_for(scheme, link, layout.rows, device)

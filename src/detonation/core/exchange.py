@@ -154,7 +154,7 @@ class Owned:
 
 def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device) -> Exchange:
     """The exchange that the arithmetic of traffic chooses, or the scheme says."""
-    chosen = kind(scheme, rows, link.replicas)
+    chosen = kind(scheme, rows, link.replicas, link.lanes)
     if chosen == "all-reduce":
         return Reduced(scheme.codec, link)
     if chosen == "all-gather":

@@ -3,12 +3,14 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.traffic import sent
+from detonation.core.lanes import Laned
+from detonation.core.traffic import sent, share
 from detonation.core.wire import Axis, Group, Wire
 
 
@@ -19,14 +21,18 @@ class Mismatch(ValueError):
 class Link:
     """The replicas along one mesh axis, as one of them sees it.
 
-    bytes_sent: what this rank has handed to the network for the others, by the arithmetic of ring collectives.
+    lanes: the axis inside the node, where all its ranks have the same to say: each then carries a part of it.
+    bytes_sent: what this rank has handed to the network for the others, by the arithmetic of ring collectives; over
+    the axis itself, not to its lanes.
     waited_s: for how long it has stood still because an exchange was not over. Over a network library that waits on
     the device (NCCL) the host does not stand still, and what the device waits for is not in it.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self._wire: Wire = Group(axis) if isinstance(axis, DeviceMesh) else axis
-        self.replicas, self.replica = self._wire.size(), self._wire.replica
+    def __init__(self, axis: Axis, lanes: Axis | None = None) -> None:
+        slow, self._fast = _wire(axis), None if lanes is None else _wire(lanes)
+        self._slow, self._wire = slow, slow if self._fast is None else Laned(slow, self._fast)
+        self.replicas, self.replica = slow.size(), slow.replica
+        self.lanes = 1 if self._fast is None else self._fast.size()
         self.bytes_sent = 0
         self.waited_s = 0.0
 
@@ -35,7 +41,7 @@ class Link:
 
         `values` belongs to the link from here on.
         """
-        self.bytes_sent += sent("all-reduce", values.nbytes, self.replicas)
+        self.bytes_sent += sent("all-reduce", share(values.nbytes, self.lanes, values.itemsize), self.replicas)
         return self._timed(self._wire.reduce(values))
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[list[Tensor]]]:
@@ -44,7 +50,7 @@ class Link:
         The shapes and types of `parts` must be the same on all replicas.
         """
         mine = _bytes(parts)
-        self.bytes_sent += sent("all-gather", len(mine), self.replicas)
+        self.bytes_sent += sent("all-gather", share(len(mine), self.lanes), self.replicas)
         arrived = self._timed(self._wire.gather(mine))
         return lambda: [_unpack(row, parts) for row in arrived()]
 
@@ -54,22 +60,25 @@ class Link:
         The shapes and types must be the same for all slices and replicas.
         """
         mine = torch.cat([_bytes(parts) for parts in slices])
-        self.bytes_sent += len(mine) // self.replicas * (self.replicas - 1)
+        self.bytes_sent += share(len(mine) // self.replicas, self.lanes) * (self.replicas - 1)
         arrived = self._timed(self._wire.swap(mine))
         return lambda: [_unpack(row, slices[0]) for row in arrived()]
 
     def agree(self, description: Mapping[str, str], device: torch.device) -> None:
-        """Raises `Mismatch` on every replica where their descriptions differ, naming what does. Not counted as sent.
+        """Raises `Mismatch` on every rank where descriptions differ, naming what does. Not counted as sent.
+
+        All lanes of a replica must describe the same, too.
 
         Messages of different sizes would end the receiver's process inside the network library, so this comes before
         the first of them, in messages of a size that all know.
         """
-        mine = json.dumps(description).encode()
-        sizes = self._gather_bytes(len(mine).to_bytes(8, "big"), device)
-        longest = max(int.from_bytes(size, "big") for size in sizes)
-        texts = self._gather_bytes(mine.ljust(longest), device)
-        described = [json.loads(text) for text in texts]
-        differences = [d for other in range(1, self.replicas) for d in _differences(described, other)]
+        lanes = [dict(description)] if self._fast is None else _told(self._fast, description, device)
+        ranks = [
+            (f"replica {replica}" if self._fast is None else f"replica {replica} lane {lane}", described)
+            for replica, theirs in enumerate(_told(self._slow, lanes, device))
+            for lane, described in enumerate(theirs)
+        ]
+        differences = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
         if differences:
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             remedy = ". Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
@@ -84,12 +93,22 @@ class Link:
 
         return timed
 
-    def _gather_bytes(self, content: bytes, device: torch.device) -> list[bytes]:
-        counted, waited = self.bytes_sent, self.waited_s
-        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        rows = self.gather([buffer])()
-        self.bytes_sent, self.waited_s = counted, waited
-        return [bytes(row[0].tolist()) for row in rows]
+
+def _wire(axis: Axis) -> Wire:
+    return Group(axis) if isinstance(axis, DeviceMesh) else axis
+
+
+def _told(wire: Wire, value: Any, device: torch.device) -> list[Any]:
+    """Everyone's `value` (of JSON), in messages of sizes that all know."""
+
+    def gather(content: bytes) -> list[bytes]:
+        rows = wire.gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))()
+        return [bytes(row.tolist()) for row in rows]
+
+    mine = json.dumps(value).encode()
+    sizes = gather(len(mine).to_bytes(8, "big"))
+    longest = max(int.from_bytes(size, "big") for size in sizes)
+    return [json.loads(text) for text in gather(mine.ljust(longest))]
 
 
 def _bytes(parts: Sequence[Tensor]) -> Tensor:
@@ -105,10 +124,10 @@ def _unpack(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-def _differences(described: Sequence[Mapping[str, str]], other: int) -> list[str]:
-    first, second = described[0], described[other]
+def _differences(one: tuple[str, Mapping[str, str]], other: tuple[str, Mapping[str, str]]) -> list[str]:
+    (first, mine), (second, theirs) = one, other
     return [
-        f"replica {other} has {key}={second.get(key, 'nothing')}, replica 0 has {key}={first.get(key, 'nothing')}"
-        for key in dict.fromkeys([*first, *second])
-        if first.get(key) != second.get(key)
+        f"{second} has {key}={theirs.get(key, 'nothing')}, {first} has {key}={mine.get(key, 'nothing')}"
+        for key in dict.fromkeys([*mine, *theirs])
+        if mine.get(key) != theirs.get(key)
     ]

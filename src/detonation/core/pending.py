@@ -63,14 +63,17 @@ class LookAhead:
 
 
 def apply(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: Optimizer, layout: Layout) -> None:
-    """Lets `base` step on each update; gradients stay as they were: a backward pass may come next, and would add."""
-    kept = [parameter.grad for parameter in parameters.values()]
-    for parameter in parameters.values():
+    """Lets `base` step on each update, of `parameters` alone: those of another replicator have gradients not due yet.
+
+    All gradients stay as they were: a backward pass may come next, and would add.
+    """
+    kept = [(p, p.grad) for group in base.param_groups for p in group["params"]]
+    for parameter, _ in kept:
         parameter.grad = None
     for update in updates:
         copy(gradients(parameters), layout.parts(update))
         base.step()
-    for parameter, gradient in zip(parameters.values(), kept, strict=True):
+    for parameter, gradient in kept:
         parameter.grad = gradient
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
 from detonation.core.flat import local
 from detonation.core.gradient_replicator import GradientReplicator
+from detonation.core.lanes import ways
 from detonation.core.link import Link
 from detonation.core.place import Place, alike, place_of
 from detonation.core.replicator import Replicator
@@ -26,6 +28,7 @@ def replicate(
     scheme: Scheme | None = None,
     *,
     levels: Sequence[Level] | None = None,
+    lanes: DeviceMesh | None = None,
     seed: int = 0,
     kernels: bool = True,
 ) -> "Replicated":
@@ -38,6 +41,9 @@ def replicate(
 
     levels: instead of axis and scheme, a list of (axis, scheme) from the innermost tier of the network to the
     outermost; the output of one level is the signal of the next. Levels of gradients come before levels of parameters.
+    lanes: the axis inside the node, such as mesh["shard"], where some parameters are held whole by each of its ranks
+    (not sharded, or replicated DTensors) and their gradients are made equal there (by DDP, or as DTensors). Each rank
+    then carries its part of what they have to say, so that it crosses `axis` once a node; sharded ones go as ever.
     seed: of the random selections; the same on all replicas. kernels: use compiled ones where they can be built (g++);
     they round differently, so all replicas must, or none.
 
@@ -51,17 +57,25 @@ def replicate(
         levels = [(axis, scheme)]
     elif axis is not None or scheme is not None:
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
-    return Replicated(optimizer, model, levels, seed, kernels)
+    return Replicated(optimizer, model, levels, lanes, seed, kernels)
 
 
 class Replicated(Optimizer):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`."""
 
-    def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], seed: int, kernels: bool) -> None:
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        levels: Sequence[Level],
+        lanes: DeviceMesh | None,
+        seed: int,
+        kernels: bool,
+    ) -> None:
         _check(base, levels)
         self.base, self.levels = base, tuple(levels)
         self.step_count = 0
-        self._model, self.seed, self._kernels = model, seed, kernels
+        self._model, self._lanes, self.seed, self._kernels = model, lanes, seed, kernels
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
@@ -92,8 +106,8 @@ class Replicated(Optimizer):
     @property
     def dense_bytes(self) -> int:
         """Bytes that this rank would send in one step of full fp32 synchronisation."""
-        numel = sum(local(parameter).numel() for parameter in self._parameters().values())
-        return sum(dense_bytes(numel, axis.size()) for axis, _ in self.levels)
+        numels = [(sum(local(p).numel() for p in way.values()), n) for way, n in ways(self._parameters(), self._lanes)]
+        return sum(dense_bytes(numel, axis.size(), lanes) for axis, _ in self.levels for numel, lanes in numels)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -235,7 +249,7 @@ class Replicated(Optimizer):
         """Goes on after `step` steps, the state of all that was `built` having been replaced. Collective."""
         self.step_count = step
         if self._replicators is not None:
-            compare(self._replicators, self._active(), self.seed)
+            compare(self._replicators, self.seed)
             for replicator in self._replicators:
                 replicator.ahead()
 
@@ -246,14 +260,16 @@ class Replicated(Optimizer):
         The first step does it otherwise: not earlier, because the parameters may still be swapped for sharded ones.
         """
         if self._replicators is None:
-            compare(self.built(), self._active(), self.seed)
+            compare(self.built(), self.seed)
         return self.built()
 
     @torch.no_grad()
     def built(self) -> list[Replicator]:
         """The levels, made where they are not yet; the replicas are not compared."""
         if self._replicators is None:
-            self._replicators = build(self._parameters(), self.base, self._active(), self.seed, self._kernels)
+            self._replicators = build(
+                self._parameters(), self.base, self._active(), self._lanes, self.seed, self._kernels
+            )
         return self._replicators
 
     def _refuse_overlap(self) -> None:

@@ -13,7 +13,7 @@ class LargerThanDense(ValueError):
     """A scheme would send more than the full synchronisation that it replaces."""
 
 
-def kind(scheme: Scheme, rows: int, replicas: int) -> Kind:
+def kind(scheme: Scheme, rows: int, replicas: int, lanes: int = 1) -> Kind:
     """The exchange that the scheme asks for or, where it leaves it open, the one that sends least.
 
     An all-reduce where the network may add messages up. Otherwise everyone's message to everyone, or, once that is
@@ -23,18 +23,29 @@ def kind(scheme: Scheme, rows: int, replicas: int) -> Kind:
         return scheme.link
     if scheme.codec.summable and scheme.combine == "replicas":
         return "all-reduce"
-    gathered, owned = (exchanged(k, scheme.codec, rows, replicas) for k in ("all-gather", "owner"))
+    gathered, owned = (exchanged(k, scheme.codec, rows, replicas, lanes) for k in ("all-gather", "owner"))
     return "owner" if owned < gathered else "all-gather"
 
 
-def exchanged(kind: Kind, codec: Codec, rows: int, replicas: int) -> int:
+def exchanged(kind: Kind, codec: Codec, rows: int, replicas: int, lanes: int = 1) -> int:
     """Bytes that one of `replicas` sends when all tell of `rows` rows, on a ring.
 
     all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners twice R - 1 slices of rows / R.
+    Where the ranks of a node are `lanes` of one message, n is the share of each.
     """
     if kind == "owner":
-        return 2 * (replicas - 1) * codec.nbytes(-(-rows // replicas))
-    return sent(kind, codec.nbytes(rows), replicas)
+        return 2 * (replicas - 1) * share(codec.nbytes(-(-rows // replicas)), lanes)
+    unit = codec.precision.nbytes(1, 1) if kind == "all-reduce" else 1
+    return sent(kind, share(codec.nbytes(rows), lanes, unit), replicas)
+
+
+def share(nbytes: int, lanes: int, unit: int = 1) -> int:
+    """Bytes of a message that each of its `lanes` carries, in whole numbers of `unit` bytes.
+
+    >>> share(10, 4), share(12, 2, unit=4)
+    (3, 8)
+    """
+    return unit * -(-nbytes // unit // lanes)
 
 
 def sent(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas: int) -> int:
@@ -47,29 +58,29 @@ def sent(kind: Literal["all-reduce", "all-gather"], nbytes: int, replicas: int) 
     return -(-copies * nbytes // replicas)
 
 
-def dense_bytes(numel: int, replicas: int) -> int:
+def dense_bytes(numel: int, replicas: int, lanes: int = 1) -> int:
     """Bytes that one rank sends in an all-reduce of `numel` fp32 gradients."""
-    return sent("all-reduce", 4 * numel, replicas)
+    return sent("all-reduce", share(4 * numel, lanes, unit=4), replicas)
 
 
-def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int) -> int:
+def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int, lanes: int = 1) -> int:
     """Bytes that one rank sends at `step` (from 0): exactly what its link will count. `layout` is of all parameters."""
     if scheme.signal == "nothing":
         return 0
     ending = [i for i, round in enumerate(scheme.rounds) if round.ends(step)]
-    return sum(message_bytes(scheme, layout.fragment(i, scheme.fragments), replicas) for i in ending)
+    return sum(message_bytes(scheme, layout.fragment(i, scheme.fragments), replicas, lanes) for i in ending)
 
 
-def message_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
+def message_bytes(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`."""
-    return exchanged(kind(scheme, layout.rows, replicas), scheme.codec, layout.rows, replicas)
+    return exchanged(kind(scheme, layout.rows, replicas, lanes), scheme.codec, layout.rows, replicas, lanes)
 
 
-def check(scheme: Scheme, layout: Layout, replicas: int) -> None:
+def check(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1) -> None:
     """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation."""
     fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
-    ours = sum(message_bytes(scheme, fragment, replicas) for fragment in fragments) / scheme.round.every
-    dense = dense_bytes(layout.numel, replicas)
+    ours = sum(message_bytes(scheme, fragment, replicas, lanes) for fragment in fragments) / scheme.round.every
+    dense = dense_bytes(layout.numel, replicas, lanes)
     if ours > dense:
         raise LargerThanDense(
             f"{scheme.name} with {spelled(scheme)} would send {ours:,.0f} bytes a step over {replicas} replicas, full "
