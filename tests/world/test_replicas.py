@@ -131,9 +131,10 @@ class Projections(nn.Module):
         return ((x @ self.up.T).tanh() @ self.down.T * self.scale).square().mean(1).full_tensor()
 
 
-def tensor_parallel(mesh):
+def tensor_parallel(mesh, laned):
     model = Projections(mesh["shard"])
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full())
+    lanes = mesh["shard"] if laned else None
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full(), lanes=lanes)
     train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
     whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     plain = Projections(init_single())
@@ -144,7 +145,7 @@ def tensor_parallel(mesh):
         reference.zero_grad()
     for name, p in plain.named_parameters():
         torch.testing.assert_close(whole[name], p.full_tensor().detach(), atol=1e-6, rtol=1e-5)
-    return dt.fingerprint(model, mesh)[1]
+    return dt.fingerprint(model, mesh)[1], optimizer.bytes_sent
 
 
 def init_single() -> DeviceMesh:
@@ -154,8 +155,11 @@ def init_single() -> DeviceMesh:
     return DeviceMesh.from_group(groups[rank], "cpu", mesh=torch.tensor([rank]))
 
 
-def test_tensor_parallel_parameters_train_as_one_model():
-    assert all(worlds.run(tensor_parallel, 2, 2))
+@pytest.mark.parametrize("laned", [False, True])
+def test_tensor_parallel_parameters_train_as_one_model(laned):
+    """Each shard sends its half of two matrices of 2,048, and of the scale of 32, which both hold whole, all or half."""
+    sent = 4 * STEPS * (1024 + 1024 + (16 if laned else 32))
+    assert worlds.run(tensor_parallel, 2, 2, laned) == [(True, sent)] * 4
 
 
 def levels(mesh, schemes):
