@@ -12,7 +12,7 @@ from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
 """Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
-CHOSEN = ["full", "demo", "demo-owner", "random-sign-owner", "random-late", "sparseloco", "streaming", "diloco"]
+CHOSEN = ["full", "demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming", "diloco"]
 
 
 def start(mesh, scheme, kind):

@@ -1,11 +1,13 @@
 """Shelf: the directory in which a run keeps its newest checkpoints. One process changes it."""
 
+import logging
 import re
 from pathlib import Path
 
 from detonation.checkpoint import disk
 from detonation.checkpoint.manifest import NAME, Manifest
 
+_log = logging.getLogger("detonation")
 _NAME = re.compile(r"step-(\d{6,15})|\.step-(\d{6,15})\.part")
 
 
@@ -58,8 +60,11 @@ def finish(directory: Path, manifest: Manifest, keep: int) -> Path:
     disk.write(unfinished, [memoryview(manifest.dumps().encode())])
     disk.rename(unfinished, place / NAME)
     _name(place, target)
-    for old in [path for path in candidates(directory) if step_of(path) <= manifest.step][keep:]:
-        disk.remove(_aside(old))
+    try:
+        for old in [path for path in candidates(directory) if step_of(path) <= manifest.step][keep:]:
+            disk.remove(_aside(old))
+    except OSError as error:  # the new one is whole all the same
+        _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
     return target
 
 

@@ -57,7 +57,7 @@ class Checkpoints:
         Raises `ValueError` where the state holds what a checkpoint cannot.
         """
         self._finish()
-        if self._group is None:
+        if self._group is None and dist.get_world_size() > 1:
             # collectives of the writing thread must not mix with those of training
             self._group = dist.new_group(backend="gloo")
         job = _job(self._model, self._optimizer, extra)
@@ -128,9 +128,10 @@ class Checkpoints:
         free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
         if dist.get_rank() == 0:
             _attempt(lambda: shelf.abandon(self.directory, job.step))
+        gather("", _HOST, self._group)  # nobody says so before it is cleared away
         need = sum(report["need"] for report in everyone)
         still = f"{before[0].name} is still whole" if before else "there is none before it"
-        sizes = f"need {need / 1e9:.3g} GB, {free / 1e9:.3g} free"
+        sizes = f"need {_amount(need)}, {_amount(free)} free"
         raise NotSaved(f"checkpoint {shelf.title(job.step)} failed: {failed[0]['failure']} ({sizes}); {still}")
 
 
@@ -204,6 +205,12 @@ def _attempt(write: Any) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         return {"failure": getattr(error, "strerror", None) or str(error)}
     return report if isinstance(report, dict) else {}
+
+
+def _amount(count: int) -> str:
+    """Bytes in words, to two digits or three: 2.1 GB."""
+    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= u or u == 1)
+    return f"{count / unit:.1f} {name}"
 
 
 def _versions() -> dict[str, str]:

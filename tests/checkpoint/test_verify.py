@@ -1,0 +1,243 @@
+"""Verify: every damage is found, and a checkpoint from a stranger is refused in one line and runs nothing."""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_exact import BASES, advance, start
+
+import detonation as dt
+import worlds
+from detonation.checkpoint import manifest
+from detonation.checkpoint.manifest import Untrustworthy
+from detonation.checkpoint.saved import File
+from detonation.checkpoint.shardfile import fault
+from detonation.checkpoint.verify import checkpoints, verify
+from detonation.cli import main
+from zoo import SCHEMES
+
+
+def saved(mesh, folder, name):
+    """Saves, loads and verifies; returns how many pickles were read meanwhile."""
+    pickles = []
+    sys.addaudithook(lambda event, arguments: pickles.append(arguments) if event.startswith("pickle.") else None)
+    model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
+    advance(model, optimizer, range(2))
+    path = dt.save_checkpoint(folder, model, optimizer)
+    advance(model, optimizer, range(2, 3))
+    dt.load_checkpoint(folder, model, optimizer)
+    assert verify(path).good, verify(path).line()
+    return len(pickles)
+
+
+@pytest.fixture(scope="module", params=["demo", "diloco"])
+def whole(request, tmp_path_factory):
+    """A whole checkpoint of 2 replicas x 2 shards, after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert worlds.run(saved, 2, 2, folder, request.param) == [0] * 4, "no pickle is read"
+    return folder / "step-000002"
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy of it to change."""
+    (tmp_path / whole.name).mkdir()
+    for path in whole.iterdir():
+        (tmp_path / whole.name / path.name).write_bytes(path.read_bytes())
+    return tmp_path / whole.name
+
+
+def test_a_file_is_what_safetensors_reads(whole):
+    tensors = load_file(whole / "replica1-shard0.safetensors")
+    assert {"model.layers.0.weight", "optimizer.layers.0.weight.exp_avg", "generator.cpu"} <= tensors.keys()
+
+
+def test_every_corruption_is_found(copy):
+    rng = random.Random(0)
+    for _ in range(150):
+        path = rng.choice(sorted(copy.iterdir()))
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        at = rng.randrange(len(content))
+        how = rng.choice(["flip", "cut", "grow", "zeros", "remove"])
+        if how == "flip":
+            damaged[at] ^= 1 << rng.randrange(8)
+        elif how == "cut":
+            del damaged[at:]
+        elif how == "grow":
+            damaged.insert(at, 0)
+        else:
+            damaged[at : at + 9] = bytes(byte ^ 255 for byte in damaged[at : at + 9])
+        path.unlink() if how == "remove" else path.write_bytes(damaged)
+        verdict = verify(copy)
+        assert verdict.faults and "\n" not in verdict.line(), (path.name, how, at)
+        path.write_bytes(content)
+    assert verify(copy).good
+
+
+def test_replicas_that_differ_are_named(copy):
+    said = manifest.read(copy)
+    name = manifest.file_name(1, 0)
+    tensors = load_file(copy / name)
+    key = "model.layers.0.weight" if said.alike else "replica.0.anchor.layers.0.weight"
+    tensors[key][0, 0] += 1
+    rest = {"json": json.dumps(rest_of(copy / name))}
+    save_file(tensors, copy / name, rest)
+    sign(copy, said, name)
+    verdict = verify(copy)
+    assert verdict.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+
+
+def rest_of(path):
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"]["json"])
+
+
+def sign(checkpoint, said, *names):
+    """Makes the manifest fit files that were changed, as a stranger can."""
+    import hashlib
+
+    for name in names:
+        content = (checkpoint / name).read_bytes()
+        said.files[name] = manifest.File(len(content), hashlib.sha256(content).hexdigest())
+    (checkpoint / manifest.NAME).write_text(said.dumps())
+
+
+STRANGE = {
+    "no keys": lambda t: t.clear(),
+    "no files": lambda t: t.pop("files"),
+    "another key": lambda t: t.update(run="rm -rf"),
+    "another format": lambda t: t.update(format=1),
+    "a format of text": lambda t: t.update(format="2"),
+    "a step of text": lambda t: t.update(step="2"),
+    "a step that is true": lambda t: t.update(step=True),
+    "a step below 0": lambda t: t.update(step=-1),
+    "a huge step": lambda t: t.update(step=10**30),
+    "no replicas": lambda t: t.update(replicas=0),
+    "a million replicas": lambda t: t.update(replicas=10**6),
+    "as many as files": lambda t: t.update(replicas=4, shards=1),
+    "files of a list": lambda t: t.update(files=list(t["files"])),
+    "an absolute name": lambda t: rename(t, "/etc/passwd"),
+    "a name with ..": lambda t: rename(t, "../replica0-shard0.safetensors"),
+    "a name in a folder": lambda t: rename(t, "a/replica0-shard0.safetensors"),
+    "another rank's name": lambda t: rename(t, "replica7-shard0.safetensors"),
+    "a file of text": lambda t: t["files"].update(dict.fromkeys(t["files"], "here")),
+    "a file without sum": lambda t: next(iter(t["files"].values())).pop("sha256"),
+    "a file of -1 bytes": lambda t: next(iter(t["files"].values())).update(bytes=-1),
+    "a file of 1e30 bytes": lambda t: next(iter(t["files"].values())).update(bytes=10**30),
+    "a sum of 3 letters": lambda t: next(iter(t["files"].values())).update(sha256="abc"),
+    "levels of text": lambda t: t.update(levels=["demo"]),
+    "extra of text": lambda t: t.update(extra="x"),
+}
+
+
+def rename(table, name):
+    first, *rest = table["files"].items()
+    table["files"] = dict([(name, first[1]), *rest])
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_strange_manifest_is_refused_in_one_line(copy, strange, capsys):
+    table = json.loads((copy / manifest.NAME).read_text())
+    del table["sha256"]
+    STRANGE[strange](table)
+    (copy / manifest.NAME).write_text(manifest._signed(table))
+    with pytest.raises(Untrustworthy) as refused:
+        manifest.read(copy)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+    assert main(["verify", str(copy.parent)]) == 1
+    assert "not whole: " in capsys.readouterr().out
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_whatever_stands_in_a_manifest_it_is_read_or_refused(data):
+    table = {"format": 2, "step": 1, "replicas": 1, "shards": 1, "seed": 0, "alike": True, "levels": [], "extra": {}}
+    table |= {"files": {manifest.file_name(0, 0): {"bytes": 1, "sha256": "0" * 64}}, "versions": {}}
+    assert manifest.loads(manifest._signed(table).encode()).step == 1
+    for key in data.draw(st.lists(st.sampled_from(sorted(table)), min_size=1, max_size=3)):
+        table[key] = data.draw(JSON)
+    try:
+        manifest.loads(manifest._signed(table).encode())
+    except Untrustworthy as refused:
+        assert "\n" not in str(refused)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_manifest_are_refused(content):
+    with pytest.raises(Untrustworthy):
+        manifest.loads(content)
+
+
+def test_deep_and_large_manifests_are_refused():
+    for content in (b"[" * 100_000, b"1" * 10_000, b'{"format": 2, "step": NaN}', b" " * (2**26 + 1)):
+        with pytest.raises(Untrustworthy):
+            manifest.loads(content)
+
+
+HEADERS = {
+    "no header": lambda h: b"",
+    "a header longer than the file": lambda h: (1 << 60).to_bytes(8, "little") + b"{}",
+    "sizes beyond the file": lambda h: header(
+        h | {"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+    ),
+    "a shape that lies": lambda h: header(h | {"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}),
+    "no boxes": lambda h: header({"__metadata__": {"json": '{"values": {}}'}}),
+    "boxes of text": lambda h: header({"__metadata__": {"json": json.dumps(REST | {"boxes": {"x": "y"}})}}),
+    "a box of -1": lambda h: header({"__metadata__": {"json": json.dumps(REST | {"boxes": {"x": [[1], [-1], [1]]}})}}),
+    "json that is none": lambda h: header({"__metadata__": {"json": "{"}}),
+    "deep json": lambda h: header({"__metadata__": {"json": "[" * 100_000}}),
+}
+REST = {"boxes": {}, "wrapped": [], "on_host": [], "values": {}, "groups": []}
+
+
+def header(table):
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("lie", HEADERS)
+def test_a_file_that_lies_about_itself_is_refused(copy, lie):
+    name = manifest.file_name(1, 1)
+    (copy / name).write_bytes(HEADERS[lie]({"__metadata__": {"json": json.dumps(REST)}}))
+    with pytest.raises(Untrustworthy):
+        File(copy / name)
+    sign(copy, manifest.read(copy), name)
+    assert not verify(copy).good
+
+
+def test_what_is_no_ordinary_file_is_not_opened(copy, tmp_path):
+    name = manifest.file_name(0, 0)
+    expected = manifest.read(copy).files[name]
+    (tmp_path / "outside").write_bytes((copy / name).read_bytes())
+    (copy / name).unlink()
+    (copy / name).symlink_to(tmp_path / "outside")
+    assert "cannot be read" in fault(copy / name, expected)
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    assert "is no ordinary file" in fault(copy / name, expected)
+
+
+def test_the_verb(whole, copy, capsys):
+    assert main(["verify", str(whole.parent)]) == 0
+    assert "step-000002: whole, replicas equal in " in capsys.readouterr().out
+    (copy / "replica0-shard1.safetensors").write_bytes(b"")
+    assert main(["verify", str(copy), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["good"] and "replica0-shard1.safetensors has 0 bytes" in found["checkpoints"][0]["faults"][0]
+    assert main(["verify", str(Path(copy).parent / "nowhere")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    assert checkpoints(copy.parent) == [copy]
