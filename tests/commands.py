@@ -1,11 +1,13 @@
 """The command line as a process of its own: a fork of this one, where torch is imported already."""
 
+import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,10 +30,15 @@ RECIPE = {
 
 
 class Command:
-    """`detonation arguments...`, running in a session of its own; what it prints is in `folder`."""
+    """`detonation arguments...`, running in a session of its own; what it prints is in `folder`.
 
-    def __init__(self, folder: Path, *arguments: object) -> None:
+    env: what it finds in its environment besides. network: the network namespace that it runs in.
+    """
+
+    def __init__(self, folder: Path, *arguments: object, env: Mapping[str, object] = {}, network: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._env = {name: str(value) for name, value in env.items()}
+        self._network = network
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.write_text("")
         self._err.write_text("")
@@ -52,6 +59,9 @@ class Command:
                 os.dup2(os.open(path, os.O_WRONLY), descriptor)
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
             torch.set_num_threads(1)
+            os.environ.update(self._env)
+            if self._network:
+                _enter(self._network)
             code = cli.main(list(arguments))
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -67,6 +77,11 @@ class Command:
     @property
     def stderr(self) -> str:
         return self._err.read_text()
+
+    @property
+    def errors(self) -> str:
+        """What it says went wrong, without what torch's C++ adds where torch was imported before the command was."""
+        return "".join(line for line in self.stderr.splitlines(keepends=True) if line.startswith("error: "))
 
     @property
     def ranks(self) -> list[int]:
@@ -97,6 +112,31 @@ class Command:
             os.kill(self.pid, signal.SIGKILL)
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._handle)
+
+
+def launched(
+    folder: Path, world_size: int, *arguments: object, networks: Sequence[str] = (), address: str = "127.0.0.1"
+) -> list[Command]:
+    """The ranks of a world that a launcher like srun starts: each is told its place, and rank 0's address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = {"WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": port}
+    local = {"LOCAL_WORLD_SIZE": 1 if networks else world_size}
+    return [
+        Command(
+            folder / f"rank{rank}",
+            *arguments,
+            env={**meeting, **local, "RANK": rank, "LOCAL_RANK": 0 if networks else rank},
+            network=networks[rank] if networks else "",
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _enter(network: str) -> None:
+    with Path("/run/netns", network).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
 
 
 def write_recipe(path: Path) -> Path:

@@ -1,35 +1,104 @@
-"""A rank that is dead, stopped or cut off: all others end with its name within the limit."""
+"""A rank that is dead, stopped or cut off: all others end with its name, within the limit."""
 
+import itertools
 import os
+import re
 import signal
+import subprocess
 
 import pytest
 
-from commands import Command, write_recipe
+from commands import Command, launched, write_recipe
 
-QUICK = ("--set", "train.steps=100000", "peers.silence_s=2")
+LONG = ("--set", "train.steps=100000", "peers.silence_s=2")
+REMEDY = "s: ended, stopped or cut off; go on with --resume\n"
 
 
 @pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def started_with(*arguments):
-        recipe = write_recipe(tmp_path / "tiny.toml")
-        started.append(Command(tmp_path, "train", recipe, "--out", tmp_path / "run", *arguments))
-        return started[-1]
-
-    yield started_with
-    for command in started:
+def started():
+    commands = []
+    yield commands
+    for command in commands:
         command.kill()
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_stopped_rank_is_named_after_the_limit(start, victim):
-    command = start("--replicas", 2, "--shards", 2, *QUICK)
+def test_a_stopped_rank_is_named_after_the_limit(started, tmp_path, victim):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    command = Command(tmp_path, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--shards", 2, *LONG)
+    started.append(command)
     command.wait_for_step(2)
     os.kill(command.ranks[victim], signal.SIGSTOP)
     assert command.wait() == 1
-    who = rf"rank {victim} (replica {victim // 2}, shard {victim % 2}) has not been heard of for 2."
-    assert command.stderr.startswith(f"error: {who}")
-    assert command.stderr.endswith("s: ended, stopped or cut off; go on with --resume\n")
+    who = f"rank {victim} (replica {victim // 2}, shard {victim % 2}) has not been heard of for 2."
+    assert command.errors.startswith(f"error: {who}") and command.errors.endswith(REMEDY)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_the_ranks_of_a_launcher_end_too_and_one_of_them_tells(started, tmp_path, how):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    ranks = launched(tmp_path, 4, "train", recipe, "--out", tmp_path / "run", "--replicas", 4, *LONG)
+    started += ranks
+    ranks[0].wait_for_step(2)
+    os.kill(ranks[2].pid, signal.Signals[how])
+    rest = [rank for rank in ranks if rank is not ranks[2]]
+    assert [rank.wait() for rank in rest] == [1, 1, 1]
+    told = [rank.errors for rank in rest if rank.errors]
+    assert len(told) == 1
+    assert told[0].startswith("error: rank 2 (replica 2, shard 0) has not been heard of") and told[0].endswith(REMEDY)
+
+
+def test_when_the_rank_that_keeps_the_store_is_gone_the_others_say_so(started, tmp_path):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    ranks = launched(tmp_path, 3, "train", recipe, "--out", tmp_path / "run", "--replicas", 3, *LONG)
+    started += ranks
+    ranks[0].wait_for_step(2)
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    for rank in ranks[1:]:
+        assert rank.wait() == 1
+        assert re.match(r"error: .*(the store, which rank 0 at 127\.0\.0\.1:\d+ keeps)", rank.errors), rank.errors
+
+
+@pytest.fixture
+def two_machines():
+    """Two network namespaces with a wire between them, 10.93.0.1 and 10.93.0.2: their names, and how to cut it."""
+    if os.geteuid() or subprocess.run(["unshare", "--net", "true"], check=False).returncode:
+        pytest.skip("only root can lay a wire between two network namespaces")
+    names = [f"dt{os.getpid()}{side}" for side in "ab"]
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.93.0.{number}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
+        yield names, lambda: ip("-n", names[0], "link", "set", "wire", "down")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(started, tmp_path, two_machines):
+    names, cut = two_machines
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    train = ["train", recipe, "--out", tmp_path / "run", "--replicas", 4, "--shards", 1, "--interface", "wire", *LONG]
+    networks = [names[0], names[0], names[1], names[1]]
+    ranks = launched(tmp_path, 4, *train, networks=networks, address="10.93.0.1")
+    started += ranks
+    ranks[0].wait_for_step(2)
+    for name, number in zip(names, itertools.count(1)):
+        shown = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True, check=True)
+        listening = {line.split()[3].rsplit(":", 1)[0] for line in shown.stdout.splitlines()}
+        assert {host.removeprefix("[::ffff:").rstrip("]") for host in listening} == {f"10.93.0.{number}"}
+    cut()
+    assert [rank.wait() for rank in ranks] == [1, 1, 1, 1]
+    here = "".join(rank.errors for rank in ranks[:2])
+    assert here.startswith("error: ranks 2 (replica 2, shard 0), 3 (replica 3, shard 0) have not been heard of")
+    assert here.endswith(REMEDY) and here.count("error") == 1
+    for rank in ranks[2:]:
+        assert rank.errors.startswith(f"error: rank {ranks.index(rank)} has lost the store, which rank 0 at 10.93.0.1:")

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +11,8 @@ from torch.distributed.distributed_c10d import Store
 
 _BYTES = 8
 _NOTHING = "-"
+_READING_S = 2.0
+"""How long the others may take to read the last notice; those that are lost never do."""
 
 
 class Board(Protocol):
@@ -35,8 +37,8 @@ class Board(Protocol):
         """The notice that hangs there; "" for none."""
         ...
 
-    def patience(self, seconds: float) -> None:
-        """From here on the others raise after so long without an answer."""
+    def close(self, others: int) -> None:
+        """For the end of a rank that failed: where it keeps the board, it waits until `others` have closed it too."""
         ...
 
 
@@ -64,17 +66,18 @@ class FileBoard:
     def posted(self) -> str:
         return self._notice.read_text(encoding="utf-8") if self._notice.exists() else ""
 
-    def patience(self, seconds: float) -> None:
-        """A file answers at once."""
+    def close(self, others: int) -> None:
+        """A file stays."""
 
 
 class StoreBoard:
     """A board in the store at which the ranks met, over a connection of its own.
 
-    keeper: who keeps the store, in words. Raises `RuntimeError` where it is lost.
+    keeper: who keeps the store, in words; mine: is it this process? Raises `RuntimeError` where it is lost.
     """
 
-    def __init__(self, store: Store, rank: int, keeper: str) -> None:
+    def __init__(self, store: Store, rank: int, keeper: str, mine: bool) -> None:
+        self._mine = mine
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.where = f"the store, which {keeper} keeps"
         self._store.compare_set(_key("notice"), "", _NOTHING)
@@ -84,7 +87,6 @@ class StoreBoard:
         self._store.set(_key(rank), str(value))
 
     def counts(self, ranks: Sequence[int]) -> list[int]:
-        # the one question to a store that gives up after its timeout when the network is cut
         return [int(value) for value in self._store.multi_get([_key(rank) for rank in ranks])]
 
     def post(self, notice: str) -> str:
@@ -95,8 +97,12 @@ class StoreBoard:
         notice: str = self._store.multi_get([_key("notice")])[0].decode()
         return "" if notice == _NOTHING else notice
 
-    def patience(self, seconds: float) -> None:
-        self._store.set_timeout(timedelta(seconds=seconds))
+    def close(self, others: int) -> None:
+        limit = time.monotonic() + _READING_S
+        closed = self._store.add(_key("closed"), 0 if self._mine else 1)
+        while self._mine and closed < others and time.monotonic() < limit:
+            time.sleep(_READING_S / 100)
+            closed = self._store.add(_key("closed"), 0)
 
 
 def _key(name: object) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.board import FileBoard, StoreBoard
 from detonation.cluster.meet import keep_to_one_interface, meet, store_keeper
@@ -66,7 +67,7 @@ def join(place: Place, end: End, folder: Path | None = None) -> Pulse | None:
     os.environ["LOCAL_RANK"] = str(place.local_rank)
     keep_to_one_interface(os.environ, place.world_size == place.local_world_size)
     store = meet(place.rank, place.world_size, folder)
-    board = FileBoard(folder) if folder is not None else StoreBoard(store, place.rank, store_keeper(os.environ))
+    board = FileBoard(folder) if folder is not None else _board(store, place)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
@@ -78,6 +79,11 @@ def join(place: Place, end: End, folder: Path | None = None) -> Pulse | None:
     global _pulse
     _pulse = Pulse(board, place.rank, place.world_size, end) if place.world_size > 1 else None
     return _pulse
+
+
+def _board(store: Store, place: Place) -> StoreBoard:
+    keeper = store_keeper(os.environ)
+    return StoreBoard(store, place.rank, keeper, mine=place.rank == 0 and keeper.startswith("rank 0"))
 
 
 def expect(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:

@@ -28,8 +28,12 @@ def run_launched(
 
     def end(text: str, told: bool) -> NoReturn:
         failure = Failure(place.rank, time.time(), "Lost", text, complete=True)
-        end_now(fail(WorldError(failure, place.world_size, told)))
+        code = fail(WorldError(failure, place.world_size, told))
+        if pulse is not None:
+            pulse.close()
+        end_now(code)
 
+    pulse: Pulse | None = None
     die_with_agent(os.environ)
     keep_to_one_interface(os.environ, place.world_size == place.local_world_size, interface)
     pulse = join(place, end)
@@ -38,7 +42,10 @@ def run_launched(
             result = function()
             leave()
         except Exception as error:
-            raise _first_told(pulse, by_exception(place.rank, error), place.world_size) from error
+            told = _first_told(pulse, by_exception(place.rank, error), place.world_size)
+            if pulse is not None:
+                pulse.close()
+            raise told from error
     return result
 
 
