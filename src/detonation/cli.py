@@ -96,6 +96,28 @@ class Probe(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan(_Common):
+    """Rank the schemes for a cluster: seconds a step, bytes, memory, and what their loss was measured to cost."""
+
+    recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
+    """What to train; or say --parameters."""
+    set: _Sets = ()
+    """Override the recipe, as in train."""
+    profile: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Links and steps as detonation probe measured them."""
+    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    """Links as you say, such as 100mbit,20ms, instead of a profile."""
+    step_time: Annotated[float | None, arg(metavar="SECONDS")] = None
+    """Forward and backward of one step; the profile's when left out."""
+    replicas: _Integer = None
+    """Copies of the model (nodes); the recipe's or the profile's, or 2, when left out."""
+    shards: _Integer = None
+    """Accelerators in a node; the recipe's or the profile's, or 1, when left out."""
+    parameters: Annotated[str | None, arg(metavar="COUNT")] = None
+    """Trained parameters, such as 1.2b, instead of a recipe."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Report(_Common):
     """Write a page that shows a run, or one that compares several."""
 
@@ -140,6 +162,7 @@ _Verb = (
     Annotated[Train, subcommand("train")]
     | Annotated[Simulate, subcommand("simulate")]
     | Annotated[Probe, subcommand("probe")]
+    | Annotated[Plan, subcommand("plan")]
     | Annotated[Report, subcommand("report")]
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Export, subcommand("export")]
@@ -242,6 +265,27 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
     return table
 
 
+def _plan(verb: Plan) -> dict[str, Any]:
+    from detonation.report.plan import show_plan
+    from detonation.train.plan import Question, plan
+
+    sets = tuple(assignment for group in verb.set for assignment in group)
+    found = plan(
+        Question(
+            verb.recipe,
+            sets,
+            verb.profile,
+            verb.link,
+            verb.step_time,
+            verb.replicas,
+            verb.shards,
+            verb.parameters,
+        )
+    )
+    show_plan(found, sys.stderr if verb.json else sys.stdout)
+    return found
+
+
 def _report(verb: Report) -> dict[str, Any]:
     from detonation.report.page import write
 
@@ -294,6 +338,7 @@ _VERBS: dict[type, Any] = {
     Train: _train,
     Simulate: _simulate,
     Probe: _probe,
+    Plan: _plan,
     Report: _report,
     Verify: _verify,
     Export: _export,

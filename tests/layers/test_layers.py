@@ -40,7 +40,8 @@ MAY_IMPORT = {  # besides choices, which is a leaf
     "models": {"models"},
     "data": {"data"},
     "report": {"report"},
-    "train": {"train", "checkpoint", "cluster", "core", "data", "models", "report"},
+    "plan": {"plan", "cluster", "core"},
+    "train": {"train", "checkpoint", "cluster", "core", "data", "models", "plan", "report"},
     "cli": {"cli", "train", "checkpoint", "cluster", "data", "report"},
     "__main__": {"__main__", "cli"},
 }

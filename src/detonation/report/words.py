@@ -7,11 +7,11 @@ def size(count: float) -> str:
     >>> size(0), size(184_680), size(2_363_904)
     ('0 B', '184.7 kB', '2.4 MB')
     """
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if count < 999.95:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
-    return f"{count:.1f} GB"
+    return f"{count:.1f} TB"
 
 
 def factor(value: float | None) -> str:

@@ -1,0 +1,175 @@
+"""Cost: what a training step takes, sends and keeps under a scheme, predicted from sizes and from what was measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from detonation.cluster.profile import Operation, Profile, Step
+from detonation.core import traffic
+from detonation.core.buckets import cut
+from detonation.core.flat import Layout
+from detonation.core.pace import Pace, hops
+from detonation.core.scheme import Scheme
+
+BACKWARD = 2 / 3
+"""The part of forward and backward during which gradients become ready, one after another."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins `replicas` nodes of `shards` ranks: the time of each operation, as one rank sees it when all talk."""
+
+    replicas: int
+    shards: int
+    operations: Mapping[str, Operation]
+
+    @classmethod
+    def of_pace(cls, pace: Pace, replicas: int, shards: int) -> "Network":
+        """Nodes joined by links of one pace, which their ranks share."""
+        rate = pace.rate_bits_per_s / shards
+        chains = {
+            "all-reduce": hops("all-reduce", replicas),
+            "all-gather": hops("all-gather", replicas),
+            "all-to-all": 1,
+        }
+        return cls(replicas, shards, {name: Operation(n * pace.latency_s, rate, 0.0) for name, n in chains.items()})
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> "Network":
+        """Nodes as they were measured."""
+        return cls(profile.replicas, profile.shards, profile.axes["replicate"].operations)
+
+    def faster(self, times: float) -> "Network":
+        """The same with `times` the rate."""
+        operations = {
+            name: replace(operation, rate_bits_per_s=times * operation.rate_bits_per_s)
+            for name, operation in self.operations.items()
+        }
+        return replace(self, operations=operations)
+
+    def seconds(self, kind: traffic.Kind, nbytes: float) -> float:
+        """How long an exchange takes in which each rank sends `nbytes`."""
+        if self.replicas == 1:
+            return 0.0
+        if kind == "owner":
+            return self.operations["all-to-all"].seconds(nbytes / 2) + self.operations["all-gather"].seconds(nbytes / 2)
+        return self.operations[kind].seconds(nbytes)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of training without the network.
+
+    shards: the local shapes of the parameters on each rank of a node. compute_s: forward and backward. steps: what the
+    optimizer's step takes under each scheme, by its name; of one that is not there nothing is known, and 0 assumed.
+    """
+
+    shards: Sequence[Shapes]
+    compute_s: float
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step, on average over a round.
+
+    compute_s: forward and backward; step_s: the optimizer's own work; exposed_s: waiting for the network.
+    bytes_sent: by a node, all its ranks together. memory_bytes: what replication keeps on the rank that keeps most.
+    """
+
+    scheme: Scheme
+    compute_s: float
+    step_s: float
+    exposed_s: float
+    bytes_sent: float
+    memory_bytes: int
+
+    @cached_property
+    def total_s(self) -> float:
+        return self.compute_s + self.step_s + self.exposed_s
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the step in which nobody waits for the network."""
+        return 1 - self.exposed_s / self.total_s
+
+    @property
+    def bytes_a_day(self) -> float:
+        """What a node sends in a day of training."""
+        return self.bytes_sent * 86400 / self.total_s
+
+
+def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
+    """What `scheme` costs. Raises `LargerThanDense` where it would send more than full synchronisation."""
+    if scheme.signal == "nothing":
+        return Cost(scheme, work.compute_s, _own(scheme, work), 0.0, 0.0, 0)
+    whole = [scheme.codec.layout(shapes) for shapes in work.shards]
+    largest = max(whole, key=lambda layout: layout.rows)
+    traffic.check(scheme, largest, network.replicas)
+    sent = sum(_round_bytes(scheme, layout, network.replicas) for layout in whole) / scheme.round.every
+    step_s = _own(scheme, work)
+    exposed = _exposed(scheme, largest, work, step_s, network) / scheme.round.every
+    return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory(scheme, largest, network.replicas))
+
+
+def _round_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
+    fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
+    return sum(traffic.message_bytes(scheme, fragment, replicas) for fragment in fragments)
+
+
+def _own(scheme: Scheme, work: Work) -> float:
+    """The optimizer's own work in a step, on average: with a message where there is one."""
+    step = work.steps.get(scheme.name)
+    if step is None:
+        return 0.0
+    sending = min(1.0, scheme.fragments / scheme.round.every)
+    return step.exchange_s * sending + step.local_s * (1 - sending)
+
+
+def _exposed(scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network) -> float:
+    """Seconds of a round in which a rank waits for messages."""
+    waits = 0.0
+    for i in range(scheme.fragments):
+        fragment = layout.fragment(i, scheme.fragments)
+        kind = traffic.kind(scheme, fragment.rows, network.replicas)
+        nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
+        if scheme.round.delay:
+            waits += max(0.0, network.seconds(kind, nbytes) - scheme.round.delay * (work.compute_s + step_s))
+        elif scheme.signal == "gradients" and work.overlap:
+            parts = len(cut(fragment, scheme, network.replicas))
+            latency = network.seconds(kind, 0)
+            waits += latency + _behind(parts, network.seconds(kind, nbytes / parts) - latency, work.compute_s)
+        else:
+            waits += network.seconds(kind, nbytes)
+    return waits
+
+
+def _behind(parts: int, each_s: float, compute_s: float) -> float:
+    """How long after a backward pass the last of `parts` messages has left, each as soon as its gradients are made.
+
+    >>> _behind(1, 2.0, 3.0), _behind(2, 1.0, 3.0), _behind(4, 0.1, 3.0)
+    (2.0, 1.0, 0.1)
+    """
+    left = 0.0
+    for part in range(1, parts + 1):
+        made = compute_s * (1 - BACKWARD * (1 - part / parts))
+        left = max(left, made) + each_s
+    return round(left - compute_s, 12)
+
+
+def _memory(scheme: Scheme, layout: Layout, replicas: int) -> int:
+    """Bytes that replication keeps between steps, and the messages of one."""
+    flat = 4 * layout.rows * layout.chunk
+    kept = flat if scheme.feedback else 0
+    if scheme.outer is not None:
+        kept += flat * (1 + (scheme.outer.momentum > 0) + (scheme.round.delay > 0))
+    else:
+        kept += flat * scheme.round.delay * (1 + scheme.lookahead) + flat * scheme.lookahead
+    kind = traffic.kind(scheme, layout.rows, replicas)
+    if kind == "owner":
+        kept += flat // replicas
+    messages = scheme.codec.nbytes(layout.rows) * (replicas if kind == "all-gather" else 2)
+    return kept + messages

@@ -1,0 +1,46 @@
+"""Losses: what schemes were measured to cost in loss, with where that stands."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from detonation.core.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`cost`: validation loss over that of full synchronisation with AdamW at equal steps, minus 1.
+
+    A mean over `seeds`. recipe, steps, replicas: of what was measured. source: the document that says how.
+    """
+
+    scheme: str
+    arguments: dict[str, object]
+    cost: float
+    seeds: int
+    recipe: str
+    steps: int
+    replicas: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.cost:+.1%} on {self.recipe} ({self.steps} steps, {self.replicas} replicas, {self.seeds} seeds)"
+
+
+def loss_of(scheme: Scheme) -> Loss | None:
+    """The largest loss that `scheme` was measured to cost at these settings; None where nobody has measured it."""
+    found = [loss for loss in table() if loss.scheme == scheme.name and _same(loss, scheme)]
+    return max(found, key=lambda loss: loss.cost, default=None)
+
+
+def _same(loss: Loss, scheme: Scheme) -> bool:
+    """Whether the measured arguments are those of `scheme`, which has a value for each."""
+    return all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
+
+
+@cache
+def table() -> tuple[Loss, ...]:
+    """All that was measured, from losses.json beside this module."""
+    text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
+    return tuple(Loss(**row) for row in json.loads(text))

@@ -1,0 +1,81 @@
+"""Search: which schemes there are to choose from, in which order, and why."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from detonation.core.scheme import Scheme
+from detonation.core.schemes import SCHEMES, scheme
+from detonation.core.traffic import LargerThanDense
+from detonation.plan.cost import Cost, Network, Work, cost
+from detonation.plan.losses import Loss, loss_of
+
+TOLERANCE = 0.02
+"""How much more loss than full synchronisation, in parts of it, a first choice may have been measured to cost."""
+
+_SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "demo": [
+        {"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, {"precision": "sign", "error": "drop"})
+    ],
+    "random": [{"rate": 1 / n} for n in (4, 16, 64)],
+    "random_sign": [{"rate": 1 / n} for n in (2, 4, 8, 16)],
+    "diloco": [{"every": every} for every in (20, 100, 500)],
+}
+"""Besides a scheme's defaults, the settings that are looked at."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A scheme that could be used: its cost, and what its loss was where it was measured."""
+
+    cost: Cost
+    loss: Loss | None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it was measured to cost no more loss than is tolerated."""
+        return self.loss is not None and self.loss.cost <= TOLERANCE
+
+
+def candidates() -> list[Scheme]:
+    """Every scheme as it comes, and at other settings where they matter most."""
+    found = [scheme(name, arguments) for name in SCHEMES for arguments in ({}, *_SETTINGS.get(name, []))]
+    return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
+
+
+def options(schemes: Sequence[Scheme], work: Work, network: Network) -> list[Option]:
+    """Those of `schemes` that send no more than full synchronisation, the best first.
+
+    First those that were measured to cost next to no loss, then those of which nothing is known, then the others; the
+    quicker step first, and of steps that take as long the one that sends less.
+    """
+    found = []
+    for candidate in schemes:
+        try:
+            found.append(Option(cost(candidate, work, network), loss_of(candidate)))
+        except LargerThanDense:
+            continue
+    return sorted(found, key=_order)
+
+
+def _order(option: Option) -> tuple[int, float, float]:
+    known = 0 if option.trusted else 1 if option.loss is None and option.cost.scheme.signal != "nothing" else 2
+    return known, round(option.cost.total_s, 4), option.cost.bytes_sent
+
+
+def break_even(option: Scheme, against: Scheme, work: Work, network: Network) -> float | None:
+    """How many times the rate it would take until `against` is as quick as `option`; None where it never is."""
+
+    def slower(times: float) -> bool:
+        there = network.faster(times)
+        return cost(against, work, there).total_s > cost(option, work, there).total_s
+
+    low, high = 1e-6, 1e6
+    if slower(high):
+        return None
+    if not slower(low):
+        return 0.0
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if slower(middle) else (low, middle)
+    return high

@@ -1,0 +1,123 @@
+"""What `detonation plan` plans for: a recipe's parameters, or a number of them, over links measured or said."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from detonation import models
+from detonation.cluster.profile import Profile
+from detonation.core.pace import Pace
+from detonation.plan.advice import advise
+from detonation.plan.cost import Network, Shapes, Work
+from detonation.plan.search import candidates, options
+from detonation.train.config import Config, require
+from detonation.train.run import Request, configure
+from detonation.train.setup import check
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user wants to know: a recipe or `parameters`, a profile or a `link` with `step_time` in seconds."""
+
+    recipe: Path | None = None
+    overrides: tuple[str, ...] = ()
+    profile: Path | None = None
+    link: str | None = None
+    step_time: float | None = None
+    replicas: int | None = None
+    shards: int | None = None
+    parameters: str | None = None
+
+
+def plan(question: Question) -> dict[str, Any]:
+    """The ranked schemes with their costs, as plain values. Raises `ValueError` for a question that lacks something."""
+    if (question.recipe is None) == (question.parameters is None):
+        raise ValueError("plan needs a recipe or --parameters, one of the two")
+    if (question.profile is None) == (question.link is None):
+        raise ValueError("plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two")
+    profile = Profile.read(question.profile) if question.profile else None
+    config = _config(question, profile) if question.recipe else None
+    network = _network(question, profile, config)
+    work = _work(question, profile, config, network.shards)
+    found = options(candidates(), work, network)
+    return {**advise(found, work, network), "parameters": sum(numel(shapes) for shapes in work.shards)}
+
+
+def shard_shapes(config: Config) -> list[Shapes]:
+    """The local shapes of a recipe's trained parameters on each rank of a node: FSDP2 cuts them along dimension 0."""
+    with torch.device("meta"):
+        model = models.build(config.model.name, config.model.arguments)
+    whole = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return [
+        {n: _cut(shape, rank, config.mesh.shards) for n, shape in whole.items()} for rank in range(config.mesh.shards)
+    ]
+
+
+def numel(shapes: Shapes) -> int:
+    """Coordinates of all of `shapes`."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def count(text: str) -> int:
+    """A number of parameters that people write.
+
+    >>> count("1.2b"), count("350m"), count("7000")
+    (1200000000, 350000000, 7000)
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*([kmb]?)", text.strip().lower())
+    try:
+        number = float(found[1]) * _SUFFIXES[found[2]] if found else 0
+    except ValueError:
+        number = 0
+    require(number >= 1, "--parameters", text, "a number such as 1.2b, 350m or 7000")
+    return round(number)
+
+
+def _cut(shape: Sequence[int], rank: int, shards: int) -> tuple[int, ...]:
+    """What `rank` holds of a parameter of `shape`."""
+    if not shape:
+        return ()
+    size = -(-shape[0] // shards)
+    return (max(0, min(size, shape[0] - rank * size)), *shape[1:])
+
+
+def _config(question: Question, profile: Profile | None) -> Config:
+    assert question.recipe is not None
+    replicas, shards = question.replicas, question.shards
+    if profile is not None:
+        for name, given, measured in (("replicas", replicas, profile.replicas), ("shards", shards, profile.shards)):
+            if given not in (None, measured):
+                measured_with = f"{question.profile} was measured with {measured}"
+                raise ValueError(f"--{name} is {given}, but {measured_with}: measure again with detonation probe")
+        replicas, shards = profile.replicas, profile.shards
+    return check(configure(Request(question.recipe, question.overrides, replicas, shards), None))
+
+
+def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:
+    if profile is not None:
+        return Network.of_profile(profile)
+    assert question.link is not None
+    asked = (2 if question.replicas is None else question.replicas, 1 if question.shards is None else question.shards)
+    replicas, shards = (config.mesh.replicas, config.mesh.shards) if config else asked
+    require(replicas >= 1, "--replicas", replicas, "at least 1")
+    require(shards >= 1, "--shards", shards, "at least 1")
+    return Network.of_pace(Pace.parse(question.link), replicas, shards)
+
+
+def _work(question: Question, profile: Profile | None, config: Config | None, shards: int) -> Work:
+    measured = profile.compute if profile and question.step_time is None else None
+    if measured is not None and question.recipe is not None and measured.recipe != question.recipe.stem:
+        raise ValueError(f"{question.profile} is of the recipe {measured.recipe}: probe again, or say --step-time")
+    seconds = measured.forward_backward_s if measured else question.step_time
+    if seconds is None:
+        raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
+    require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
+    shapes = shard_shapes(config) if config else [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
+    return Work(shapes, seconds, measured.steps if measured else {}, overlap=config is None or not config.train.clip)

@@ -1,0 +1,157 @@
+"""The plan: arithmetic that must agree with what links count and waits take, an order, and the reasons for it."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from detonation.cli import main
+from detonation.cluster.profile import Step
+from detonation.core.pace import Pace
+from detonation.core.schemes import SCHEMES
+from detonation.plan.advice import advise
+from detonation.plan.cost import Network, Work, cost
+from detonation.plan.losses import loss_of, table
+from detonation.plan.search import TOLERANCE, break_even, candidates, options
+from detonation.train.plan import count
+
+SHAPES = {"w": (96, 70), "b": (70,), "scale": (1,)}
+WORK = Work([SHAPES], compute_s=0.1)
+SLOW = Network.of_pace(Pace(1e6, 0.01), 2, 1)
+
+
+def sends(mesh, scheme):
+    """Bytes that a replica's links counted in two rounds, after a first one in which fragments may not take part."""
+    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], scheme)
+    first = 0
+    for step in range(3 * scheme.round.every):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        first = optimizer.bytes_sent if step + 1 == scheme.round.every else first
+    return optimizer.bytes_sent - first
+
+
+@pytest.mark.parametrize("scheme", [dt.full(), dt.demo(), dt.random_sign(), dt.diloco(4), dt.streaming_diloco(8, 2)])
+def test_planned_bytes_are_those_that_links_count(scheme):
+    planned = cost(scheme, WORK, Network.of_pace(Pace(1e9), 2, 1)).bytes_sent
+    assert worlds.run(sends, 2, 1, scheme)[0] == pytest.approx(2 * scheme.round.every * planned)
+
+
+def test_a_step_is_computing_and_then_waiting_for_what_is_sent():
+    full = cost(dt.full(), WORK, SLOW)
+    numel = sum(math.prod(shape) for shape in SHAPES.values())
+    assert full.exposed_s == pytest.approx(
+        8 * 4 * numel / 1e6 + 2 * 0.01
+    )  # all-reduce of two: everything once, two hops
+    assert full.total_s == pytest.approx(0.1 + full.exposed_s)
+    assert full.efficiency == pytest.approx(0.1 / full.total_s)
+    rounds = cost(dt.diloco(10), WORK, SLOW)
+    assert rounds.exposed_s == pytest.approx(full.exposed_s / 10)
+    assert cost(dt.none(), WORK, SLOW).total_s == 0.1
+
+
+def test_a_delay_hides_what_fits_into_the_steps_between():
+    sent = cost(dt.demo(), WORK, SLOW)
+    late = cost(dt.demo(delay=1), WORK, SLOW)
+    assert late.exposed_s == pytest.approx(max(0.0, sent.exposed_s - 0.1))
+
+
+def test_shards_of_a_node_share_its_link():
+    halves = Work([{"w": (48, 70)}] * 2, compute_s=0.1)
+    whole = cost(dt.full(), Work([{"w": (96, 70)}], compute_s=0.1), SLOW)
+    shared = cost(dt.full(), halves, Network.of_pace(Pace(1e6, 0.01), 2, 2))
+    assert (shared.exposed_s, shared.bytes_sent) == (pytest.approx(whole.exposed_s), whole.bytes_sent)
+
+
+def test_large_models_hide_most_of_a_message_behind_backward():
+    work = Work([{f"w{i}": (2**20,) for i in range(16)}], compute_s=1.0)
+    network = Network.of_pace(Pace(1e9), 2, 1)
+    behind, after = (cost(dt.full(), replace(work, overlap=overlap), network) for overlap in (True, False))
+    sent = 8 * 4 * 2**24 / 1e9
+    assert after.exposed_s == pytest.approx(sent)
+    assert sent / 16 < behind.exposed_s < sent / 4
+
+
+def test_the_optimizers_own_work_is_what_was_measured_on_average_over_a_round():
+    work = replace(WORK, steps={"diloco": Step(exchange_s=0.05, local_s=0.01), "demo": Step(0.02, 0.0)})
+    assert cost(dt.diloco(10), work, SLOW).step_s == pytest.approx(0.014)
+    assert cost(dt.demo(), work, SLOW).step_s == 0.02
+
+
+def test_every_scheme_is_looked_at_and_nothing_larger_than_dense():
+    everything = candidates()
+    assert {scheme.name for scheme in everything} == SCHEMES.keys()
+    found = options([*everything, dt.demo(topk=64)], WORK, SLOW)
+    assert {option.cost.scheme for option in found} < {*everything, dt.demo(topk=64)}
+    full = next(o for o in found if o.cost.scheme == dt.full())
+    assert all(option.cost.bytes_sent <= full.cost.bytes_sent for option in found)
+
+
+def test_what_was_measured_to_cost_little_comes_first_and_the_quickest_of_those():
+    found = options(candidates(), WORK, SLOW)
+    trusted = [option for option in found if option.trusted]
+    assert found[: len(trusted)] == trusted and len(trusted) >= 2
+    assert [o.cost.total_s for o in trusted] == sorted(o.cost.total_s for o in trusted)
+    assert all(option.loss.cost <= TOLERANCE for option in trusted)
+
+
+def test_measured_losses_are_of_schemes_that_exist():
+    for loss in table():
+        made = dt.scheme(loss.scheme, loss.arguments)
+        assert loss_of(made) is not None and loss.seeds >= 3 and loss.source.startswith("docs/")
+    assert loss_of(dt.demo(topk=3)) is None
+
+
+def test_break_even_is_where_both_take_as_long():
+    work = replace(WORK, steps={"demo": Step(0.05, 0.0)})
+    times = break_even(dt.demo(), dt.full(), work, SLOW)
+    there = SLOW.faster(times)
+    assert cost(dt.full(), work, there).total_s == pytest.approx(cost(dt.demo(), work, there).total_s, rel=1e-4)
+    assert break_even(dt.none(), dt.full(), WORK, SLOW) is None
+    assert break_even(dt.full(), dt.none(), WORK, SLOW) == 0.0
+
+
+def test_advice_says_why_and_what_another_link_would_change():
+    found = options(candidates(), WORK, SLOW)
+    advice = advise(found, WORK, SLOW)
+    assert advice["first"] == advice["options"][0] and "as fast as full synchronisation" in advice["reason"]
+    assert advice["if_half_the_rate"]["seconds"] > advice["if_twice_the_rate"]["seconds"]
+    assert json.loads(json.dumps(advice)) == advice
+
+
+def test_the_verb_ranks_schemes_for_a_link_that_one_says(capsys):
+    said = ["--link", "100mbit,20ms", "--step-time", "0.35", "--replicas", "16", "--parameters", "1.2b"]
+    assert main(["plan", *said, "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["parameters"] == count("1.2b") and found["replicas"] == 16
+    assert {option["scheme"] for option in found["options"]} == SCHEMES.keys()
+    assert found["reason"] in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "plan needs a recipe or --parameters, one of the two"),
+        (["--parameters", "1b"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
+        (["--parameters", "1b", "--link", "100"], "a link is '100', must be a rate above 0"),
+        (["--parameters", "1b", "--link", "1gbit"], "plan needs --step-time, the seconds of forward and backward,"),
+        (
+            ["--parameters", "many", "--link", "1gbit", "--step-time", "1"],
+            "--parameters is 'many', but must be a number",
+        ),
+        (["--parameters", "1b", "--link", "1gbit", "--step-time", "-1"], "--step-time is -1.0, but must be above 0"),
+        (["--parameters", "1b", "--link", "1gbit", "--step-time", "1", "--replicas", "0"], "--replicas is 0, but must"),
+        (["--parameters", "1b", "--profile", "nowhere.json"], "nowhere.json is no profile"),
+    ],
+)
+def test_bad_questions_get_one_line(capsys, arguments, line):
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {line}") and len(error.splitlines()) == 1
