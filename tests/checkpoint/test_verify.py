@@ -165,7 +165,17 @@ JSON = st.recursive(
 
 @given(st.data())
 def test_whatever_stands_in_a_manifest_it_is_read_or_refused(data):
-    table = {"format": 2, "step": 1, "replicas": 1, "shards": 1, "seed": 0, "alike": True, "levels": [], "extra": {}}
+    table = {
+        "format": 2,
+        "step": 1,
+        "replicas": 1,
+        "shards": 1,
+        "seed": 0,
+        "optimizer": "SGD",
+        "alike": True,
+        "levels": [],
+        "extra": {},
+    }
     table |= {"files": {manifest.file_name(0, 0): {"bytes": 1, "sha256": "0" * 64}}, "versions": {}}
     assert manifest.loads(manifest._signed(table).encode()).step == 1
     for key in data.draw(st.lists(st.sampled_from(sorted(table)), min_size=1, max_size=3)):

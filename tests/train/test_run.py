@@ -1,12 +1,13 @@
 """Runs: what they leave behind, that they learn, continue exactly, and stop when the loss is lost."""
 
+import errno
 import json
 import math
 import tomllib
 
 import pytest
 
-from detonation.checkpoint import manifest, shelf
+from detonation.checkpoint import disk, manifest, shelf
 from detonation.cluster.failure import WorldError
 from detonation.train import metrics
 from detonation.train.config import Schedule, from_table
@@ -74,7 +75,7 @@ def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
         (["scheme.topk=2"], r"was written with scheme \{.*'topk': 4.*: resume with the same"),
         (["model.layers=2"], r"was written with model \{.*'layers': 1.*: resume with the same"),
         (["seed=1"], "was written with seed 0, this run has 1: resume with the same"),
-        (["optimizer.name=SGD", "optimizer.lr=0.1"], "was written with optimizer.name AdamW, this run has SGD"),
+        (["optimizer.name=SGD", "optimizer.lr=0.1"], "was written with optimizer AdamW, this run has SGD"),
     ],
 )
 def test_a_foreign_checkpoint_is_refused(train, tmp_path, sets, message):
@@ -99,6 +100,30 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(train, tmp_pa
     fault = "replica1-shard0.safetensors is damaged: its checksum differs"
     assert f"step-000005 rejected: {fault}; using step-000004\n" in said
     assert "resumed after step 4, exactly as saved\n" in said
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_stop_a_run(train, tmp_path, capfd, monkeypatch):
+    def observer(operation, path):
+        if operation == "write" and path.parent.name == ".step-000004.part":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "observer", observer)
+    train("run", "train.checkpoint_every=2")
+    said = capfd.readouterr().out
+    failed = "warning: checkpoint step-000004 failed: No space left on device (need "
+    assert said.count(failed) == 1 and said.count(" free); step-000002 is still whole; training goes on\n") == 1
+    kept = [path.name for path in shelf.candidates(tmp_path / "run" / "checkpoints")]
+    assert kept == ["step-000006", "step-000002"]
+
+
+def test_a_run_goes_on_in_a_world_of_another_shape_and_says_what_was_merged(train, tmp_path, capfd):
+    train("run", "mesh.shards=2", stop_after=2)
+    summary = train("run", "mesh.replicas=3", resume=True)[0]
+    assert (summary["replicas"], summary["shards"], summary["steps"]) == (3, 1, 6) and summary["replicas_equal"]
+    policy = "memory merged by mean; joiners start with none, its mean over the replicas is kept"
+    change = "from 2 replicas x 2 shards to 3 x 1"
+    said = capfd.readouterr().out
+    assert f"resumed after step 2, {change}: weights exact where replicas agreed, else their mean; {policy}\n" in said
 
 
 def test_when_nothing_is_whole_it_says_why(train, tmp_path):

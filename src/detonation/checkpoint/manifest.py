@@ -24,13 +24,15 @@ class Manifest:
     """A checkpoint after `step` steps of a world of `replicas` x `shards`.
 
     levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. alike: whether all replicas held the same
-    weights. files: by name. versions: of python, torch and detonation. extra: the caller's own.
+    weights. optimizer: the class whose step applies updates. files: by name. versions: of python, torch and
+    detonation. extra: the caller's own.
     """
 
     step: int
     replicas: int
     shards: int
     seed: int
+    optimizer: str
     alike: bool
     levels: list[dict[str, Any]]
     files: dict[str, File]
@@ -87,8 +89,8 @@ def _signed(table: Mapping[str, Any]) -> str:
 
 
 _TYPES: dict[str, type] = {
-    "format": int, "step": int, "replicas": int, "shards": int, "seed": int, "alike": bool, "levels": list,
-    "files": dict, "versions": dict, "extra": dict,
+    "format": int, "step": int, "replicas": int, "shards": int, "seed": int, "optimizer": str, "alike": bool,
+    "levels": list, "files": dict, "versions": dict, "extra": dict,
 }  # fmt: skip
 
 

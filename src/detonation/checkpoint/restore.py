@@ -68,7 +68,11 @@ def _check(saved: Saved, model: nn.Module, optimizer: Replicated, place: Place) 
 def described(optimizer: Replicated) -> dict[str, Any]:
     """What must be the same when it is resumed, as the manifest spells it."""
     levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
-    return {"levels": json.loads(json.dumps(levels)), "seed": optimizer.seed}
+    return {
+        "levels": json.loads(json.dumps(levels)),
+        "seed": optimizer.seed,
+        "optimizer": type(optimizer.base).__name__,
+    }
 
 
 def _get(source: Elastic | File, key: str, box: Box, share: bool) -> Tensor:

@@ -73,7 +73,7 @@ class Checkpoints:
         self._finish()
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Exception):
-            self._news.clear()
+            self._news.pop()
             raise outcome
         return outcome
 

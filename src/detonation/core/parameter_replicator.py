@@ -25,7 +25,7 @@ class ParameterReplicator:
         outer = scheme.outer
         self.channel = channel
         self._parameters, self._round, self._keep = parameters, round, scheme.keep
-        self._settled_at = 0
+        self._settled_at = torch.zeros((), dtype=torch.int64)
         self._arriving: Callable[[], Tensor] | Tensor | None = None
         self._steps_left = torch.zeros((), dtype=torch.int64)  # until the message lands; 0 where none is on its way
         self._anchor = torch.nn.Parameter(channel.layout.flatten(self._weights(), channel.device))  # [rows, chunk]
@@ -55,7 +55,7 @@ class ParameterReplicator:
             self._send(step)
             self._land(0.0)
         copy(self._weights(), self.shared())
-        self._settled_at = step
+        self._settled_at.fill_(step)
 
     def back(self) -> None:
         pass
@@ -68,9 +68,10 @@ class ParameterReplicator:
 
     def private(self) -> Private:
         flats = {"anchor": self._anchor.detach(), **self._outer.state[self._anchor]}
+        settled = {"settled_at": self._settled_at}
         if not self._round.delay:
-            return self.channel.private(flats)
-        return self.channel.private(flats | {"arriving": self._arrived()}, {"steps_left": self._steps_left})
+            return self.channel.private(flats, settled)
+        return self.channel.private(flats | {"arriving": self._arrived()}, settled | {"steps_left": self._steps_left})
 
     def _send(self, step: int) -> None:
         moved = self._anchor.detach() - self.channel.layout.flatten(self._weights(), self.channel.device)

@@ -47,10 +47,7 @@ def resume(session: Session, directory: Path) -> tuple[Loaded, list[str]]:
 
 def _check(path: Path, saved: object, here: Table) -> None:
     table = saved if isinstance(saved, dict) else {}
-    there = {key: table.get(key) for key in ("model", "data", "scheme", "seed")}
-    optimizer = table.get("optimizer")
-    there["optimizer.name"] = optimizer.get("name") if isinstance(optimizer, dict) else None
-    now = {**here, "optimizer.name": here["optimizer"]["name"]}
-    for key, value in there.items():
-        if value != now[key]:
-            raise ValueError(f"{path} was written with {key} {value}, this run has {now[key]}: resume with the same")
+    for key in ("model", "data", "scheme", "seed"):
+        if table.get(key) != here[key]:
+            was, now = table.get(key), here[key]
+            raise ValueError(f"{path} was written with {key} {was}, this run has {now}: resume with the same")

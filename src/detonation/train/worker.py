@@ -128,6 +128,7 @@ def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_aft
         save_now(session, checkpoints)
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
     save_now(session, checkpoints)
+    recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
     summary = summarise(session, recorder.records)

@@ -1,0 +1,135 @@
+"""The two calls of people with a loop of their own: what they give back and what they refuse."""
+
+import torch
+from test_exact import BASES, advance, everything, start
+from torch import nn
+
+import detonation as dt
+import worlds
+from detonation.checkpoint import manifest
+from zoo import Menagerie, Plain, built
+
+DEMO = dt.demo(topk=4, chunk=16)
+
+
+def own_loop(mesh, folder):
+    """A loop that saves its scheduler too, was told another learning rate meanwhile, and draws random numbers."""
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    assert dt.load_checkpoint(folder, model, optimizer) is None, "nothing to go on from yet"
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    torch.manual_seed(7)
+    for step in range(3):
+        advance(model, optimizer, [step])
+        schedule.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.25
+    path = dt.save_checkpoint(folder, model, optimizer, {"schedule": schedule.state_dict(), "epoch": 3})
+    drawn = torch.rand(3)
+    other, again = start(mesh, DEMO, BASES["AdamW"])
+    loaded = dt.load_checkpoint(folder, other, again)
+    after = torch.optim.lr_scheduler.StepLR(again, 2)
+    after.load_state_dict(loaded.extra["schedule"])
+    assert (loaded.path, loaded.step, loaded.extra["epoch"]) == (path, 3, 3) and path.name == "step-000003"
+    assert again.param_groups[0]["weight_decay"] == 0.25 and again.param_groups[0]["betas"] == (0.9, 0.999)
+    assert torch.equal(torch.rand(3), drawn) and after.get_last_lr() == schedule.get_last_lr()
+    said = manifest.read(path)
+    assert said.levels == [{"scheme": "demo", **DEMO.arguments}] and said.versions["torch"] == torch.__version__
+    return everything(model, optimizer) == everything(other, again)
+
+
+def test_a_loop_of_ones_own_goes_on_with_its_scheduler_and_generators(tmp_path):
+    assert all(worlds.run(own_loop, 2, 2, tmp_path))
+
+
+def refused(mesh, folder):
+    """What each wrong start is told."""
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, [0])
+    dt.save_checkpoint(folder, model, optimizer)
+
+    def told(act):
+        try:
+            act()
+        except ValueError as error:
+            return str(error)
+
+    def load(scheme=DEMO, base=BASES["AdamW"], kind=Plain, seed=3):
+        other = dt.shard(built(kind), mesh)
+        replicated = dt.replicate(base(other.parameters()), other, mesh["replicate"], scheme, seed=seed)
+        dt.load_checkpoint(folder, other, replicated)
+
+    def groups(params):
+        first, *others = params
+        return torch.optim.AdamW([{"params": others}, {"params": [first]}])
+
+    broken = start(mesh, DEMO, BASES["AdamW"])
+    broken[1].base.state[next(broken[0].parameters())]["odd"] = object()
+    return {
+        "scheme": told(lambda: load(scheme=dt.demo(topk=2, chunk=16))),
+        "seed": told(lambda: load(seed=4)),
+        "groups": told(lambda: load(base=groups)),
+        "optimizer": told(lambda: load(base=BASES["SGD"])),
+        "model": told(lambda: load(kind=Menagerie)),
+        "keep": told(lambda: dt.Checkpoints(folder, model, optimizer, keep=0)),
+        "extra": told(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})),
+        "state": told(lambda: dt.save_checkpoint(folder, *broken)),
+    }
+
+
+SAYS = {
+    "scheme": "was written with levels [{'scheme': 'demo', 'topk': 4",
+    "seed": "was written with seed 3, this run has 4: resume with the same",
+    "groups": "was written with other parameters or parameter groups",
+    "optimizer": "was written with optimizer AdamW, this run has SGD: resume with the same",
+    "model": "was written with other parameters or parameter groups",
+    "keep": "keep is 0, must be at least 1",
+    "extra": "Out of range float values are not JSON compliant",
+    "state": "optimizer.layers.0.weight.odd is <object object at",
+}
+
+
+def test_a_wrong_start_is_told_in_one_line(tmp_path):
+    told = worlds.run(refused, 2, 1, tmp_path)[0]
+    for key, says in SAYS.items():
+        assert told[key] and says in told[key] and "\n" not in told[key], (key, told[key])
+
+
+def settled_and_saved(mesh, folder):
+    """A round that was ended early is not ended again after loading."""
+    model, optimizer = start(mesh, dt.diloco(every=5), BASES["SGD"])
+    advance(model, optimizer, range(3))
+    optimizer.settle()
+    dt.save_checkpoint(folder, model, optimizer)
+    other, again = start(mesh, dt.diloco(every=5), BASES["SGD"])
+    dt.load_checkpoint(folder, other, again)
+    again.settle()
+    return everything(model, optimizer) == everything(other, again)
+
+
+def test_what_was_settled_stays_settled(tmp_path):
+    assert all(worlds.run(settled_and_saved, 2, 1, tmp_path))
+
+
+def several_levels(mesh, folder):
+    """Two levels on one axis, and a model whose own buffers differ between replicas."""
+    axis = mesh["replicate"]
+    levels = [(axis, dt.random(rate=1 / 2)), (axis, dt.local_sgd(every=3))]
+
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        return model, dt.replicate(torch.optim.AdamW(model.parameters()), model, levels=levels)
+
+    model, optimizer = begun()
+    advance(model, optimizer, range(4))
+    dt.save_checkpoint(folder, model, optimizer)
+    other, again = begun()
+    dt.load_checkpoint(folder, other, again)
+    advance(model, optimizer, range(4, 8))
+    advance(other, again, range(4, 8))
+    return everything(model, optimizer) == everything(other, again) and torch.equal(
+        model[1].running_mean, other[1].running_mean
+    )
+
+
+def test_several_levels_and_private_buffers_go_on_exactly(tmp_path):
+    assert all(worlds.run(several_levels, 2, 1, tmp_path))

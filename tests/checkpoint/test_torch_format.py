@@ -1,0 +1,113 @@
+"""torch.distributed.checkpoint: it takes equal keys on different ranks for one tensor, so that ours never are."""
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from test_exact import BASES, advance, everything, start
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import detonation as dt
+import worlds
+from zoo import SCHEMES
+
+CHOSEN = ["demo", "demo-owner", "random-late", "streaming", "diloco"]
+"""Saved after 4 steps: with messages on their way, and in the middle of a round."""
+
+
+def naive(mesh, folder, names):
+    """What somebody writes who does not know that replicas differ: one call for the model, one for the optimizer."""
+    same = {}
+    for name in names:
+        model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
+        advance(model, optimizer, range(4))
+        before = everything(model, optimizer)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder / name)
+        other, again = start(mesh, SCHEMES[name], BASES["AdamW"])
+        advance(other, again, range(5, 6))  # makes state, and other weights
+        other.load_state_dict(model.state_dict())
+        template = {"optimizer": again.state_dict()}
+        dcp.load(template, checkpoint_id=folder / name)
+        again.load_state_dict(template["optimizer"])
+        same[name] = everything(other, again) == before
+    return same
+
+
+def by_helpers(mesh, folder, names):
+    """The same through torch's helpers, which name state after parameters and leave out what is private."""
+    same = {}
+    for name in names:
+        model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
+        advance(model, optimizer, range(4))
+        _, base = get_state_dict(model, optimizer)
+        dcp.save({"optimizer": base}, checkpoint_id=folder / name)
+        before = everything(model, optimizer)[1]
+        advance(model, optimizer, range(4, 5))
+        weights, template = get_state_dict(model, optimizer)
+        dcp.load({"optimizer": template}, checkpoint_id=folder / name)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=template)
+        same[name] = everything(model, optimizer)[1] == before
+    return same
+
+
+def as_stateful(mesh, folder, names):
+    same = {}
+    for name in names:
+        model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
+        advance(model, optimizer, range(4))
+        dcp.save({"app": dt.TrainingState(model, optimizer)}, checkpoint_id=folder / name)
+        other, again = start(mesh, SCHEMES[name], BASES["AdamW"])
+        dcp.load({"app": dt.TrainingState(other, again)}, checkpoint_id=folder / name)
+        same[name] = everything(other, again) == everything(model, optimizer)
+        advance(model, optimizer, range(4, 7))
+        advance(other, again, range(4, 7))
+        same[name] &= everything(other, again) == everything(model, optimizer)
+    return same
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [naive, by_helpers, as_stateful])
+def test_replicas_are_never_mixed(way, tmp_path):
+    assert worlds.run(way, 2, 2, tmp_path, CHOSEN) == [dict.fromkeys(CHOSEN, True)] * 4
+
+
+def elsewhere(mesh, folder):
+    """What 3 replicas get of what 2 saved."""
+    model, optimizer = start(mesh, SCHEMES["demo"], BASES["AdamW"])
+    app = {"app": dt.TrainingState(model, optimizer)}
+    if mesh.size(0) == 2:
+        advance(model, optimizer, range(2))
+        return dcp.save(app, checkpoint_id=folder) and ""
+    try:
+        dcp.load(app, checkpoint_id=folder)
+    except dcp.CheckpointException as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_world_is_refused_by_name(tmp_path):
+    worlds.run(elsewhere, 2, 1, tmp_path)
+    assert "app.replication.replica2-shard0" in worlds.run(elsewhere, 3, 1, tmp_path)[0]
+
+
+def others_state(mesh):
+    """One rank's state dict on another, as a trainer does that saves on rank 0 alone."""
+    errors = []
+    for name in ("demo", "diloco"):
+        model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
+        advance(model, optimizer, range(2))
+        state = optimizer.state_dict()
+        state["replication"] = {"replica9-shard0": state["replication"].popitem()[1]}
+        state["state"] = {
+            p: {key.replace(f"replica{mesh.get_local_rank(0)}.", "replica9."): value for key, value in values.items()}
+            for p, values in state["state"].items()
+        }
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_the_state_of_another_replica_is_refused():
+    for demo, diloco in worlds.run(others_state, 2, 1):
+        assert "the saved state is of replica9-shard0, this rank is replica" in demo
+        assert "the saved optimizer state has replica9." in diloco and "it is of another replica" in diloco
