@@ -22,6 +22,9 @@ SCHEMES = [
     dt.diloco(),
     dt.local_sgd(),
     dt.streaming_diloco(fragments=1),
+    dt.eager_diloco(),
+    dt.muloco(),
+    dt.sparta(),
     dt.sparseloco(),
     dt.sparseloco(every=30),
 ]

@@ -36,6 +36,12 @@ SCHEMES = {
     "local-sgd": dt.local_sgd(every=2, precision="int8"),
     "sparseloco": dt.sparseloco(every=2, topk=8, chunk=256),
     "demo-diloco": dt.demo_diloco(every=3, outer_momentum=0.5),
+    "decoupled-adamw": dt.decoupled_adamw(topk=4, chunk=16, decay=0.9),
+    "eager": dt.eager_diloco(every=2),
+    "eager-int8": dt.eager_diloco(every=3, outer_momentum=0.0, precision="int8"),
+    "muloco": dt.muloco(every=3),
+    "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),
+    "sparta": dt.sparta(rate=1 / 4),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }
 """The table of laws: a new scheme is one line here."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from detonation.core.checkpoint import TrainingState as TrainingState
     from detonation.core.checkpoint import load_replica_state as load_replica_state
     from detonation.core.checkpoint import replica_state as replica_state
+    from detonation.core.gradient_schemes import decoupled_adamw as decoupled_adamw
     from detonation.core.gradient_schemes import demo as demo
     from detonation.core.gradient_schemes import distro as distro
     from detonation.core.gradient_schemes import full as full
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from detonation.core.gradient_schemes import random_sign as random_sign
     from detonation.core.gradient_schemes import slicing as slicing
     from detonation.core.gradient_schemes import striding as striding
+    from detonation.core.muon import Muon as Muon
     from detonation.core.parameter_schemes import demo_diloco as demo_diloco
     from detonation.core.parameter_schemes import diloco as diloco
+    from detonation.core.parameter_schemes import eager_diloco as eager_diloco
     from detonation.core.parameter_schemes import local_sgd as local_sgd
+    from detonation.core.parameter_schemes import muloco as muloco
     from detonation.core.parameter_schemes import sparseloco as sparseloco
+    from detonation.core.parameter_schemes import sparta as sparta
     from detonation.core.parameter_schemes import streaming_diloco as streaming_diloco
     from detonation.core.replicate import Replicated as Replicated
     from detonation.core.replicate import replicate as replicate
@@ -46,9 +51,12 @@ _HOME = {
     "detonation.core.checkpoint": ["TrainingState", "load_replica_state", "replica_state"],
     "detonation.core.replicate": ["Replicated", "replicate"],
     "detonation.core.gradient_schemes": [
-        "demo", "distro", "full", "none", "random", "random_sign", "slicing", "striding",
+        "decoupled_adamw", "demo", "distro", "full", "none", "random", "random_sign", "slicing", "striding",
     ],
-    "detonation.core.parameter_schemes": ["demo_diloco", "diloco", "local_sgd", "sparseloco", "streaming_diloco"],
+    "detonation.core.muon": ["Muon"],
+    "detonation.core.parameter_schemes": [
+        "demo_diloco", "diloco", "eager_diloco", "local_sgd", "muloco", "sparseloco", "sparta", "streaming_diloco",
+    ],
     "detonation.core.scheme": ["Scheme"],
     "detonation.core.schemes": ["scheme"],
     "detonation.core.signsgd": ["SignSGD"],

@@ -309,6 +309,112 @@ def test_streaming_diloco_is_the_papers_rule():
     worlds.run(streaming_against_plain, 2, 1)
 
 
+def eager_against_plain(mesh):
+    """Each replica's own outer optimizer takes its fresh part and the others' part of the round before."""
+    mine = train(mesh, dt.eager_diloco(every=3, outer_lr=0.7, outer_momentum=0.5), sgd, steps=12)
+    starts, models = [built(Plain) for _ in range(2)], [built(Plain) for _ in range(2)]
+    inner = [sgd(model.parameters()) for model in models]
+    outer = [torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.5, nesterov=True) for m in starts]
+    stale = [{n: torch.zeros_like(p) for n, p in built(Plain).named_parameters()} for _ in range(2)]
+    for step in range(12):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            gradients(model, [rank], step)
+            optimizer.step()
+        if step % 3 == 2:
+            fresh = [{n: p.detach() - m.get_parameter(n).detach() for n, p in s.named_parameters()}
+                     for s, m in zip(starts, models, strict=True)]  # fmt: skip
+            for rank, start in enumerate(starts):
+                for n, p in start.named_parameters():
+                    p.grad = (fresh[rank][n] + stale[1 - rank][n]) / 2
+                outer[rank].step()
+                models[rank].load_state_dict(start.state_dict())
+            stale = fresh
+    close(mine, dict(models[mesh.get_rank()].named_parameters()), atol=1e-6, rtol=1e-5)
+
+
+def test_eager_diloco_is_the_papers_rule():
+    worlds.run(eager_against_plain, 2, 1)
+
+
+def sparta_against_plain(mesh):
+    """After every local step the columns that are due are averaged, of rows of 64, one parameter after the other."""
+    scheme = dt.sparta(rate=1 / 4)
+    mine = train(mesh, scheme, adamw, steps=6)
+    models = [built(Plain) for _ in range(2)]
+    inner, shapes = [adamw(m.parameters()) for m in models], [p.shape for p in models[0].parameters()]
+    for step in range(6):
+        flats = []
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            gradients(model, [rank], step)
+            optimizer.step()
+            line = [p.detach().reshape(-1) for p in model.parameters()]
+            flats.append(torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 64)) for p in line]).view(-1, 64))
+        due = torch.zeros_like(flats[0]).scatter_(1, scheme.codec.selection.columns(flats[0], step, 0), 1.0).bool()
+        for model, flat in zip(models, flats, strict=True):
+            rows = torch.where(due, sum(flats) / 2, flat).split([-(-s.numel() // 64) for s in shapes])
+            for p, part in zip(model.parameters(), rows, strict=True):
+                p.data = part.reshape(-1)[: p.numel()].view(p.shape)
+    close(mine, dict(models[mesh.get_rank()].named_parameters()), atol=1e-5, rtol=1e-5)
+
+
+def test_sparta_is_the_stated_rule():
+    worlds.run(sparta_against_plain, 2, 1)
+
+
+def muloco_against_plain(mesh):
+    """DiLoCo of what moved and what was not said of it before, rounded to bins that the two-bit code decodes to."""
+    scheme = dt.muloco(every=3, outer_lr=0.7, outer_momentum=0.6, precision="2bit", decay=0.9)
+    mine = train(mesh, scheme, sgd, steps=9)
+    models, anchor = [built(Plain) for _ in range(2)], built(Plain)
+    inner = [sgd(model.parameters()) for model in models]
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.6, nesterov=True)
+    errors = [torch.zeros(sum(p.numel() for p in anchor.parameters()), 1) for _ in range(2)]
+    for step in range(9):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            gradients(model, [rank], step)
+            optimizer.step()
+        if step % 3 == 2:
+            said = []
+            for model, error in zip(models, errors, strict=True):
+                pairs = zip(anchor.parameters(), model.parameters(), strict=True)
+                error.mul_(0.9).add_(torch.cat([(a - p).detach().reshape(-1, 1) for a, p in pairs]))
+                code = scheme.codec.precision
+                said.append(code.decode(code.encode(error), len(error), 1))
+                error.sub_(said[-1])
+            mean = (sum(said) / 2).split([p.numel() for p in anchor.parameters()])
+            for p, part in zip(anchor.parameters(), mean, strict=True):
+                p.grad = part.view(p.shape)
+            outer.step()
+            for model in models:
+                model.load_state_dict(anchor.state_dict())
+    close(mine, dict(anchor.named_parameters()), atol=1e-5, rtol=1e-4)
+
+
+def test_muloco_is_diloco_with_error_feedback():
+    worlds.run(muloco_against_plain, 2, 1)
+
+
+def outer_degenerate_cases(mesh):
+    """Alone, a replica's own share is the whole outer step, and averaging with nobody changes nothing."""
+    outer = {"every": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
+    diloco = train(mesh, dt.diloco(**outer), adamw, steps=12)
+    close(train(mesh, dt.eager_diloco(**outer), adamw, steps=12), diloco, atol=1e-6, rtol=1e-5)
+    close(train(mesh, dt.muloco(**outer, precision="fp32"), adamw, steps=12), diloco, atol=0, rtol=0)
+    close(train(mesh, dt.sparta(), adamw), train(mesh, dt.none(), adamw), atol=1e-6, rtol=1e-6)
+
+
+def test_law_6_one_replica_of_eager_muloco_and_sparta():
+    worlds.run(outer_degenerate_cases, 1, 2)
+
+
+def sparta_of_everything(mesh):
+    close(train(mesh, dt.sparta(rate=1), sgd), train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)
+
+
+def test_law_6_sparta_of_everything_is_synchronous_sgd():
+    worlds.run(sparta_of_everything, 2, 2)
+
+
 def diloco_every_step(mesh):
     mine = train(mesh, dt.diloco(every=1, outer_lr=1, outer_momentum=0), sgd)
     close(mine, train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)

@@ -52,8 +52,9 @@ def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
         ("2x1", ["optimizer.name=AdamW", "optimizer.lr=0.003"]),
         ("2x2", ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "scheme.name=random"]),
         ("2x1", ["scheme.name=diloco", "scheme.every=4", "model.dropout=0.1"]),
+        ("2x2", ["scheme.name=eager_diloco", "scheme.every=2", "optimizer.name=Muon", "optimizer.lr=0.003"]),
     ],
-    ids=["demo-adamw", "random-sgd", "diloco-adamw"],
+    ids=["demo-adamw", "random-sgd", "diloco-adamw", "eager-muon"],
 )
 def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
     replicas, shards = world.split("x")

@@ -195,6 +195,23 @@ def test_settling_twice_is_settling_once():
     assert all(worlds.run(settled_twice, 2, 1))
 
 
+def settled_on_the_way(mesh):
+    """A round that has just ended is told once: settling lands it, and tells nothing of it again."""
+    outer = {"every": 2, "outer_lr": 0.5, "outer_momentum": 0.5}
+    late = [dt.streaming_diloco(**outer, fragments=1, delay=1, precision="fp32"), dt.eager_diloco(**outer)]
+    found = []
+    for scheme in (dt.diloco(**outer), *late):
+        model, optimizer = start(mesh, scheme)
+        advance(model, optimizer, range(2))
+        optimizer.settle()
+        found.append(weights(model))
+    return len(set(found)) == 1
+
+
+def test_settling_lands_what_is_on_its_way_once():
+    assert all(worlds.run(settled_on_the_way, 2, 1))
+
+
 def private(mesh):
     model, optimizer = start(mesh)
     advance(model, optimizer, range(2))

@@ -52,8 +52,11 @@ def predicted(model, mesh, scheme):
     layout = scheme.codec.layout(trained)
     sent = sum(traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), step) for step in range(STEPS))
     for i, round in enumerate(scheme.rounds if scheme.outer else []):
-        if round.delay or not round.ends(STEPS - 1):  # settling ends the open round
-            sent += traffic.message_bytes(scheme, layout.fragment(i, scheme.fragments), mesh["replicate"].size())
+        everything = scheme.codec.selection.period if scheme.follow == "told" else 1
+        if everything > 1 or not round.ends(STEPS - 1):  # settling ends the open round, or averages all
+            sent += everything * traffic.message_bytes(
+                scheme, layout.fragment(i, scheme.fragments), mesh["replicate"].size()
+            )
     return sent
 
 
@@ -96,6 +99,25 @@ def test_law_2_replicas_are_bitwise_equal_after_every_step(scheme):
 
 def test_law_2_diloco_is_bitwise_equal_after_every_round_and_not_between():
     assert worlds.run(every_step, 2, 2, dt.diloco(every=3))[0] == [False, False, True] * 2
+
+
+def test_law_2_sparta_is_bitwise_equal_once_settled_and_never_between():
+    assert worlds.run(every_step, 2, 2, dt.sparta(rate=1 / 4))[0] == [False] * 6
+
+
+def sparta_under_diloco(mesh):
+    model = built(Plain)
+    axis = mesh["replicate"]
+    optimizer = dt.replicate(sgd(model), model, levels=[(axis, dt.sparta(rate=1 / 4)), (axis, dt.diloco(every=2))])
+    equal = []
+    for step in range(4):
+        train(model, optimizer, mesh.get_rank() + 100 * step, steps=1, width=32)
+        equal.append(dt.fingerprint(model, mesh)[1])
+    return equal
+
+
+def test_law_8_sparta_and_diloco_on_one_axis():
+    assert worlds.run(sparta_under_diloco, 2, 1) == [[False, True] * 2] * 2
 
 
 def by_optimizers(mesh):
@@ -157,7 +179,7 @@ def init_single() -> DeviceMesh:
 
 @pytest.mark.parametrize("laned", [False, True])
 def test_tensor_parallel_parameters_train_as_one_model(laned):
-    """Each shard sends its half of two matrices of 2,048, and of the scale of 32, which both hold whole, all or half."""
+    """Each shard sends its half of two matrices of 2,048, and of the scale of 32, which both hold, all or half."""
     sent = 4 * STEPS * (1024 + 1024 + (16 if laned else 32))
     assert worlds.run(tensor_parallel, 2, 2, laned) == [(True, sent)] * 4
 

@@ -30,12 +30,13 @@ class Lane:
 class Flight:
     """What one replica tells at one step, on its way in one message or in several, and what all agree on.
 
-    told: what the update would be if all had told what this replica did; only for a scheme that looks ahead.
+    told: what the update would be if all had told what this replica did; only for a scheme that needs it.
     """
 
     def __init__(self, scheme: Scheme, layout: Layout, step: int) -> None:
         self.told: Tensor | None = None
-        self._layout, self._step, self._lookahead = layout, step, scheme.lookahead
+        self._layout, self._step = layout, step
+        self._tells = scheme.lookahead or scheme.follow != "anchor"
         self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
         self._relays: list[tuple[Lane, Relay]] = []
 
@@ -44,7 +45,7 @@ class Flight:
         it out of memory."""
         selected = lane.engine.select(lane.bucket.cut(signals), self._step)
         prepared = lane.exchange.prepare(selected)
-        if self._lookahead:
+        if self._tells:
             # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
             told = lane.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
             self.told = self._placed(self.told, lane.bucket, told)

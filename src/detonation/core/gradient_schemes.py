@@ -66,6 +66,29 @@ def demo(
     return _momentum("demo", basis, TopK(topk, row), arguments)
 
 
+def decoupled_adamw(
+    topk: int = 4,
+    chunk: int = 64,
+    tiles: bool = False,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error: Error = "keep",
+    combine: Combine = "replicas",
+    link: LinkKind = "auto",
+) -> Scheme:
+    """`demo` by the name that it has with AdamW, whose two moments no replica ever sends.
+
+    Decoupled AdamW of From et al., arXiv 2502.06728. The moments are fed with the update that all agreed on, and so are
+    equal everywhere all the same. The update keeps its magnitude: signs, as in the published code, would make AdamW a
+    smoothed `SignSGD`. The scheme does not choose the optimizer: use it with `torch.optim.AdamW`. Arguments as in
+    `demo`; `random`, `striding` and `slicing` go with AdamW in the same way.
+    """
+    momentum = demo(topk, chunk, tiles, decay, alpha, precision, error, combine, link=link)
+    arguments = _only(momentum.arguments, "topk chunk tiles decay alpha precision error combine link")
+    return replace(momentum, name="decoupled_adamw", arguments=arguments)
+
+
 def distro(
     topk: int = 4,
     chunk: int = 64,
@@ -76,8 +99,9 @@ def distro(
 ) -> Scheme:
     """`demo` in signs of its coefficients, one step late, with look-ahead: nobody waits for the network.
 
-    DisTrO (Nous Research, 2024), as run by Psyche for Consilience. There a coefficient leaves the momentum one step
-    after it was told; here at once. Use it with `SignSGD`; arguments as in `demo`.
+    DisTrO (Nous Research, 2024), as run by Psyche for Consilience. There the look-ahead goes along the sign of the
+    whole momentum, which what was told leaves one step later; here it goes along what was told, which leaves at once.
+    Use it with `SignSGD`; arguments as in `demo`.
     """
     momentum = demo(topk, chunk, tiles, decay, precision="sign", error="drop", delay=delay, link=link)
     return replace(momentum, name="distro", arguments=_only(momentum.arguments, "topk chunk tiles decay delay link"))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
+from detonation.core.outer import Anchor, Start
 from detonation.core.private import Private
 from detonation.core.rounds import Round
 from detonation.core.scheme import Scheme
@@ -15,23 +16,24 @@ from detonation.core.scheme import Scheme
 class ParameterReplicator:
     """Lets the replicas train alone for a round, then moves all of them to a common anchor.
 
-    The signal is anchor - parameters; the update that all agreed on is the gradient of an outer SGD on the anchor.
-    The anchor is fp32 and bitwise equal on all replicas. With a delay the message has that many steps to arrive, and
-    the parameters that then follow the anchor keep the share `keep` of where they have got to meanwhile.
+    The signal is where the round began - parameters; the update that all agreed on is the gradient of an outer SGD on
+    the anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay the message has that many steps to
+    arrive. How far the parameters then follow the anchor is the scheme's `follow` and `keep`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, scheme: Scheme, round: Round) -> None:
         assert scheme.outer is not None
-        outer = scheme.outer
         self.channel = channel
-        self._parameters, self._round, self._keep = parameters, round, scheme.keep
+        self._parameters, self._round = parameters, round
+        self._follows, self._keep = scheme.follow, scheme.keep
+        self._cycle = scheme.codec.selection.period if scheme.follow == "told" else 1  # messages that tell everything
         self._settled_at = torch.zeros((), dtype=torch.int64)
         self._arriving: Callable[[], Tensor] | Tensor | None = None
+        self._untold: Tensor | None = None
         self._steps_left = torch.zeros((), dtype=torch.int64)  # until the message lands; 0 where none is on its way
-        self._anchor = torch.nn.Parameter(channel.layout.flatten(self._weights(), channel.device))  # [rows, chunk]
-        self._outer = torch.optim.SGD([self._anchor], outer.lr, outer.momentum, nesterov=outer.nesterov)
-        if outer.momentum:  # from the start, so that there is one state to save and to load, before a round and after
-            self._outer.state[self._anchor]["momentum_buffer"] = torch.zeros_like(self._anchor)
+        self._anchor = Anchor(self._where(), scheme.outer)
+        ahead = scheme.follow == "share"
+        self._start = Start(self._anchor.flat, scheme.outer, channel.link.replicas) if ahead else None
 
     def before(self, step: int) -> None:
         pass
@@ -40,21 +42,25 @@ class ParameterReplicator:
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:
-                self._land(self._keep)
+                self._land()
         if self._round.ends(step):
             self._send(step)
             if not self._round.delay:
-                self._land(self._keep)
+                self._land()
 
     def settle(self, step: int) -> None:
         if step == self._settled_at:
             return
         if self._steps_left:
-            self._land(1.0)
-        if not self._round.ends(step - 1) or self._round.delay:
-            self._send(step)
-            self._land(0.0)
+            self._land()
+        if self._cycle > 1 or not self._round.ends(step - 1):
+            first = -(-step // self._cycle) * self._cycle
+            for each in range(first, first + self._cycle):
+                self._send(each)
+                self._land()
         copy(self._weights(), self.shared())
+        if self._start:
+            self._start.flat.copy_(self._anchor.flat)
         self._settled_at.fill_(step)
 
     def back(self) -> None:
@@ -64,29 +70,38 @@ class ParameterReplicator:
         pass
 
     def shared(self) -> list[Tensor]:
-        return self.channel.layout.parts(self._anchor.detach())
+        return self.channel.layout.parts(self._anchor.flat)
 
     def private(self) -> Private:
-        flats = {"anchor": self._anchor.detach(), **self._outer.state[self._anchor]}
+        flats = {"anchor": self._anchor.flat, **self._anchor.state(), **(self._start.state() if self._start else {})}
         settled = {"settled_at": self._settled_at}
         if not self._round.delay:
             return self.channel.private(flats, settled)
         return self.channel.private(flats | {"arriving": self._arrived()}, settled | {"steps_left": self._steps_left})
 
     def _send(self, step: int) -> None:
-        moved = self._anchor.detach() - self.channel.layout.flatten(self._weights(), self.channel.device)
-        self._arriving = self.channel.send(self.channel.layout.parts(moved), step).update
+        moved = (self._start or self._anchor).flat - self._where()
+        sent = self.channel.send(self.channel.layout.parts(moved), step)
+        self._arriving = sent.update
         self._steps_left.fill_(self._round.delay)
+        if sent.told is not None and self._start:
+            self._start.follow(self._anchor.flat, sent.told)
+            copy(self._weights(), self.channel.layout.parts(self._start.flat))
+        elif sent.told is not None:
+            self._untold = moved - sent.told
 
-    def _land(self, keep: float) -> None:
-        """Moves the anchor by what arrived, and the parameters to it but for a share of `keep`."""
-        self._anchor.grad = self._arrived()
-        self._outer.step()
-        self._anchor.grad, self._arriving = None, None
+    def _land(self) -> None:
+        """Moves the anchor by what arrived, and the parameters after it."""
+        self._anchor.move(self._arrived())
+        self._arriving = None
         self._steps_left.zero_()
-        target = self._anchor.detach()
-        if keep:
-            target = target.lerp(self.channel.layout.flatten(self._weights(), self.channel.device), keep)
+        if self._follows == "share":
+            return
+        target = self._anchor.flat
+        if self._untold is not None:
+            target = target - self._untold
+        elif self._keep:
+            target = target.lerp(self._where(), self._keep)
         copy(self._weights(), self.channel.layout.parts(target))
 
     def _arrived(self) -> Tensor:
@@ -96,6 +111,9 @@ class ParameterReplicator:
         elif not isinstance(self._arriving, Tensor):
             self._arriving = self._arriving()
         return self._arriving
+
+    def _where(self) -> Tensor:
+        return self.channel.layout.flatten(self._weights(), self.channel.device)  # [rows, chunk]
 
     def _weights(self) -> list[Tensor]:
         return [local(parameter) for parameter in self._parameters.values()]

@@ -1,6 +1,8 @@
 """Schemes that exchange once a round: how far the parameters have moved from where all replicas last were."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from detonation.core.basis import DCT, Identity
 from detonation.core.codec import Codec
@@ -8,7 +10,7 @@ from detonation.core.combine import Combine
 from detonation.core.memory import Feedback
 from detonation.core.rounds import Round
 from detonation.core.scheme import LinkKind, Outer, Scheme, combine_of, precision_of, whole
-from detonation.core.selection import Everything, TopK
+from detonation.core.selection import Everything, Random, TopK
 
 
 def diloco(
@@ -29,8 +31,7 @@ def diloco(
         "precision": precision,
     }  # fmt: skip
     codec = Codec(Identity(), Everything(), precision_of(precision))
-    outer = Outer(outer_lr, outer_momentum, nesterov and outer_momentum > 0)
-    return Scheme("diloco", "parameters", codec, round=Round(every), outer=outer, arguments=arguments)
+    return _outer("diloco", codec, Round(every), arguments)
 
 
 def demo_diloco(
@@ -52,18 +53,8 @@ def demo_diloco(
         "every": whole("every", every), "topk": whole("topk", topk), "chunk": whole("chunk", chunk), "decay": decay,
         "outer_lr": outer_lr, "outer_momentum": outer_momentum, "precision": precision, "link": link,
     }  # fmt: skip
-    outer = Outer(outer_lr, outer_momentum, nesterov=outer_momentum > 0)
     codec = Codec(DCT(), TopK(topk, chunk), precision_of(precision))
-    return Scheme(
-        "demo_diloco",
-        "parameters",
-        codec,
-        Feedback(decay),
-        round=Round(every),
-        outer=outer,
-        link=link,
-        arguments=arguments,
-    )
+    return _outer("demo_diloco", codec, Round(every), arguments, Feedback(decay))
 
 
 def streaming_diloco(
@@ -89,17 +80,72 @@ def streaming_diloco(
         "every": whole("every", every), "fragments": whole("fragments", fragments), "delay": whole("delay", delay),
         "keep": keep, "outer_lr": outer_lr, "outer_momentum": outer_momentum, "precision": precision, "link": link,
     }  # fmt: skip
-    return Scheme(
-        "streaming_diloco",
-        "parameters",
-        Codec(Identity(), Everything(), precision_of(precision)),
-        round=Round(every, delay),
-        outer=Outer(outer_lr, outer_momentum, nesterov=outer_momentum > 0),
-        link=link,
-        fragments=fragments,
-        keep=keep,
-        arguments=arguments,
-    )
+    codec = Codec(Identity(), Everything(), precision_of(precision))
+    rounds = Round(every, delay)
+    return replace(_outer("streaming_diloco", codec, rounds, arguments), fragments=fragments, keep=keep)
+
+
+def eager_diloco(
+    every: int = 100,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    precision: str = "fp32",
+    link: LinkKind = "auto",
+) -> Scheme:
+    """`diloco` that never waits: a message has a whole round to arrive; until then a replica goes by its own share.
+
+    Kale et al., arXiv 2502.12996: the outer gradient is this replica's fresh part and the others' part of the round
+    before. Here the anchor holds what has arrived, bitwise equal on all replicas, and a round starts from it and the
+    own share of the next outer step: the same sum. Equal parameters everywhere there are only once they are settled.
+    With one replica it is `diloco`. Arguments as there.
+    """
+    arguments = {
+        "every": whole("every", every), "outer_lr": outer_lr, "outer_momentum": outer_momentum,
+        "precision": precision, "link": link,
+    }  # fmt: skip
+    codec = Codec(Identity(), Everything(), precision_of(precision))
+    scheme = _outer("eager_diloco", codec, Round(every), arguments)
+    return replace(scheme, round=Round(every, delay=every), follow="share")
+
+
+def muloco(
+    every: int = 30,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    precision: str = "4bit",
+    decay: float = 1.0,
+    link: LinkKind = "auto",
+) -> Scheme:
+    """`diloco` for Muon inside, in few bits with error feedback.
+
+    Thérien et al., arXiv 2505.23725. Orthogonal steps are equally long on all replicas, so their sum is one that can be
+    written in few bits and wants less outer momentum. The scheme does not choose the inner optimizer: use it with
+    `Muon`. decay: of what the precision got wrong, which is told in the next round; from 0 (forgotten) to 1. The rest
+    as in `diloco`.
+    """
+    arguments = {
+        "every": whole("every", every), "outer_lr": outer_lr, "outer_momentum": outer_momentum, "precision": precision,
+        "decay": decay, "link": link,
+    }  # fmt: skip
+    codec = Codec(Identity(), Everything(), precision_of(precision))
+    return _outer("muloco", codec, Round(every), arguments, Feedback(decay))
+
+
+def sparta(rate: float = 1 / 200, precision: str = "fp32") -> Scheme:
+    """A random subset of the parameters themselves is averaged after every step, the same on all replicas.
+
+    Beton et al., 2025 (openreview stFPf3gzq1). The optimizer is local and any; between steps no two replicas are equal.
+    An anchor holds what was agreed on last of each coordinate, bitwise equal on all; settling averages every coordinate
+    once, in one whole cycle of messages, after which all replicas are equal. There the mask is drawn at random and
+    broadcast; here every replica knows it and each coordinate has its turn once in 1 / rate steps. As a level before
+    `diloco` on the same axis it keeps long rounds together.
+
+    rate: the part of the parameters averaged in a step, above 0 and at most 1, rounded down to one over a whole number.
+    """
+    arguments = {"rate": rate, "precision": precision}
+    codec = Codec(Identity(), Random(rate), precision_of(precision))
+    outer = Outer(1.0, momentum=0.0, nesterov=False)
+    return Scheme("sparta", "parameters", codec, outer=outer, follow="told", arguments=arguments)
 
 
 def local_sgd(every: int = 16, precision: str = "fp32") -> Scheme:
@@ -131,14 +177,16 @@ def sparseloco(
         "every": whole("every", every), "topk": whole("topk", topk), "chunk": whole("chunk", chunk), "decay": decay,
         "outer_lr": outer_lr, "precision": precision, "combine": combine, "link": link,
     }  # fmt: skip
-    return Scheme(
-        "sparseloco",
-        "parameters",
-        Codec(Identity(), TopK(topk, chunk), precision_of(precision)),
-        Feedback(decay),
-        combine_of(combine),
-        Round(every),
-        Outer(outer_lr, momentum=0.0, nesterov=False),
-        link=link,
-        arguments=arguments,
-    )
+    codec = Codec(Identity(), TopK(topk, chunk), precision_of(precision))
+    scheme = _outer("sparseloco", codec, Round(every), arguments, Feedback(decay))
+    return replace(scheme, combine=combine_of(combine))
+
+
+def _outer(
+    name: str, codec: Codec, rounds: Round, arguments: Mapping[str, Any], feedback: Feedback | None = None
+) -> Scheme:
+    """A scheme whose signal is how far parameters moved; its outer optimizer and its link are among the `arguments`."""
+    momentum = arguments.get("outer_momentum", 0.0)
+    outer = Outer(arguments["outer_lr"], momentum, momentum > 0 and arguments.get("nesterov", True))
+    link = arguments.get("link", "auto")
+    return Scheme(name, "parameters", codec, feedback, round=rounds, outer=outer, link=link, arguments=arguments)

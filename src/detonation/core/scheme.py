@@ -14,6 +14,7 @@ from detonation.core.selection import Everything
 
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
+Follow = Literal["anchor", "share", "told"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Scheme:
 
     Made by `demo(...)`, `diloco(...)` and so on, or from a recipe by `scheme(name, arguments)`; `name` and `arguments`
     are its spelling there, defaults included.
+
+    follow: where parameters go when the anchor moved. "anchor": to it, but for the share `keep` of where they are.
+    "share": a round starts where this replica's own share of the outer step that is on its way leads. "told": to it in
+    what this replica told; the rest stays where it is.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Scheme:
     link: LinkKind = "auto"
     fragments: int = 1
     keep: float = 0.0
+    follow: Follow = "anchor"
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -67,7 +73,7 @@ class Scheme:
             raise ValueError(f"fragments is {self.fragments}, must be from 1 to every ({self.round.every})")
         if not 0 <= self.keep < 1:
             raise ValueError(f"keep is {self.keep}, must be from 0 to below 1")
-        if self.outer and self.round.delay >= self.round.every:
+        if self.outer and self.follow != "share" and self.round.delay >= self.round.every:
             raise ValueError(f"delay is {self.round.delay}, must be below every ({self.round.every})")
 
 

@@ -4,14 +4,34 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from detonation.choices import make
-from detonation.core.gradient_schemes import demo, distro, full, none, random, random_sign, slicing, striding
-from detonation.core.parameter_schemes import demo_diloco, diloco, local_sgd, sparseloco, streaming_diloco
+from detonation.core.gradient_schemes import (
+    decoupled_adamw,
+    demo,
+    distro,
+    full,
+    none,
+    random,
+    random_sign,
+    slicing,
+    striding,
+)
+from detonation.core.parameter_schemes import (
+    demo_diloco,
+    diloco,
+    eager_diloco,
+    local_sgd,
+    muloco,
+    sparseloco,
+    sparta,
+    streaming_diloco,
+)
 from detonation.core.scheme import Scheme
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "full": full,
     "none": none,
     "demo": demo,
+    "decoupled_adamw": decoupled_adamw,
     "demo_diloco": demo_diloco,
     "distro": distro,
     "random": random,
@@ -19,8 +39,11 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "striding": striding,
     "slicing": slicing,
     "diloco": diloco,
+    "eager_diloco": eager_diloco,
     "local_sgd": local_sgd,
+    "muloco": muloco,
     "sparseloco": sparseloco,
+    "sparta": sparta,
     "streaming_diloco": streaming_diloco,
 }
 

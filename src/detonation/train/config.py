@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A class of torch.optim by name, or `SignSGD`; `arguments` are that class's own."""
+    """A class of torch.optim by name, `SignSGD` or `Muon`; `arguments` are that class's own."""
 
     name: str
     lr: float

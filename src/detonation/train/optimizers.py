@@ -2,8 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,27 +19,38 @@ _REFUSED = {
 
 
 def table() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Every optimizer that a recipe can name: the classes of torch.optim, and SignSGD."""
+    """Every optimizer that a recipe can name: the classes of torch.optim, SignSGD, and a Muon that takes all shapes."""
     classes = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     usable = {n: c for n, c in classes.items() if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"}
-    return {**usable, "SignSGD": dt.SignSGD}
+    return {**usable, "SignSGD": dt.SignSGD, "Muon": dt.Muon}
 
 
 def check(chosen: Optimizer) -> None:
     """Raises `ValueError` unless `chosen` names an optimizer that can be built with its arguments."""
-    build(chosen, [torch.nn.Parameter(torch.zeros(1, 1))])
+    build(chosen, torch.nn.Linear(1, 1, bias=False))
 
 
-def build(chosen: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that `chosen` describes, over `parameters`."""
+def build(chosen: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `chosen` describes, over all parameters of `model`."""
     if chosen.name in _REFUSED:
         raise ValueError(f"optimizer {chosen.name} cannot be used: {_REFUSED[chosen.name]}")
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.arguments.items()}
-    usable = {name: partial(value, parameters) for name, value in table().items() if name not in _REFUSED}
+    usable = {name: partial(value, _groups(chosen, model)) for name, value in table().items() if name not in _REFUSED}
     try:
         return make("optimizer", usable, chosen.name, {"lr": chosen.lr, **arguments})
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error
+
+
+def _groups(chosen: Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """All parameters in one group; for Muon, embeddings and the output layer in another, which go by AdamW."""
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    apart = {id(p) for module in [*tables, head] if module is not None for p in module.parameters()}
+    if chosen.name != "Muon" or not apart:
+        return [{"params": list(model.parameters())}]
+    inner = [p for p in model.parameters() if id(p) not in apart]
+    return [{"params": inner}, {"params": [p for p in model.parameters() if id(p) in apart], "orthogonal": False}]
 
 
 def lr_factor(schedule: Schedule, steps: int) -> Callable[[int], float]:

@@ -117,7 +117,7 @@ def _step(session: Session, tables: Mapping[str, Any], name: str) -> Step | None
     mesh = asdict(session.config.mesh)
     config = recipe.resolve(tables, {"scheme": {"name": name}, "mesh": mesh})
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    base = optimizers.build(config.optimizer, session.model.parameters())
+    base = optimizers.build(config.optimizer, session.model)
     optimizer = dt.replicate(base, session.model, Echo(session.config.mesh.replicas), scheme)
     try:
         optimizer.step()

@@ -75,7 +75,7 @@ def start(config: Config, device: torch.device) -> Session:
     torch.manual_seed(config.seed)
     model = models.build(config.model.name, config.model.arguments).to(device)
     dt.shard(model, mesh)
-    base = optimizers.build(config.optimizer, model.parameters())
+    base = optimizers.build(config.optimizer, model)
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
     optimizer = dt.replicate(base, model, between_replicas(mesh, config.mesh.link), scheme, seed=config.seed)
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)

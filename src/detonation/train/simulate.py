@@ -87,7 +87,7 @@ def virtual(config: Config, wire: VirtualWire) -> Session:
     """What the replica at the end of `wire` needs for a run: a model, a memory and data of its own."""
     torch.manual_seed(config.seed)
     model = models.build(config.model.name, config.model.arguments)
-    base = optimizers.build(config.optimizer, model.parameters())
+    base = optimizers.build(config.optimizer, model)
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
     optimizer = dt.replicate(base, model, wire, scheme, seed=config.seed)
     return Session(config, Alone(wire), torch.device("cpu"), load_data(config.data), model, base, optimizer)

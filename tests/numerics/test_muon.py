@@ -1,0 +1,73 @@
+"""Muon on shards against torch's own on whole matrices, and what it means for a matrix."""
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+import worlds
+from zoo import batch
+
+
+class Matrices(nn.Module):
+    """Matrices of every kind: tall, wide, of uneven shards, a single row; and what goes by AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(32, 64), (64, 7), (7, 33), (33, 1), (1, 5)]
+        self.layers = nn.ModuleList([nn.Linear(a, b, bias=b == 64) for a, b in sizes])
+        self.table = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):  # [batch, 32] -> [batch]
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (x @ self.table).square().mean(1)
+
+
+def groups(model):
+    rest = [model.table]
+    return [{"params": [p for p in model.parameters() if p is not model.table]}, {"params": rest, "orthogonal": False}]
+
+
+def trained(model, optimizers):
+    for step in range(6):
+        model(batch(0, step, 32)).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+def on_shards(mesh):
+    torch.manual_seed(0)
+    plain = Matrices()
+    matrices = [p for p in plain.parameters() if p.ndim == 2 and p is not plain.table]
+    rest = [p for p in plain.parameters() if p.ndim == 1 or p is plain.table]
+    muon = torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    wanted = trained(plain, [muon, torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)])
+    torch.manual_seed(0)
+    model = dt.shard(Matrices(), mesh)
+    mine = trained(model, [dt.Muon(groups(model), lr=0.02)])
+    for name, p in wanted.items():
+        # the gradients are equal up to fp32 rounding, and bf16 turns that into its own
+        torch.testing.assert_close(mine[name].full_tensor(), p, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_muon_on_shards_is_torchs_on_whole_matrices(shards):
+    worlds.run(on_shards, 1, shards)
+
+
+def test_a_matrix_moves_in_an_orthogonal_direction():
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.randn(24, 40))
+    start, matrix.grad = matrix.detach().clone(), torch.randn(24, 40) ** 3
+    dt.Muon([matrix], lr=1.0, momentum=0.0, weight_decay=0.0).step()
+    singular = torch.linalg.svdvals((start - matrix.detach()) / (0.2 * 40**0.5))
+    assert singular.min() > 0.4 and singular.max() < 1.4
+
+
+def test_muon_refuses_what_it_cannot_do():
+    for bad in ({"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="must be"):
+            dt.Muon([nn.Parameter(torch.ones(2, 2))], **bad)
