@@ -115,7 +115,12 @@ class Command:
 
 
 def launched(
-    folder: Path, world_size: int, *arguments: object, networks: Sequence[str] = (), address: str = "127.0.0.1"
+    folder: Path,
+    world_size: int,
+    *arguments: object,
+    networks: Sequence[str] = (),
+    address: str = "127.0.0.1",
+    env: Mapping[str, object] = {},
 ) -> list[Command]:
     """The ranks of a world that a launcher like srun starts: each is told its place, and rank 0's address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -126,7 +131,7 @@ def launched(
         Command(
             folder / f"rank{rank}",
             *arguments,
-            env={**meeting, **local, "RANK": rank, "LOCAL_RANK": 0 if networks else rank},
+            env={**env, **meeting, **local, "RANK": rank, "LOCAL_RANK": 0 if networks else rank},
             network=networks[rank] if networks else "",
         )
         for rank in range(world_size)

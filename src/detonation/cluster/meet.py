@@ -2,13 +2,15 @@
 
 import errno
 import os
+import secrets
 import socket
 import sys
+import time
 from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import FileStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -16,24 +18,58 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where torch's network libraries look for the interface that they listen on."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _MEETING_S = 300.0
+_POLL_S = 0.02
 
 
 def meet(rank: int, world_size: int, folder: Path | None = None) -> Store:
     """The store at which all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
 
     torchrun's agent keeps that one, on all interfaces of its machine. Otherwise rank 0 does, on MASTER_ADDR alone.
+    What an earlier attempt left in a store that lives on is out of sight.
     """
     if folder is not None:
         return FileStore(str(folder / "rendezvous"), world_size)
     if rank or _agent_keeps(os.environ):
         store: Store = next(iter(rendezvous("env://", rank, world_size)))[0]
-        return store
+        return PrefixStore(_attempt(store, rank, world_size), store) if _agent_keeps(os.environ) else store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = _listen(address, port)
     timeout = timedelta(seconds=_MEETING_S)
     return TCPStore(
         address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
     )
+
+
+def _attempt(store: Store, rank: int, world_size: int) -> str:
+    """A name for this attempt, the same on all its ranks and on none of an earlier one's.
+
+    After a restart the agent's store still holds the addresses of ranks that are gone. Counts of restarts differ between
+    agents, so the ranks greet each other: rank 0 answers each greeting with the name that it chose, until each rank
+    has confirmed that name; only a greeting of this attempt makes a rank believe the answer.
+    """
+    mine, limit = secrets.token_hex(8), time.monotonic() + _MEETING_S
+    others = range(1, world_size)
+    for other in others if rank == 0 else [rank]:
+        for kind in ("greeting", "answer", "name"):
+            store.compare_set(_key(kind, other), "", "-")
+    while time.monotonic() < limit:
+        if rank == 0:
+            for other in others:
+                store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {mine}")
+            if all(store.get(_key("name", other)).decode() == mine for other in others):
+                return mine
+        else:
+            store.set(_key("greeting", rank), mine)
+            greeting, _, name = store.get(_key("answer", rank)).decode().partition(" ")
+            if greeting == mine:
+                store.set(_key("name", rank), name)
+                return name
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"the {world_size} ranks did not meet within {_MEETING_S:.0f} s")
+
+
+def _key(kind: str, rank: int) -> str:
+    return f"detonation/{kind}/{rank}"
 
 
 def store_keeper(env: MutableMapping[str, str]) -> str:

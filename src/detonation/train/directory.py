@@ -21,19 +21,24 @@ class InUse(ValueError):
     """Another process writes to the run directory."""
 
 
-def check_free(path: Path, resume: bool) -> None:
-    """Raises `ValueError` unless a run can start in `path` (or, with `resume`, continue there). Changes nothing."""
+def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
+    """Raises `ValueError` unless a run can start in `path` (or, with `resume`, continue there). Changes nothing.
+
+    may_start: `resume` may also find nothing, or a run that had not yet saved a checkpoint, and start.
+    """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
     if (path / LOCK).exists():
         with (path / LOCK).open("r+") as file:
             _take(file, path)
-    held = [entry for entry in path.iterdir() if entry.name != LOCK] if path.is_dir() else []
+    passing = (LOCK, f"{CONFIG}.part")
+    held = [entry for entry in path.iterdir() if entry.name not in passing] if path.is_dir() else []
     if (path / SUMMARY).exists():
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it")
-    if resume and not (path / CHECKPOINTS).is_dir():
+    if resume and not may_start and not (path / CHECKPOINTS).is_dir():
         raise ValueError(f"nothing to resume in {path}: it has no checkpoints; leave --resume out to start")
-    if held and not resume:
+    ours = (path / CONFIG).exists() or (path / CHECKPOINTS).is_dir()
+    if held and not (resume and ours):
         remedy = "continue it with --resume, or choose" if (path / CONFIG).exists() else "choose"
         raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
 
@@ -79,6 +84,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Puts `value` at `path` as readable JSON, whole or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Unwritable(RunError):

@@ -14,6 +14,7 @@ from detonation.cluster.launched import run_launched
 from detonation.cluster.meet import keep_to_one_interface
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, recipe
+from detonation.train.attempt import restartable, restarted
 from detonation.train.config import Config, Table, require, to_table
 from detonation.train.progress import show_cursor
 from detonation.train.setup import check
@@ -51,9 +52,11 @@ def run(request: Request, fail: Callable[[Exception], int]) -> Table:
     require(request.keep is None or request.keep >= 1, "--keep", request.keep, "at least 1")
     if request.resume and request.out is None:
         raise ValueError("--resume needs --out: the run directory to continue")
+    if restartable(os.environ) and request.out is None:
+        raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
     place = launched(os.environ)
     if place is not None:
-        return run_launched(place, lambda: work(_prepare(request, place)[0]), fail, interface=request.interface)
+        return run_launched(place, lambda: _work(request, place), fail, interface=request.interface)
     keep_to_one_interface(os.environ, True, request.interface)
     # A process that computed with several threads must not be forked: the children would wait for threads they lack.
     torch.set_num_threads(1)
@@ -86,11 +89,18 @@ def configure(request: Request, place: Place | None) -> Config:
     return recipe.resolve(table, {**overrides, "mesh": mesh})
 
 
+def _work(request: Request, place: Place) -> Table:
+    if request.out is not None and restarted(os.environ) and (request.out / directory.SUMMARY).exists():
+        return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
+    return work(_prepare(request, place)[0])
+
+
 def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
     """The task that every rank will do, and how many ranks; whatever can be checked before is checked here."""
     config = check(configure(request, place))
     if request.out is not None and (place is None or place.rank == 0):
-        directory.check_free(request.out, request.resume)
+        again = restartable(os.environ)
+        directory.check_free(request.out, request.resume or restarted(os.environ), may_start=again)
     return asdict(_task(request, config)), config.mesh.replicas * config.mesh.shards
 
 
@@ -114,7 +124,8 @@ def _task(request: Request, config: Config) -> Task:
         config=to_table(config),
         name=request.recipe.stem,
         out="" if request.out is None else str(request.out),
-        resume=request.resume,
+        resume=request.resume or restarted(os.environ),
+        may_start=restartable(os.environ),
         stop_after=request.stop_after or 0,
         to_stderr=request.to_stderr,
     )

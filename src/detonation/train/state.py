@@ -32,12 +32,15 @@ def save_now(session: Session, checkpoints: Checkpoints) -> Path:
     return saved
 
 
-def resume(session: Session, directory: Path) -> tuple[Loaded, list[str]]:
+def resume(session: Session, directory: Path, may_start: bool = False) -> tuple[Loaded | None, list[str]]:
     """Goes on from the newest whole checkpoint in `directory`; returns it, and a line for all that people should know.
 
-    Raises `ValueError` where there is none, or it was written by another model, data, scheme, optimizer or seed.
+    may_start: where none was saved yet, nothing is loaded. Raises `ValueError` where there is none, or it was written by
+    another model, data, scheme, optimizer or seed.
     """
     found = find(directory, session.model, session.optimizer)
+    if found is None and may_start:
+        return None, ["no checkpoint was saved yet: starting from the beginning"]
     if found is None:
         raise NoCheckpoint(f"there is no checkpoint in {directory}: start without --resume in another --out")
     _check(found.path, found.manifest.extra.get("config"), to_table(session.config))

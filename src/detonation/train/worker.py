@@ -26,12 +26,16 @@ from detonation.train.summary import summarise
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to run, in plain values that can travel to another process. `out` "" means a new directory in `runs`."""
+    """What to run, in plain values that can travel to another process. `out` "" means a new directory in `runs`.
+
+    may_start: `resume` starts from the beginning where no checkpoint was saved yet.
+    """
 
     config: Table
     name: str
     out: str = ""
     resume: bool = False
+    may_start: bool = False
     stop_after: int = 0
     to_stderr: bool = False
 
@@ -53,7 +57,8 @@ def _work(todo: Task, stop: Stop) -> Table:
     _expect(session, [replicator.channel for replicator in replicators])
     screen = Screen(session.rank != 0, todo.to_stderr)
     with _run_directory(session, todo) as path, screen:
-        loaded, told = resume(session, path / directory.CHECKPOINTS) if todo.resume else (None, [])
+        checkpoints = path / directory.CHECKPOINTS
+        loaded, told = resume(session, checkpoints, todo.may_start) if todo.resume else (None, [])
         done = loaded.step if loaded else 0
         with contextlib.closing(Recorder(session, path, screen, done)) as recorder:
             for line in told:
@@ -150,7 +155,7 @@ def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
     held = None
     if session.rank == 0:
         path = Path(todo.out) if todo.out else fresh_directory(f"{todo.name}-{session.config.scheme.name}")
-        directory.check_free(path, todo.resume)
+        directory.check_free(path, todo.resume, todo.may_start)
         held = directory.RunDirectory(path)
         directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
         directory.write_json(path / directory.ENVIRONMENT, environment())

@@ -1,0 +1,92 @@
+"""A run that its launcher starts again goes on by itself, and ends where an uninterrupted one does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import Command, launched, write_recipe
+
+SETS = ("--replicas", 2, "--shards", 1, "--checkpoint-every", 2, "--set", "train.steps=30", "peers.silence_s=3")
+SAME = ("fingerprint", "train_loss", "val_loss", "bytes_sent_per_step", "steps")
+
+
+def result(run):
+    """What must be the same however often a run was interrupted."""
+    summary = json.loads((run / "summary.json").read_text())
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {key: summary[key] for key in SAME}, losses
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The result of the uninterrupted run."""
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    command = Command(tmp_path / "whole", "train", recipe, "--out", tmp_path / "whole" / "run", *SETS)
+    assert command.wait() == 0, command.stderr
+    return result(tmp_path / "whole" / "run")
+
+
+def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(tmp_path, whole):
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "detonation"]
+    train = ["train", tmp_path / "tiny.toml", "--out", out, *SETS]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *launcher, *map(str, train)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    ) as agent:
+        shown = []
+        for line in agent.stdout:
+            shown.append(line)
+            if line.split()[:2] == ["step", "7/30"] and not any(line.startswith("resumed") for line in shown):
+                children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+                os.kill(int(children[1]), signal.SIGKILL)
+        errors = agent.stderr.read()
+        assert agent.wait(120) == 0, errors
+    assert "rank 1 (replica 1, shard 0) has not been heard of" in errors
+    assert any(line.startswith("resumed after step ") for line in shown)
+    assert result(out) == whole
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
+def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, whole, saved):
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "run"
+    train = ("train", recipe, "--out", out, *SETS) if saved else ("train", recipe, "--out", out, *SETS[:4], *SETS[6:])
+    restarts = iter(range(3))
+
+    def start():
+        env = {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RESTART_COUNT": next(restarts)}
+        return launched(tmp_path, 2, *train, env=env)
+
+    ranks = start()
+    ranks[0].wait_for_step(5)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert ranks[0].wait() == 1
+    ranks = start()
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert ("no checkpoint was saved yet: starting from the beginning" in ranks[0].stdout) == (not saved)
+    assert result(out) == whole
+    ranks = start()
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert result(out) == whole
+
+
+def test_what_is_there_is_kept_from_a_run_that_may_start(tmp_path):
+    recipe, out = write_recipe(tmp_path / "tiny.toml"), tmp_path / "run"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    train = ("train", recipe, "--out", out, "--resume", "--replicas", 1, "--shards", 1)
+    command = Command(tmp_path, *train, env={"TORCHELASTIC_MAX_RESTARTS": 3})
+    assert command.wait() == 2
+    assert "is not empty: choose another --out" in command.errors
+    command = Command(tmp_path, *train[:2], env={"SLURM_RESTART_COUNT": 1})
+    assert command.wait() == 2
+    assert "a run that its launcher may start again needs --out" in command.errors
