@@ -107,8 +107,8 @@ def exactly(name, kind):
 
 @pytest.mark.parametrize(("kind", "width"), [(Plain, 32), (Menagerie, 257)], ids=["plain", "awkward"])
 def test_shards_and_replicas_come_and_go_and_nothing_untold_is_lost(tmp_path, kind, width):
-    names = CHOSEN if kind is Plain else ["demo-owner"]
-    for turn, (replicas, shards) in enumerate(CHAIN):
+    names, chain = (CHOSEN, CHAIN) if kind is Plain else (["demo-owner"], [(2, 2), (1, 3), (3, 1)])
+    for turn, (replicas, shards) in enumerate(chain):
         for rank in worlds.run(one_world, replicas, shards, tmp_path, names, kind, width, turn):
             for name, shares in rank.items():
                 wrong = {k: s for k, s in shares.items() if s > (0 if exactly(name, k) else 1e-6)}

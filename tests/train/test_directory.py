@@ -59,11 +59,33 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(Unwritable, match=r"metrics\.jsonl: No space left on device \(free some space"):
-        file.write(record(2))
-    monkeypatch.undo()
-    file.close()
+    file.write(record(2))
     assert metrics.read(tmp_path / "metrics.jsonl") == [record(1)]
+    with pytest.raises(Unwritable, match=r"metrics\.jsonl: No space left on device \(free some space"):
+        file.close()
+    assert metrics.read(tmp_path / "metrics.jsonl") == [record(1)]
+
+
+def test_a_line_that_found_no_space_is_written_with_the_next_one(tmp_path, monkeypatch):
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl", [record(1)])
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: fail())
+        file.write(record(2))
+    file.write(record(3))
+    file.close()
+    assert metrics.read(tmp_path / "metrics.jsonl") == [record(1), record(2), record(3)]
+
+
+def fail():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(record(1).line() + record(2).line()[:20])
+    assert metrics.read(path) == [record(1)]
+    metrics.MetricsFile(path, metrics.read(path)).close()
+    assert path.read_text() == record(1).line()
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

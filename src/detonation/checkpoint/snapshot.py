@@ -86,12 +86,22 @@ def take(model: nn.Module, optimizer: Replicated) -> Snapshot:
                 else:
                     values[where] = _plain(where, value)
         found |= {f"replica.{key}": tensor for key, tensor in optimizer.private().items()}
-        boxes = {key: Box.of(parameter) for key, parameter in cut_like(model, found).items()}
+        boxes = _boxes(cut_like(model, found))
         tensors = {key: _copy(tensor) for key, tensor in found.items()} | _generators(model)
         wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
         home = next(local(parameter).device.type for parameter in model.parameters())
         on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
     return Snapshot(tensors, boxes, wrapped, on_host, values, groups(model, optimizer))
+
+
+def _boxes(like: Mapping[str, Tensor]) -> dict[str, Box]:
+    """The box of each tensor; asking torch takes long, and most are cut as others are."""
+    known: dict[object, Box] = {}
+    boxes = {}
+    for key, tensor in like.items():
+        way = (tensor.shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor.shape
+        boxes[key] = known[way] = known[way] if way in known else Box.of(tensor)
+    return boxes
 
 
 def cut_like(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What a run measures: one record a step in `metrics.jsonl`, and the same in words for people."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from detonation.report.words import factor, size
-from detonation.train.directory import unwritable
+from detonation.train.directory import unwritable, write_text
 
 
 @dataclass(frozen=True)
@@ -38,32 +39,43 @@ class MetricsFile:
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
-        self._file = path.open("wb", buffering=0)
-        self._length = 0
-        for record in kept:
-            self.write(record)
+        write_text(path, "".join(record.line() for record in kept))  # whole or not at all: it replaces what is there
+        self._file = path.open("ab", buffering=0)
+        self._length = path.stat().st_size
+        self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line; when the disk is full, takes back what was written of it and raises `Unwritable`."""
-        data = record.line().encode()
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._file.fileno(), data[written:])
-        except OSError as error:
-            os.ftruncate(self._file.fileno(), self._length)
-            raise unwritable(self.path, error) from error
-        self._length += len(data)
+        """Appends one line; while the disk is full it waits for the next one, because no run should stop for it."""
+        self._waiting += record.line().encode()
+        with contextlib.suppress(OSError):
+            self._append()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file. Raises `Unwritable` when lines still wait."""
+        try:
+            self._append()
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        finally:
+            self._file.close()
+
+    def _append(self) -> None:
+        """Appends what waits, or takes back what was written of it."""
+        written = 0
+        try:
+            while written < len(self._waiting):
+                written += os.write(self._file.fileno(), self._waiting[written:])
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._length)
+            raise
+        self._length += written
+        self._waiting = b""
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a metrics file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Record(**json.loads(line)) for line in lines]
+    """The records of a metrics file; a last line that a crash cut off is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def reduction(sent: float, full: float) -> float | None:
