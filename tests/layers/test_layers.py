@@ -12,11 +12,13 @@ import detonation
 SOURCE = Path(detonation.__file__).parent
 CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
     ["tiles", "flat"],
+    ["envelope", "ledger"],
     ["bits", "basis", "selection", "precision", "columns", "combine", "rounds"],
     ["codec"],
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic", "buckets", "owners"],
     ["pace", "wire", "lanes"],
     ["link"],
+    ["guard"],
     ["engine", "exchange", "private", "channel"],
     [
         "place",
@@ -66,6 +68,9 @@ NO_NETWORK = [
     "owners",
     "pending",
     "private",
+    "envelope",
+    "ledger",
+    "guard",
 ]
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
 

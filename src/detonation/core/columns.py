@@ -53,3 +53,18 @@ class Columns:
         if not self.width:
             return torch.zeros(rows, self.kept, dtype=torch.long, device=encoded.device)
         return unpack(encoded, rows * self.kept, self.width).view(rows, self.kept)
+
+    def fault(self, encoded: Tensor, rows: int) -> Tensor:
+        """Whether `encoded` could come from `encode`: 1 where a column is not below `chunk`, 2 where not all differ."""
+        device = encoded.device  # [] int64
+        library = native.load_for(encoded)
+        if library and self.bitmap:
+            return torch.tensor(library.check_bitmap(encoded, rows, self.kept, self.chunk))
+        if library and self.width:
+            return torch.tensor(library.check_columns(encoded, rows, self.kept, self.chunk, self.width))
+        if self.bitmap:
+            marked = unpack(encoded, rows * self.chunk, 1).view(rows, self.chunk).sum(1)
+            return 2 * (marked != self.kept).any().to(torch.int64)
+        columns = self.decode(encoded, rows).sort(1).values
+        outside, twice = (columns >= self.chunk).any(), (columns.diff(dim=1) == 0).any()
+        return torch.where(outside, 1, 2 * twice.to(torch.int64)).to(device)

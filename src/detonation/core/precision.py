@@ -28,6 +28,10 @@ class Precision(Protocol):
 
     def nbytes(self, rows: int, kept: int) -> int: ...
 
+    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        """Whether the statistics could come from `encode`; the values themselves are not looked at."""  # [] bool
+        ...
+
 
 @dataclass(frozen=True)
 class Float:
@@ -45,6 +49,9 @@ class Float:
 
     def nbytes(self, rows: int, kept: int) -> int:
         return rows * kept * self.dtype.itemsize
+
+    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        return torch.ones((), dtype=torch.bool, device=encoded.device)
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,20 @@ class Blocks:
 
     def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
         count = rows * kept
-        size = packed_bytes(count, self.width)
-        codes = _blocked(unpack(encoded[:size], count, self.width), self.block)[0]
-        statistics = encoded[size:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
-        return self.levels(statistics).gather(1, codes).view(-1)[:count].view(rows, kept)
+        codes = _blocked(unpack(encoded[: packed_bytes(count, self.width)], count, self.width), self.block)[0]
+        return self.levels(self._statistics(encoded, count)).gather(1, codes).view(-1)[:count].view(rows, kept)
 
     def nbytes(self, rows: int, kept: int) -> int:
         count = rows * kept
         return packed_bytes(count, self.width) + 2 * self.statistics * -(-count // self.block)
+
+    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        statistics = self._statistics(encoded, rows * kept)
+        return (statistics.isfinite() & self.allowed(statistics)).all()
+
+    def _statistics(self, encoded: Tensor, count: int) -> Tensor:
+        packed = packed_bytes(count, self.width)
+        return encoded[packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
 
     def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """Codes of the values, and the statistics of each block; `real` is 0 where a block is filled up."""
@@ -83,6 +96,10 @@ class Blocks:
     def levels(self, statistics: Tensor) -> Tensor:
         """What each code of a block reads as."""
         raise NotImplementedError  # [blocks, statistics] -> [blocks, 2**width]
+
+    def allowed(self, statistics: Tensor) -> Tensor:
+        """Which statistics `quantise` can return, where they are finite."""  # [blocks, statistics] bool
+        return statistics >= 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,9 @@ class TwoBit(Blocks):
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
+
+    def allowed(self, statistics: Tensor) -> Tensor:
+        return statistics * torch.tensor([1.0, 1.0, -1.0, -1.0], device=statistics.device) >= 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +176,9 @@ class Int8(Blocks):
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
+
+    def allowed(self, statistics: Tensor) -> Tensor:
+        return torch.ones_like(statistics, dtype=torch.bool)
 
 
 PRECISIONS: dict[str, Precision] = {

@@ -34,7 +34,7 @@ def refuse_non_finite(signals: Mapping[str, Tensor | None], step: int, replica: 
     tensors = list(present.values())
     library = native.load_for(*tensors)
     if library and all(tensor.dtype == torch.float32 for tensor in tensors):
-        found = library.non_finite(tensors)
+        found = library.beyond(tensors, torch.finfo(torch.float32).max)
     else:
         finite = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, ord=torch.inf)]).isfinite()
         found = -1 if finite.all() else int(finite.logical_not().nonzero()[0])

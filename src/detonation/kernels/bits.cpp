@@ -52,4 +52,53 @@ void detonation_marked(const uint8_t *bitmap, int64_t rows, int kept, int chunk,
   }
 }
 
+// The sum of the 32-bit words, each times an odd number that depends on where it is; the last is filled up with zeros.
+int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t first) {
+  uint64_t sum = 0, at = (uint64_t(first) + 1) * 0x9E3779B97F4A7C15u;
+  for (int64_t i = 0; i < count / 4; ++i, at += 0x9E3779B97F4A7C15u) {
+    uint32_t word;
+    std::memcpy(&word, bytes + 4 * i, 4);
+    sum += uint64_t(word) * ((at ^ at >> 32) | 1);
+  }
+  if (count % 4) {
+    uint32_t word = 0;
+    std::memcpy(&word, bytes + count / 4 * 4, size_t(count % 4));
+    sum += uint64_t(word) * ((at ^ at >> 32) | 1);
+  }
+  return int64_t(sum);
+}
+
+// 1 where a column of `width` bits is not below `chunk`, 2 where a row has one twice, 0 where all is well.
+int detonation_check_columns(const uint8_t *packed, int64_t rows, int kept, int chunk, int width) {
+  const uint64_t mask = (uint64_t(1) << width) - 1;
+  uint64_t held = 0, seen[1 << 10] = {};
+  int bits = 0;
+  int32_t row[1 << 16];
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int k = 0; k < kept; ++k, held >>= width, bits -= width) {
+      for (; bits < width; bits += 8) held |= uint64_t(*packed++) << bits;
+      const int column = row[k] = int(held & mask);
+      if (column >= chunk) return 1;
+      if (seen[column >> 6] >> (column & 63) & 1) return 2;
+      seen[column >> 6] |= uint64_t(1) << (column & 63);
+    }
+    for (int k = 0; k < kept; ++k) seen[row[k] >> 6] = 0;
+  }
+  return 0;
+}
+
+// 2 where a row of the bitmap has not exactly `kept` bits set, 0 where all is well.
+int detonation_check_bitmap(const uint8_t *bitmap, int64_t rows, int kept, int chunk) {
+  for (int64_t r = 0; r < rows; ++r) {
+    int found = 0;
+    if (chunk % 8 == 0) {
+      for (int byte = 0; byte < chunk / 8; ++byte) found += __builtin_popcount(bitmap[r * chunk / 8 + byte]);
+    } else {
+      for (int64_t bit = r * chunk; bit < (r + 1) * chunk; ++bit) found += bitmap[bit >> 3] >> (bit & 7) & 1;
+    }
+    if (found != kept) return 2;
+  }
+  return 0;
+}
+
 }

@@ -30,7 +30,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.name = path.stem
         self._library = ctypes.CDLL(str(path))
-        self._library.detonation_non_finite.restype = ctypes.c_int64
+        self._library.detonation_beyond.restype = ctypes.c_int64
+        self._library.detonation_checksum.restype = ctypes.c_int64
 
     def encode(
         self,
@@ -72,10 +73,10 @@ class Library:
         )  # fmt: skip
         assert status == 0
 
-    def non_finite(self, tensors: Sequence[Tensor]) -> int:
-        """The number of the first of `tensors` (fp32) that holds NaN or infinity; -1 where none does."""
-        numel = _longs([tensor.numel() for tensor in tensors])
-        return int(self._library.detonation_non_finite(_pointers(tensors), numel, _long(len(tensors))))
+    def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
+        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none."""
+        numel, most = _longs([tensor.numel() for tensor in tensors]), ctypes.c_float(limit)
+        return int(self._library.detonation_beyond(_pointers(tensors), numel, _long(len(tensors)), most))
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
         """`weights = shrink * weights - lr * sign(directions)`, both fp32."""
@@ -107,6 +108,18 @@ class Library:
         columns = torch.empty(rows, kept, dtype=torch.int64)
         self._library.detonation_marked(_pointer(bitmap), _long(rows), kept, chunk, _pointer(columns))
         return columns
+
+    def checksum(self, part: Tensor, first: int) -> int:
+        """The sum of the 32-bit words of `part`, each times an odd number that depends on where it is, from `first`."""
+        return int(self._library.detonation_checksum(_pointer(part), _long(part.nbytes), _long(first)))
+
+    def check_columns(self, packed: Tensor, rows: int, kept: int, chunk: int, width: int) -> int:
+        """1 where a packed column is not below `chunk`, 2 where a row has one twice, else 0."""
+        return int(self._library.detonation_check_columns(_pointer(packed), _long(rows), kept, chunk, width))
+
+    def check_bitmap(self, bitmap: Tensor, rows: int, kept: int, chunk: int) -> int:
+        """2 where a row has not exactly `kept` bits set, else 0."""
+        return int(self._library.detonation_check_bitmap(_pointer(bitmap), _long(rows), kept, chunk))
 
 
 @lru_cache

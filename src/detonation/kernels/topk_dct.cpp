@@ -293,8 +293,10 @@ int detonation_decode(float *const *targets, const int64_t *numel, int64_t slots
 #undef CALL
 }
 
-// The first slot whose tensor holds NaN or infinity; -1 where none does.
-int64_t detonation_non_finite(float *const *tensors, const int64_t *numel, int64_t slots) {
+// The first slot whose tensor holds NaN or a magnitude above `limit`; -1 where none does.
+int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t slots, float limit) {
+  uint32_t most;
+  std::memcpy(&most, &limit, sizeof most);
   for (int64_t s = 0; s < slots; ++s) {
     if (!tensors[s]) continue;
     const float *tensor = tensors[s];
@@ -304,7 +306,7 @@ int64_t detonation_non_finite(float *const *tensors, const int64_t *numel, int64
       for (int64_t i = start; i < end; ++i) {
         uint32_t bits;
         std::memcpy(&bits, tensor + i, sizeof bits);
-        odd |= (bits & 0x7f800000u) == 0x7f800000u;
+        odd |= (bits & 0x7fffffffu) > most;
       }
       if (odd) return s;
     }

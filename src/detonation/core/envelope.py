@@ -1,0 +1,129 @@
+"""Envelope: the 64 bytes before every gathered message, that say what it is, whose, and what its content adds up to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from detonation.kernels import native
+
+MAGIC = int.from_bytes(b"DeToNAT", "little")
+VERSION = 1
+"""Of header and messages: another one cannot be read."""
+HEADER_BYTES = 64
+_WORDS = HEADER_BYTES // 8
+_BLOCK = 1 << 20  # words that are summed at once: what a large tensor needs beside itself
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a message says of itself; each word from 0 to below 2**63.
+
+    schema: of everything that both sides must know alike to read it. place: which of its sender's messages of that
+    step it is. status: 0, or 1 + the number of the parameter for whose sake it tells nothing. heard: a digest of what
+    its sender took in earlier, which must be the same on all replicas.
+    """
+
+    schema: int
+    step: int
+    place: int
+    sender: int
+    status: int = 0
+    heard: int = 0
+
+
+def sealed(parts: Sequence[Tensor], stamp: Stamp) -> tuple[Tensor, ...]:
+    """The header for `parts`, and after it the parts themselves."""
+    identity = MAGIC | VERSION << 56
+    place = stamp.sender << 32 | stamp.place
+    said = [identity, stamp.schema, stamp.step, place, sum(p.nbytes for p in parts), stamp.status, stamp.heard]
+    words = torch.tensor(said, device=parts[0].device)
+    return (torch.cat([words, checksum([words, *parts]).view(1)]), *parts)
+
+
+def facts(message: Sequence[Tensor]) -> Tensor:
+    """The words of the header of a message, and what it really adds up to; `Facts` reads them."""  # [9] int64
+    header, *parts = message
+    return torch.cat([header, checksum([header[:-1], *parts]).view(1)])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a header says, and whether it adds up: all that is needed to decide on it, whatever its bytes are."""
+
+    words: Sequence[int]  # the header's, then the sum of what arrived
+
+    @property
+    def status(self) -> int:
+        return self.words[5]
+
+    @property
+    def heard(self) -> int:
+        return self.words[6]
+
+    def fault(self, expected: Stamp, nbytes: int, parameters: int) -> str:
+        """Why it is not the message that was expected, of `nbytes` after the header; "" where it is.
+
+        Of `expected` all counts but status and heard; a status is at most `parameters`.
+        """
+        identity, schema, step, origin, length, status, _, said, added = self.words
+        sender, place = origin >> 32, origin & 0xFFFFFFFF
+        if identity & 2**56 - 1 != MAGIC:
+            return "is no message of this library"
+        if said != added:
+            return "does not add up: it was damaged on its way"
+        if identity >> 56 != VERSION:
+            return f"is in version {identity >> 56} of the format, here it is {VERSION}"
+        if schema != expected.schema:
+            return "follows another schema: its sender has other settings"
+        if step != expected.step:
+            return f"is of step {step}, expected was step {expected.step}"
+        if sender != expected.sender:
+            return f"says that it is from replica {sender}"
+        if place != expected.place:
+            return "is of another level, part or phase of the step"
+        if length != nbytes:
+            return f"says that it has {length} bytes, expected were {nbytes}"
+        if not 0 <= status <= parameters:
+            return f"has status {status}, which does not exist"
+        return ""
+
+
+def checksum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the 32-bit words of all parts, each times an odd number that depends on its place, modulo 2**64.
+
+    It finds every change within one word, and any other but for one in about four thousand million; it is no
+    protection against somebody who computes it anew. Plain arithmetic, so that it runs where the bytes are.
+    """  # [] int64
+    total, first = torch.zeros((), dtype=torch.int64, device=parts[0].device), 0
+    for part in parts:
+        # exact, so it does not matter which replicas have it; worth the call for a header too
+        library = native.load() if part.device.type == "cpu" and part.is_contiguous() else None
+        total += library.checksum(part, first) if library else _summed(part, first)
+        first += -(-part.nbytes // 4)
+    return total
+
+
+def number(text: str) -> int:
+    """A word that stands for `text`: 63 bits of its sha256."""
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _summed(part: Tensor, first: int) -> Tensor:
+    octets = part.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.numel() % 4 or octets.storage_offset() % 4:
+        octets = torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).clone()
+    words = octets.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for start in range(0, len(words), _BLOCK):
+        block = words[start : start + _BLOCK].to(torch.int64) & 0xFFFFFFFF
+        total += (block * _weights(first + start, len(block), part.device)).sum()
+    return total
+
+
+def _weights(first: int, count: int, device: torch.device) -> Tensor:
+    """An odd number for each place: neighbours have nothing in common, so that errors do not cancel."""  # [count]
+    at = torch.arange(first + 1, first + count + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64)
+    return (at ^ (at >> 32 & 0xFFFFFFFF)) | 1

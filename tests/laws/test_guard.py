@@ -1,0 +1,144 @@
+"""Messages that are not what they must be: none is used, nothing ends, the sender is named, all decide alike."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import detonation as dt
+from detonation.core import envelope
+from detonation.core.codec import Message
+from detonation.core.columns import Columns
+from detonation.core.guard import LIMIT
+from detonation.core.ledger import IN_A_ROW, STRIKES, BadPeer, Ledger, NonFiniteGradient
+from detonation.core.precision import PRECISIONS
+from detonation.kernels import native
+from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest
+
+
+def test_of_a_thousand_bad_messages_none_is_used_and_each_sender_is_named():
+    results = fuzz(seed=0, count=28 * len(CLASSES))
+    assert len(results) >= 20 and sum(result.tried for result in results.values()) >= 1000
+    for name, result in results.items():
+        assert (result.refused, result.applied) == (28, 0), (name, result)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_honest_messages_are_used_as_they_are(name):
+    said, shared = honest(name)
+    ledger = Seen(0)
+    opened = guard(SCHEMES[name], 0, ledger).open([said[r, STEP] for r in range(REPLICAS)], ROWS, [shared] * 3, STEP)
+    codec = SCHEMES[name].codec
+    for replica, values in enumerate(opened.values):
+        told = codec.precision.decode(said[replica, STEP][1], ROWS, codec.selection.kept)
+        assert torch.equal(values, told) and told.any()
+    assert (ledger.refused, ledger.skipped, ledger.fatal, ledger.suspect) == (0, 0, 0, False)
+
+
+def plain_checksum(parts):
+    total, place = 0, 0
+    for part in parts:
+        octets = bytes(part.view(-1).view(torch.uint8).tolist())
+        for at in range(0, len(octets), 4):
+            place += 1
+            mixed = place * 0x9E3779B97F4A7C15 % 2**64
+            total += int.from_bytes(octets[at : at + 4], "little") * ((mixed ^ mixed >> 32) | 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
+def test_the_checksum_is_its_definition(contents):
+    parts = [torch.tensor(list(content), dtype=torch.uint8) for content in contents]
+    assert int(envelope.checksum(parts)) == plain_checksum(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_the_checksum_is_the_same_compiled_or_not(dtype):
+    part = torch.randint(0, 100, (20_001,)).to(dtype)
+    if native.load():
+        assert native.load().checksum(part, 7) == int(envelope._summed(part, 7))
+    assert int(envelope._summed(part[1:].clone(), 0)) == int(envelope._summed(part[1:], 0))
+
+
+@pytest.mark.parametrize("columns", [Columns(10, 4), Columns(64, 4), Columns(1000, 3), Columns(16, 9), Columns(10, 5)])
+def test_columns_that_no_encoder_makes_are_found_compiled_or_not(columns, monkeypatch):
+    rows = 4096
+    right = torch.rand(rows, columns.chunk).argsort(1)[:, : columns.kept]
+    twice, outside = right.clone(), right.clone()
+    twice[rows // 2, 0] = twice[rows // 2, 1]
+    outside[7, 0] = 2**columns.width - 1
+    found = []
+    for library in (native.load(), None):
+        cases = [columns.encode(c) for c in (right, twice)]
+        if not columns.bitmap and columns.chunk < 2**columns.width:
+            cases.append(columns.encode(outside))
+        monkeypatch.setattr(native, "load_for", lambda *_, library=library: library)
+        found.append([int(columns.fault(case, rows)) for case in cases])
+        monkeypatch.undo()
+    assert found[0] == found[1] == [0, 2, 1][: len(found[0])]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e15])
+def test_what_an_encoder_makes_is_lawful(name, scale):
+    values = torch.randn(300, 7) * scale
+    values[0], values[1] = values[0].abs(), 0
+    assert PRECISIONS[name].lawful(PRECISIONS[name].encode(values), 300, 7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -1.1 * LIMIT])
+@pytest.mark.parametrize("size", [10, 10_000], ids=["plain", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype):
+    this = guard(dt.full(), 0)
+    signals = [None, torch.full((size,), -LIMIT / 2, dtype=dtype), torch.zeros(0), torch.ones(size, dtype=dtype)]
+    assert this.status(signals) == 0 and this.status([None]) == 0
+    signals[3][size // 2] = value
+    assert this.status(signals) == 4
+
+
+def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
+    said, _ = honest("list")
+    ledger = Ledger(["w"], 0, "skip")
+    codec = SCHEMES["list"].codec
+    for time in range(IN_A_ROW + 1):
+        assert ledger.fatal == 0
+        messages = [said[r, STEP] for r in range(REPLICAS)]
+        stamp = envelope.Stamp(envelope.number("a schema"), STEP, 0, 2, status=1)
+        messages[2] = list(envelope.sealed(messages[2][1:], stamp))
+        opened = guard(SCHEMES["list"], 0, ledger).open(messages, ROWS, [None] * 3, STEP)
+        assert not opened.values[2].any() and opened.values[1].any()
+        assert torch.equal(opened.columns[2][0], torch.arange(codec.selection.kept))
+        assert (ledger.skipped, ledger.refused) == (time + 1, 0)
+    error = ledger.error(ledger.fatal, STEP)
+    assert isinstance(error, NonFiniteGradient)
+    assert str(error) == "the gradient of w is not finite on replica 2 at step 7 for the 11th time in a row"
+
+
+def test_three_strikes_stop_all_and_name_the_sender():
+    ledger = Ledger(["w"], 0)
+    for step in range(STRIKES):
+        assert ledger.fatal == 0
+        ledger.refuse(1, "does not add up", step)
+    error = ledger.error(ledger.fatal, 2)
+    assert isinstance(error, BadPeer) and "3 messages of replica 1 were refused, the last at step 2" in str(error)
+
+
+def test_a_message_that_was_damaged_for_one_only_shows_with_the_next():
+    """Replica 2 receives something else from 1 than the others do: they cannot know, until it says what it heard."""
+    said, _ = honest("list")
+    scheme, ledgers = SCHEMES["list"], [Seen(r) for r in range(REPLICAS)]
+    guards = [guard(scheme, r, ledgers[r]) for r in range(REPLICAS)]
+    messages = [guards[r].seal(Message(*said[r, STEP][1:]), STEP, 0) for r in range(REPLICAS)]
+    for r in range(REPLICAS):
+        arrived = [list(parts) for parts in messages]
+        if r == 2:
+            arrived[1][1] = arrived[1][1] + 1
+        guards[r].open(arrived, ROWS, [None] * REPLICAS, STEP)
+    assert [ledger.refused for ledger in ledgers] == [0, 0, 1]
+    following = [guards[r].seal(Message(*said[r, STEP][1:]), STEP + 1, 0) for r in range(REPLICAS)]
+    for r in range(REPLICAS):
+        guards[r].open(following, ROWS, [None] * REPLICAS, STEP + 1)
+    assert all(ledger.suspect for ledger in ledgers)
