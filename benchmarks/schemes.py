@@ -3,7 +3,8 @@
     python benchmarks/schemes.py recipes/quick-lm.toml --schemes full demo random diloco --seeds 0 1 2
     python benchmarks/schemes.py recipes/quick-lm.toml --schemes demo --grid optimizer.lr=1e-3,2e-3 scheme.decay=0.95
 
-Runs that are already in --out are not run again. Each row is a mean over the seeds, with the spread (max - min).
+Runs that are already in --out are not run again. Each row is a mean over the seeds, with the spread (max - min) and
+whether the replicas ended bitwise equal in all of them.
 """
 
 import argparse
@@ -36,8 +37,8 @@ def main() -> None:
         runs = [summary(args.recipe, args.out, [*settings, f"seed={seed}"]) for seed in args.seeds]
         rows.append(row(scheme, combination, [run for run in runs if run]))
         print(rows[-1], file=sys.stderr, flush=True)
-    print("| scheme | settings | val loss | spread | accuracy | KB a step | reduction | seconds | ms a step |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| scheme | settings | val loss | spread | accuracy | KB a step | reduction | seconds | ms a step | equal |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
 
 
@@ -67,6 +68,7 @@ def row(scheme: str, settings: list[str], runs: list[dict[str, Any]]) -> str:
         f"{statistics.fmean(accuracies):.4f}" if accuracies else "",
         f"{mean['bytes_sent_per_step'] / 1e3:,.1f}", f"{reduction:.1f}" if reduction else "-",
         f"{mean['seconds']:.0f}", f"{1e3 * statistics.median(r['median_step_seconds'] for r in runs):.0f}",
+        "yes" if all(run["replicas_equal"] for run in runs) else "no",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 

@@ -179,9 +179,26 @@ def init_single() -> DeviceMesh:
 
 @pytest.mark.parametrize("laned", [False, True])
 def test_tensor_parallel_parameters_train_as_one_model(laned):
-    """Each shard sends its half of two matrices of 2,048, and of the scale of 32, which both hold, all or half."""
+    """Each shard sends its half of two matrices of 2,048; of the scale of 32, which both hold whole, all or half."""
     sent = 4 * STEPS * (1024 + 1024 + (16 if laned else 32))
     assert worlds.run(tensor_parallel, 2, 2, laned) == [(True, sent)] * 4
+
+
+def ahead_in_lanes(mesh):
+    """With lanes two replicators look ahead, each with its own parameters: neither may step on the other's."""
+    found = []
+    for lanes in (None, mesh["shard"]):
+        model = Projections(mesh["shard"])
+        base, scheme = torch.optim.SGD(model.parameters(), lr=0.1), dt.random(rate=1, decay=0, delay=1)
+        optimizer = dt.replicate(base, model, mesh["replicate"], scheme, lanes=lanes)
+        train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
+        optimizer.settle()
+        found.append(dt.fingerprint(model, mesh))
+    return found[0] == found[1] and found[0][1]
+
+
+def test_look_ahead_in_lanes_is_look_ahead():
+    assert all(worlds.run(ahead_in_lanes, 2, 2))
 
 
 def levels(mesh, schemes):

@@ -1,4 +1,4 @@
-"""The outer optimizer on the anchor, and one replica's own share of its next step."""
+"""The outer optimizer: what moves the anchor, and one replica's own share of its next step."""
 
 import torch
 from torch import Tensor
@@ -6,26 +6,26 @@ from torch import Tensor
 from detonation.core.scheme import Outer
 
 
-class Anchor:
-    """What the parameters' replicas agreed on last, fp32 `[rows, chunk]`, and the SGD that moves it."""
+class OuterSGD:
+    """A flat, fp32 `[rows, chunk]`, and the SGD that moves it by what arrives."""
 
     def __init__(self, flat: Tensor, outer: Outer) -> None:
         self._parameter = torch.nn.Parameter(flat)
-        self._outer = torch.optim.SGD([self._parameter], outer.lr, outer.momentum, nesterov=outer.nesterov)
+        self._sgd = torch.optim.SGD([self._parameter], outer.lr, outer.momentum, nesterov=outer.nesterov)
         if outer.momentum:  # from the start, so that there is one state to save and to load, before a round and after
-            self._outer.state[self._parameter]["momentum_buffer"] = torch.zeros_like(flat)
+            self._sgd.state[self._parameter]["momentum_buffer"] = torch.zeros_like(flat)
 
     @property
     def flat(self) -> Tensor:
         return self._parameter.detach()
 
-    def move(self, update: Tensor) -> None:
+    def step(self, update: Tensor) -> None:
         self._parameter.grad = update
-        self._outer.step()
+        self._sgd.step()
         self._parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        return dict(self._outer.state[self._parameter])
+        return dict(self._sgd.state[self._parameter])
 
 
 class Start:
@@ -38,12 +38,12 @@ class Start:
 
     def __init__(self, anchor: Tensor, outer: Outer, replicas: int) -> None:
         self.flat = anchor.clone()  # [rows, chunk]
-        self._share, self._replicas = Anchor(torch.zeros_like(anchor), outer), replicas
+        self._share, self._replicas = OuterSGD(torch.zeros_like(anchor), outer), replicas
 
     def follow(self, anchor: Tensor, told: Tensor) -> None:
         """From `anchor` to where what this replica `told` alone would move it."""
         self._share.flat.zero_()
-        self._share.move(told / self._replicas)
+        self._share.step(told / self._replicas)
         torch.add(anchor, self._share.flat, out=self.flat)
 
     def state(self) -> dict[str, Tensor]:

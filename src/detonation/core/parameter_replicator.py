@@ -7,7 +7,7 @@ from torch import Tensor
 
 from detonation.core.channel import Channel
 from detonation.core.flat import copy, local
-from detonation.core.outer import Anchor, Start
+from detonation.core.outer import OuterSGD, Start
 from detonation.core.private import Private
 from detonation.core.rounds import Round
 from detonation.core.scheme import Scheme
@@ -31,7 +31,7 @@ class ParameterReplicator:
         self._arriving: Callable[[], Tensor] | Tensor | None = None
         self._untold: Tensor | None = None
         self._steps_left = torch.zeros((), dtype=torch.int64)  # until the message lands; 0 where none is on its way
-        self._anchor = Anchor(self._where(), scheme.outer)
+        self._anchor = OuterSGD(self._where(), scheme.outer)
         ahead = scheme.follow == "share"
         self._start = Start(self._anchor.flat, scheme.outer, channel.link.replicas) if ahead else None
 
@@ -92,7 +92,7 @@ class ParameterReplicator:
 
     def _land(self) -> None:
         """Moves the anchor by what arrived, and the parameters after it."""
-        self._anchor.move(self._arrived())
+        self._anchor.step(self._arrived())
         self._arriving = None
         self._steps_left.zero_()
         if self._follows == "share":

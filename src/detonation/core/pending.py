@@ -63,17 +63,18 @@ class LookAhead:
 
 
 def apply(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: Optimizer, layout: Layout) -> None:
-    """Lets `base` step on each update, of `parameters` alone: those of another replicator have gradients not due yet.
+    """Lets `base` step on each update, and on `parameters` only.
 
-    All gradients stay as they were: a backward pass may come next, and would add.
+    Gradients stay as they were: a backward pass may come next, and would add to what is left in them.
     """
-    kept = [(p, p.grad) for group in base.param_groups for p in group["params"]]
-    for parameter, _ in kept:
+    everyone = [parameter for group in base.param_groups for parameter in group["params"]]
+    kept = [parameter.grad for parameter in everyone]
+    for parameter in everyone:
         parameter.grad = None
     for update in updates:
         copy(gradients(parameters), layout.parts(update))
         base.step()
-    for parameter, gradient in kept:
+    for parameter, gradient in zip(everyone, kept, strict=True):
         parameter.grad = gradient
 
 
