@@ -43,7 +43,7 @@ def meet(rank: int, world_size: int, folder: Path | None = None) -> Store:
 def _attempt(store: Store, rank: int, world_size: int) -> str:
     """A name for this attempt, the same on all its ranks and on none of an earlier one's.
 
-    After a restart the agent's store still holds the addresses of ranks that are gone. Counts of restarts differ between
+    After a restart the store still holds the addresses of ranks that are gone. Counts of restarts differ between
     agents, so the ranks greet each other: rank 0 answers each greeting with the name that it chose, until each rank
     has confirmed that name; only a greeting of this attempt makes a rank believe the answer.
     """

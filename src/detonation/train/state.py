@@ -35,8 +35,8 @@ def save_now(session: Session, checkpoints: Checkpoints) -> Path:
 def resume(session: Session, directory: Path, may_start: bool = False) -> tuple[Loaded | None, list[str]]:
     """Goes on from the newest whole checkpoint in `directory`; returns it, and a line for all that people should know.
 
-    may_start: where none was saved yet, nothing is loaded. Raises `ValueError` where there is none, or it was written by
-    another model, data, scheme, optimizer or seed.
+    may_start: where none was saved yet, nothing is loaded. Raises `ValueError` where there is none, or it was written
+    by another model, data, scheme, optimizer or seed.
     """
     found = find(directory, session.model, session.optimizer)
     if found is None and may_start:
