@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from detonation.core.scheme import Scheme as Scheme
     from detonation.core.schemes import scheme as scheme
     from detonation.core.signsgd import SignSGD as SignSGD
+    from detonation.core.watch import Safety as Safety
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOME = {
     "detonation.core.scheme": ["Scheme"],
     "detonation.core.schemes": ["scheme"],
     "detonation.core.signsgd": ["SignSGD"],
+    "detonation.core.watch": ["Safety"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -12,7 +12,7 @@ from detonation.core import envelope
 from detonation.core.codec import Message
 from detonation.core.columns import Columns
 from detonation.core.guard import LIMIT
-from detonation.core.ledger import IN_A_ROW, STRIKES, BadPeer, Ledger, NonFiniteGradient
+from detonation.core.ledger import IN_A_ROW, STRIKES, BadPeer, Drift, Ledger, NonFiniteGradient
 from detonation.core.precision import PRECISIONS
 from detonation.kernels import native
 from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest
@@ -34,7 +34,7 @@ def test_honest_messages_are_used_as_they_are(name):
     for replica, values in enumerate(opened.values):
         told = codec.precision.decode(said[replica, STEP][1], ROWS, codec.selection.kept)
         assert torch.equal(values, told) and told.any()
-    assert (ledger.refused, ledger.skipped, ledger.fatal, ledger.suspect) == (0, 0, 0, False)
+    assert (ledger.refused, ledger.skipped, ledger.fatal) == (0, 0, 0)
 
 
 def plain_checksum(parts):
@@ -141,4 +141,6 @@ def test_a_message_that_was_damaged_for_one_only_shows_with_the_next():
     following = [guards[r].seal(Message(*said[r, STEP][1:]), STEP + 1, 0) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         guards[r].open(following, ROWS, [None] * REPLICAS, STEP + 1)
-    assert all(ledger.suspect for ledger in ledgers)
+    error = ledgers[0].error(ledgers[0].fatal, STEP + 1)
+    assert isinstance(error, Drift) and "replica 2" in str(error)
+    assert {ledger.fatal for ledger in ledgers} == {ledgers[0].fatal}

@@ -18,8 +18,8 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic", "buckets", "owners"],
     ["pace", "wire", "lanes"],
     ["link"],
-    ["guard"],
-    ["engine", "exchange", "private", "channel"],
+    ["guard", "drift"],
+    ["engine", "exchange", "private", "channel", "trial"],
     [
         "place",
         "signsgd",
@@ -28,6 +28,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
         "pending",
         "outer",
         "replicator",
+        "watch",
         "overlap",
         "gradient_replicator",
         "parameter_replicator",

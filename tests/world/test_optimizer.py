@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import detonation as dt
 import worlds
 from detonation.core.flat import digest, local
+from detonation.core.ledger import NonFiniteGradient
 from detonation.core.link import Mismatch
-from detonation.core.signals import NonFiniteGradient
 from detonation.core.traffic import LargerThanDense
 from zoo import SCHEMES, Plain, batch, built
 

@@ -179,8 +179,11 @@ def init_single() -> DeviceMesh:
 
 @pytest.mark.parametrize("laned", [False, True])
 def test_tensor_parallel_parameters_train_as_one_model(laned):
-    """Each shard sends its half of two matrices of 2,048; of the scale of 32, which both hold whole, all or half."""
-    sent = 4 * STEPS * (1024 + 1024 + (16 if laned else 32))
+    """Each shard sends its half of two matrices of 2,048, and of the scale of 32, which both hold whole, all or half.
+
+    With each message go three numbers a replica.
+    """
+    sent = 4 * STEPS * (2048 + 6 + (32 + 6) // 2 if laned else 2048 + 32 + 6)
     assert worlds.run(tensor_parallel, 2, 2, laned) == [(True, sent)] * 4
 
 
@@ -214,7 +217,8 @@ def levels(mesh, schemes):
 def test_law_8_levels_chain_and_each_counts_its_bytes():
     (two_levels, weights, sent), *_ = worlds.run(levels, 4, 1, [dt.full(), dt.full()])
     (_, one_level, _), *_ = worlds.run(one_full_level, 4, 1)
-    assert two_levels[1] and sent == 4 * 2 * traffic.dense_bytes(sum(p.numel() for p in Plain().parameters()), 2)
+    layout = dt.full().codec.layout({name: p.shape for name, p in Plain().named_parameters()})
+    assert two_levels[1] and sent == 4 * 2 * traffic.message_bytes(dt.full(), layout, 2)
     for name, weight in one_level.items():
         torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(weight), atol=1e-6, rtol=1e-5)
 

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from detonation.core.parameter_replicator import ParameterReplicator
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import check
+from detonation.core.trial import TRIAL, conditions, trial
+from detonation.core.watch import Safety, Watch
 from detonation.core.wire import Axis
 
 Level = tuple[Axis, Scheme]
@@ -29,25 +32,30 @@ def build(
     lanes: DeviceMesh | None,
     seed: int,
     kernels: bool,
-) -> list[Replicator]:
+    safety: Safety,
+) -> tuple[list[Replicator], Watch]:
     """The replicators of all levels, over the local shards of `parameters`: one a level, or one a fragment of it.
 
-    With `lanes` there may be two of each: for parameters that the lanes hold shards of, and for those held whole.
+    With `lanes` there may be two of each: for parameters that the lanes hold shards of, and for those held whole. With
+    them comes the watch over what they hear.
     Raises `LargerThanDense` where a scheme would send more than full synchronisation.
     """
     device = _device(parameters)
     replicators: list[Replicator] = []
+    watch = Watch.over(parameters, device, safety)
     for axis, scheme in levels:
         for group, share in ways(parameters, lanes):
             link = Link(axis, lanes if share > 1 else None)
+            ledger = watch.level(list(group), link, scheme.signal == "gradients")
             whole = scheme.codec.layout({n: local(p).shape for n, p in group.items()})
             check(scheme, whole, link.replicas, link.lanes)
             for fragment in range(scheme.fragments):
                 layout = whole.fragment(fragment, scheme.fragments)
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
-                channel = Channel(scheme, layout, link, device, seed, kernels)
+                channel = Channel(scheme, layout, link, device, seed, kernels, ledger, len(replicators))
                 replicators.append(_replicator(mine, channel, base, fragment))
-    return replicators
+    watch.spread([axis for axis, _ in levels], replicators)
+    return replicators, watch
 
 
 def _replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int) -> Replicator:
@@ -57,19 +65,25 @@ def _replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimi
     return ParameterReplicator(parameters, channel, scheme, scheme.rounds[fragment])
 
 
-def compare(replicators: Sequence[Replicator], seed: int) -> None:
+def compare(replicators: Sequence[Replicator], seed: int, kernels: bool, safety: Safety) -> None:
     """Raises `Mismatch` on all replicas where one differs in what must be the same, and names it. Collective."""
+    tried: dict[int, str] = {}  # by scheme: its fragments decode alike
     for replicator in replicators:
-        replicator.channel.link.agree(_description(replicator, seed), replicator.channel.device)
+        channel = replicator.channel
+        key = id(channel.scheme)
+        tried[key] = tried.get(key) or trial(channel.scheme, channel.device, seed, kernels)
+        description = _description(replicator, seed, safety) | {TRIAL: tried[key]}
+        channel.link.agree(description, channel.device, {TRIAL: conditions()})
 
 
-def _description(replicator: Replicator, seed: int) -> dict[str, str]:
+def _description(replicator: Replicator, seed: int, safety: Safety) -> dict[str, str]:
     """All that must be the same, by the name that an error shall use."""
     from detonation import __version__
 
     scheme = replicator.channel.scheme
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
     settings |= {"scheme": scheme.name, "seed": str(seed), "kernel": replicator.channel.engine.name}
+    settings |= {name: str(value) for name, value in asdict(safety).items()}
     settings |= {name: str(value) for name, value in scheme.arguments.items()}
     for slot, tensor in zip(replicator.channel.layout.slots, replicator.shared(), strict=True):
         settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"

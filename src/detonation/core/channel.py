@@ -12,6 +12,8 @@ from detonation.core.combine import Agreed
 from detonation.core.engine import Plain, engine_for
 from detonation.core.exchange import Exchange, Relay, exchange_for
 from detonation.core.flat import Layout, copy
+from detonation.core.guard import Guard
+from detonation.core.ledger import Ledger
 from detonation.core.link import Link
 from detonation.core.memory import Memory
 from detonation.core.private import Private
@@ -20,11 +22,12 @@ from detonation.core.scheme import Scheme
 
 @dataclass(frozen=True)
 class Lane:
-    """A bucket, or the whole, with what encodes and sends it."""
+    """A bucket, or the whole, with what encodes and sends it, and what stands between it and the network."""
 
     bucket: Bucket
     engine: Plain
     exchange: Exchange
+    guard: Guard
 
 
 class Flight:
@@ -42,14 +45,20 @@ class Flight:
 
     def send(self, lane: Lane, signals: Sequence[Tensor | None]) -> None:
         """Takes in the lane's part of a signal (one tensor a parameter), sends what the codec makes of it, and takes
-        it out of memory."""
-        selected = lane.engine.select(lane.bucket.cut(signals), self._step)
-        prepared = lane.exchange.prepare(selected)
+        it out of memory.
+
+        A part that is not finite stays out of the memory, which keeps what it had; zeros are sent, and why.
+        """
+        pieces = lane.bucket.cut(signals)
+        status = lane.guard.status(pieces)
+        selected = lane.engine.silence(self._step) if status else lane.engine.select(pieces, self._step)
+        prepared = lane.exchange.prepare(selected, self._step, status)
         if self._tells:
             # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
             told = lane.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
             self.told = self._placed(self.told, lane.bucket, told)
-        lane.engine.release(selected, selected.values if self._drops else prepared.read())
+        if not status:
+            lane.engine.release(selected, selected.values if self._drops else prepared.read())
         self._relays.append((lane, prepared.start()))
 
     def update(self) -> Tensor:
@@ -81,20 +90,32 @@ class Channel:
     """What one replica tells the others, all of it in one message or bucket by bucket: the same bits either way."""
 
     def __init__(
-        self, scheme: Scheme, layout: Layout, link: Link, device: torch.device, seed: int, kernels: bool = True
+        self,
+        scheme: Scheme,
+        layout: Layout,
+        link: Link,
+        device: torch.device,
+        seed: int,
+        kernels: bool = True,
+        ledger: Ledger | None = None,
+        place: int = 0,
     ) -> None:
         self.scheme, self.layout, self.link, self.device = scheme, layout, link, device
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
-        self.exchange = exchange_for(scheme, link, layout.rows, device)
-        self._scheme, self._seed, self._kernels = scheme, seed, kernels
-        self._whole = Lane(Bucket.whole(layout), self.engine, self.exchange)
+        self.ledger = ledger or Ledger([slot.name for slot in layout.slots], link.replica)
+        self._scheme, self._seed, self._kernels, self._place = scheme, seed, kernels, place
+        guard = self._guard(layout, 0)
+        self.exchange = exchange_for(scheme, link, layout.rows, device, guard)
+        self._whole = Lane(Bucket.whole(layout), self.engine, self.exchange, guard)
 
     @cached_property
     def lanes(self) -> list[Lane]:
         """One for each bucket, in the order in which all replicas send them: backward makes the last rows first."""
         buckets = cut(self.layout, self._scheme, self.link.replicas)
-        return [self._lane(bucket) for bucket in reversed(buckets)] if len(buckets) > 1 else [self._whole]
+        if len(buckets) == 1:
+            return [self._whole]
+        return [self._lane(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]
 
     def flight(self, step: int) -> Flight:
         """The message of `step`, with nothing in it yet: to be sent lane by lane."""
@@ -111,8 +132,16 @@ class Channel:
         memory = {"residual": self.memory.residual} if self.memory else {}
         return Private(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
-    def _lane(self, bucket: Bucket) -> Lane:
+    def _guard(self, layout: Layout, number: int) -> Guard:
+        """The guard of lane `number`, 0 for the whole."""
+        scheme, replicas = self._scheme, self.link.replicas
+        schema = (scheme.name, dict(scheme.arguments), layout.slots, self._seed, self.engine.name, replicas)
+        names, place = [slot.name for slot in layout.slots], self._place << 10 | number
+        return Guard(scheme.codec, names, repr(schema), place, self.link.replica, scheme.round.delay, self.ledger)
+
+    def _lane(self, bucket: Bucket, number: int) -> Lane:
         codec = codec_of(bucket, self._scheme.codec, self.layout.rows)
         memory = self.memory.part(bucket.layout, bucket.first) if self.memory else None
         engine = engine_for(codec, bucket.layout, memory, self.device, self._seed, self._kernels)
-        return Lane(bucket, engine, self.exchange.part(bucket.first, bucket.layout.rows))
+        guard = self._guard(bucket.layout, number)
+        return Lane(bucket, engine, self.exchange.part(bucket.first, bucket.layout.rows, guard), guard)

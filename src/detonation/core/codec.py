@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from detonation.core.basis import Basis
@@ -76,6 +77,17 @@ class Codec:
             return Selected(coefficients, None)
         columns = self.columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else shared
         return Selected(coefficients.gather(1, columns), columns)
+
+    def silence(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
+        """What a replica selects that has nothing to say: zeros, at places that any message may tell of."""
+        if self._whole:
+            return Selected(torch.zeros(rows, self.selection.chunk, device=device), None)
+        if self.selection.shared:
+            like = torch.empty(rows, self.selection.chunk, device=device)
+            columns = self.selection.columns(like, step, seed)
+        else:
+            columns = torch.arange(self.selection.kept, device=device).expand(rows, -1)
+        return Selected(torch.zeros(rows, self.selection.kept, device=device), columns)
 
     def encode(self, selected: Selected) -> Message:
         values = self.precision.encode(selected.values)

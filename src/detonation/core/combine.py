@@ -52,7 +52,8 @@ def _combined(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk:
         return signs * _sum([v.abs() for v in values], columns, chunk) / len(values)
     if combine == "clipped":
         norms = torch.stack([v.norm() for v in values])
-        scales = (norms.median() / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
+        middle = torch.where(norms > 0, norms, torch.nan).nanmedian()  # of those that tell anything
+        scales = (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
         values = [v * scale for v, scale in zip(values, scales, strict=True)]
     total = _sum(values, columns, chunk)
     if combine == "senders":

@@ -29,6 +29,10 @@ class Plain:
         flat = self.memory.absorb(signals) if self.memory else self.layout.flatten(signals, self._device)
         return self.codec.select(flat, step, self._seed)
 
+    def silence(self, step: int) -> Selected:
+        """What is selected where there is nothing to tell: zeros, and the memory stays as it is."""
+        return self.codec.silence(self.layout.rows, step, self._seed, self._device)
+
     def release(self, selected: Selected, read: Tensor) -> None:
         """Takes out of memory what was told: what everyone reads, or the selected coefficients themselves."""
         if self.memory:

@@ -13,7 +13,8 @@ MAGIC = int.from_bytes(b"DeToNAT", "little")
 VERSION = 1
 """Of header and messages: another one cannot be read."""
 HEADER_BYTES = 64
-_WORDS = HEADER_BYTES // 8
+DIGITS = 3
+"""Numbers below 256 in which a replica says its status where the network adds messages up, exact in bf16 too."""
 _BLOCK = 1 << 20  # words that are summed at once: what a large tensor needs beside itself
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from detonation.core.buckets import run
 from detonation.core.codec import Codec, Message, Selected
 from detonation.core.combine import Agreed, Combine, combined
+from detonation.core.guard import Guard, Opened
 from detonation.core.link import Link
 from detonation.core.owners import Owners
 from detonation.core.scheme import Scheme
@@ -35,9 +36,16 @@ class Prepared:
 
 
 class Exchange(Protocol):
-    def prepare(self, selected: Selected) -> Prepared: ...
+    @property
+    def secluded(self) -> bool:
+        """Whether a replica is told what the others do not see."""
+        ...
 
-    def part(self, first: int, rows: int) -> "Exchange":
+    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
+        """The message of `step`; status: see `Stamp`."""
+        ...
+
+    def part(self, first: int, rows: int, guard: Guard) -> "Exchange":
         """The same for a bucket: `rows` rows from row `first` on, sharing what it keeps."""
         ...
 
@@ -49,20 +57,27 @@ class Exchange(Protocol):
 class Reduced:
     """The network adds the messages up: all tell the same coordinates, in a type that can be added."""
 
-    def __init__(self, codec: Codec, link: Link) -> None:
-        self._codec, self._link = codec, link
+    secluded = False
 
-    def prepare(self, selected: Selected) -> Prepared:
-        message = self._codec.encode(selected)
+    def __init__(self, codec: Codec, link: Link, guard: Guard) -> None:
+        self._codec, self._link, self._guard = codec, link, guard
+
+    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
+        buffer = self._guard.seal_sum(selected.values, self._link.replicas, status)
+        rows, count = len(selected.values), selected.values.numel()
 
         def start() -> Relay:
-            total = self._link.reduce(message.values)
-            return lambda: lambda: Agreed.one(total().to(torch.float32) / self._link.replicas, selected.columns)
+            total = self._link.reduce(buffer)
+            return lambda: lambda: Agreed.one(mean(total()), selected.columns)
 
-        return Prepared(lambda: self._codec.read(message, len(selected.values)), start)
+        def mean(total: Tensor) -> Tensor:
+            values = self._guard.open_sum(total, count, step).view_as(selected.values)
+            return values.to(torch.float32) / self._link.replicas
 
-    def part(self, first: int, rows: int) -> "Reduced":
-        return self
+        return Prepared(lambda: self._codec.read(Message(buffer[:count].view_as(selected.values)), rows), start)
+
+    def part(self, first: int, rows: int, guard: Guard) -> "Reduced":
+        return Reduced(self._codec, self._link, guard)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -71,21 +86,26 @@ class Reduced:
 class Gathered:
     """Everyone receives everyone's message and combines them."""
 
-    def __init__(self, codec: Codec, link: Link, combine: Combine) -> None:
-        self._codec, self._link, self._combine = codec, link, combine
+    secluded = False
 
-    def prepare(self, selected: Selected) -> Prepared:
+    def __init__(self, codec: Codec, link: Link, combine: Combine, guard: Guard) -> None:
+        self._codec, self._link, self._combine, self._guard = codec, link, combine, guard
+
+    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
         message, rows = self._codec.encode(selected), len(selected.values)
         shared = selected.columns if self._codec.selection.shared else None
 
         def start() -> Relay:
-            everyone = self._link.gather(message.parts)
-            return lambda: lambda: self._codec.agreed([Message(*m) for m in everyone()], rows, shared, self._combine)
+            everyone = self._link.gather(self._guard.seal(message, step, status))
+            return lambda: lambda: agreed(self._guard.open(everyone(), rows, [shared] * self._link.replicas, step))
+
+        def agreed(opened: Opened) -> Agreed:
+            return Agreed(opened.values, opened.columns, self._combine)
 
         return Prepared(lambda: self._codec.read(message, rows), start)
 
-    def part(self, first: int, rows: int) -> "Gathered":
-        return self
+    def part(self, first: int, rows: int, guard: Guard) -> "Gathered":
+        return Gathered(self._codec, self._link, self._combine, guard)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -98,29 +118,33 @@ class Owned:
     out stays in a memory of the owner's and is told later, so that nothing is lost (law 1) between the two.
     """
 
-    def __init__(self, codec: Codec, link: Link, combine: Combine, owners: Owners, residual: Tensor) -> None:
-        self._codec, self._link, self._combine = codec, link, combine
+    secluded = True
+
+    def __init__(
+        self, codec: Codec, link: Link, combine: Combine, owners: Owners, residual: Tensor, guard: Guard
+    ) -> None:
+        self._codec, self._link, self._combine, self._guard = codec, link, combine, guard
         self.owners, self.residual = owners, residual  # [owned, chunk]
 
-    def prepare(self, selected: Selected) -> Prepared:
+    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
         dealt = self._deal(selected)
         messages = [self._codec.encode(part) for part in dealt]
         shared = [part.columns if self._codec.selection.shared else None for part in dealt]
 
         def start() -> Relay:
-            told_to_me = self._link.swap([message.parts for message in messages])
-            return lambda: self._tell([Message(*parts) for parts in told_to_me()], shared)
+            told_to_me = self._link.swap([self._guard.seal(m, step, status, phase=1) for m in messages])
+            return lambda: self._tell(told_to_me(), shared, step)
 
         def read() -> Tensor:
             return self.owners.collect([self._codec.read(message, self.owners.owned) for message in messages])
 
         return Prepared(read, start)
 
-    def part(self, first: int, rows: int) -> "Owned":
+    def part(self, first: int, rows: int, guard: Guard) -> "Owned":
         owners = Owners(rows, self.owners.replicas, self.owners.run)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return Owned(self._codec, self._link, self._combine, owners, residual)
+        return Owned(self._codec, self._link, self._combine, owners, residual, guard)
 
     def state(self) -> dict[str, Tensor]:
         return {"owned": self.residual}
@@ -134,31 +158,30 @@ class Owned:
         columns = self.owners.deal(selected.columns, filling)
         return [Selected(v, c) for v, c in zip(values, columns, strict=True)]
 
-    def _tell(self, messages: list[Message], shared: list[Tensor | None]) -> Waiter:
+    def _tell(self, arrived: list[list[Tensor]], shared: list[Tensor | None], step: int) -> Waiter:
         """Combines what this replica owns, and starts to tell all of it."""
         owned, chunk, here = self.owners.owned, self._codec.selection.chunk, shared[self._link.replica]
-        self.residual += combined(self._codec.agreed(messages, owned, here, self._combine), chunk)
+        mine = self._guard.open(arrived, owned, [here] * self._link.replicas, step, phase=1)
+        self.residual += combined(Agreed(mine.values, mine.columns, self._combine), chunk)
         selected = self._codec.take(self.residual, here)
         message = self._codec.encode(selected)
         self.residual -= combined(Agreed.one(self._codec.read(message, owned), selected.columns), chunk)
-        everyone = self._link.gather(message.parts)
-        return lambda: self._agreed([Message(*parts) for parts in everyone()], shared)
+        everyone = self._link.gather(self._guard.seal(message, step, 0))
+        return lambda: self._agreed(self._guard.open(everyone(), owned, shared, step, signals=False))
 
-    def _agreed(self, everyone: list[Message], shared: list[Tensor | None]) -> Agreed:
-        owned = self.owners.owned
-        told = [self._codec.agreed([m], owned, where, "replicas") for m, where in zip(everyone, shared, strict=True)]
-        values = self.owners.collect([a.values[0] for a in told])
-        columns = [c for a in told for c in a.columns if c is not None]
+    def _agreed(self, told: Opened) -> Agreed:
+        values = self.owners.collect(told.values)
+        columns = [c for c in told.columns if c is not None]
         return Agreed.one(values, self.owners.collect(columns) if columns else None)
 
 
-def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device) -> Exchange:
+def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device, guard: Guard) -> Exchange:
     """The exchange that the arithmetic of traffic chooses, or the scheme says."""
     chosen = kind(scheme, rows, link.replicas, link.lanes)
     if chosen == "all-reduce":
-        return Reduced(scheme.codec, link)
+        return Reduced(scheme.codec, link, guard)
     if chosen == "all-gather":
-        return Gathered(scheme.codec, link, scheme.combine)
+        return Gathered(scheme.codec, link, scheme.combine, guard)
     owners = Owners(rows, link.replicas, run(scheme.codec))
     residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, device=device)
-    return Owned(scheme.codec, link, scheme.combine, owners, residual)
+    return Owned(scheme.codec, link, scheme.combine, owners, residual, guard)

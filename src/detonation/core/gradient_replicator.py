@@ -12,7 +12,7 @@ from detonation.core.overlap import Overlap, OverlapError, Side
 from detonation.core.pending import LookAhead, Pending, apply, gradients
 from detonation.core.private import Private
 from detonation.core.scheme import Scheme
-from detonation.core.signals import gradient, refuse_non_finite
+from detonation.core.signals import gradient
 
 
 class GradientReplicator:
@@ -48,7 +48,6 @@ class GradientReplicator:
             self._overlap = None
             return flight
         signals = [gradient(name, parameter) for name, parameter in self._parameters.items()]
-        refuse_non_finite(dict(zip(self._parameters, signals, strict=True)), step, self.channel.link.replica)
         return self.channel.send(signals, step)
 
     @contextmanager
@@ -97,6 +96,19 @@ class GradientReplicator:
 
     def shared(self) -> list[Tensor]:
         return [local(parameter) for parameter in self._parameters.values()]
+
+    def equal(self) -> dict[str, Tensor]:
+        equal = {}
+        for name, parameter in self._parameters.items():
+            equal[name] = local(parameter).detach()
+            for key, kept in sorted(self._base.state.get(parameter, {}).items()):
+                if isinstance(kept, Tensor):
+                    equal[f"{name} ({key})"] = local(kept)
+        return equal
+
+    def mend(self, tensors: Mapping[str, Tensor]) -> None:
+        equal = self.equal()
+        copy([equal[name] for name in tensors], list(tensors.values()))
 
     def private(self) -> Private:
         updates = {f"update{i}": update for i, update in enumerate(self._pending.landed())}

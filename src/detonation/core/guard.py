@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec import Codec, Message
-from detonation.core.envelope import Facts, Stamp, facts, number, sealed
+from detonation.core.envelope import DIGITS, Facts, Stamp, facts, number, sealed
 from detonation.core.ledger import Ledger
+from detonation.core.precision import Float
 from detonation.kernels import native
 
 LIMIT = 1e18
@@ -39,7 +40,7 @@ class Guard:
         self, codec: Codec, names: Sequence[str], schema: str, place: int, replica: int, delay: int, ledger: Ledger
     ) -> None:
         self._codec, self._names, self._ledger = codec, list(names), ledger
-        self._stamp = Stamp(number(schema), 0, place << 8, replica)
+        self._stamp = Stamp(number(schema), 0, place << 2, replica)
         self._delay = delay
         self._sent = self._opened = 0
         self._heard: dict[int, int] = {}  # by number of the exchange
@@ -97,12 +98,44 @@ class Guard:
             faults = _too_loud(table, faults)
         if not phase:
             self._compare(table, faults, step)
+        self._ledger.news = True
         opened = Opened([], [])
         for sender, (message, told, where) in enumerate(zip(messages, values, shared, strict=True)):
             used = self._count(sender, faults[sender], table[sender].header.status, step, signals)
             opened.values.append(told if used else torch.zeros_like(told))
             opened.columns.append(where if message.columns is None else self._columns(message.columns, rows, used))
         return opened
+
+    def seal_sum(self, values: Tensor, replicas: int, status: int) -> Tensor:
+        """What the network may add up: `values`, as the precision writes them, and after them everyone's status.
+
+        Each replica has three places for its own and zeros in the others', so that no header is needed.
+        """  # [rows, kept] -> [rows * kept + 3 * replicas]
+        assert isinstance(self._codec.precision, Float)
+        count, mine = values.numel(), DIGITS * self._stamp.sender
+        buffer = torch.empty(count + DIGITS * replicas, dtype=self._codec.precision.dtype, device=values.device)
+        buffer[:count].view_as(values).copy_(values)
+        buffer[count:].zero_()
+        if status:
+            digits = torch.tensor([status >> 8 * i & 255 for i in range(DIGITS)], dtype=buffer.dtype)
+            buffer[count + mine : count + mine + DIGITS].copy_(digits)
+        return buffer
+
+    def open_sum(self, total: Tensor, count: int, step: int) -> Tensor:
+        """The sum of the values alone, after all statuses were counted; zeros where it is not finite."""  # [count]
+        values = total[:count]
+        finite = values.isfinite().all().to(torch.float32).view(1)
+        fine, *digits = torch.cat([finite, total[count:].to(torch.float32)]).tolist()
+        for sender in range(len(digits) // DIGITS):
+            own = digits[DIGITS * sender : DIGITS * (sender + 1)]
+            known = all(0 <= digit <= 255 and digit == int(digit) for digit in own)
+            status = sum(int(digit) << 8 * i for i, digit in enumerate(own)) if known else -1
+            fault = "" if 0 <= status <= len(self._names) else "has a status that does not exist"
+            self._count(sender, fault, status, step, signals=True)
+        self._ledger.news = True
+        if not fine:
+            self._ledger.refuse_sum(step)
+        return values if fine else torch.zeros_like(values)
 
     def _expected(self, step: int, phase: int, sender: int) -> Stamp:
         return replace(self._stamp, step=step, place=self._stamp.place | phase, sender=sender)

@@ -64,15 +64,24 @@ class Link:
         arrived = self._timed(self._wire.swap(mine))
         return lambda: [_unpack(row, slices[0]) for row in arrived()]
 
-    def agree(self, description: Mapping[str, str], device: torch.device) -> None:
+    def collect(self, words: Tensor) -> Tensor:
+        """Everyone's `words`, of which all have equally many, in replica order. Not counted as sent."""
+        counted, waited = self.bytes_sent, self.waited_s  # [n] -> [replicas, n]
+        everyone = self.gather([words])()
+        self.bytes_sent, self.waited_s = counted, waited
+        return torch.stack([row[0] for row in everyone])
+
+    def agree(self, description: Mapping[str, str], device: torch.device, notes: Mapping[str, str]) -> None:
         """Raises `Mismatch` on every rank where descriptions differ, naming what does. Not counted as sent.
 
-        All lanes of a replica must describe the same, too.
+        All lanes of a replica must describe the same, too. notes: what an error shall say beside an entry of the
+        description; not compared.
 
         Messages of different sizes would end the receiver's process inside the network library, so this comes before
         the first of them, in messages of a size that all know.
         """
-        lanes = [dict(description)] if self._fast is None else _told(self._fast, description, device)
+        mine = [dict(description), dict(notes)]
+        lanes = [mine] if self._fast is None else _told(self._fast, mine, device)
         ranks = [
             (f"replica {replica}" if self._fast is None else f"replica {replica} lane {lane}", described)
             for replica, theirs in enumerate(_told(self._slow, lanes, device))
@@ -124,10 +133,20 @@ def _unpack(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-def _differences(one: tuple[str, Mapping[str, str]], other: tuple[str, Mapping[str, str]]) -> list[str]:
-    (first, mine), (second, theirs) = one, other
+_Rank = tuple[str, Sequence[Mapping[str, str]]]
+"""What a rank is called, its description, and the notes to it."""
+
+
+def _differences(one: _Rank, other: _Rank) -> list[str]:
+    (_, (mine, _)), (_, (theirs, _)) = one, other
     return [
-        f"{second} has {key}={theirs.get(key, 'nothing')}, {first} has {key}={mine.get(key, 'nothing')}"
+        f"{_said(other, key)}, {_said(one, key)}"
         for key in dict.fromkeys([*mine, *theirs])
         if mine.get(key) != theirs.get(key)
     ]
+
+
+def _said(rank: _Rank, key: str) -> str:
+    name, (description, notes) = rank
+    note = f" ({notes[key]})" if key in notes else ""
+    return f"{name} has {key}={description.get(key, 'nothing')}{note}"

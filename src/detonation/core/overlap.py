@@ -11,7 +11,7 @@ from torch import Tensor
 
 from detonation.core.channel import Channel, Flight
 from detonation.core.flat import local
-from detonation.core.signals import NonFiniteGradient, gradient, refuse_non_finite
+from detonation.core.signals import gradient
 
 SAMPLE = 1024
 
@@ -57,12 +57,11 @@ class Overlap:
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, step: int, side: Side) -> None:
         self.step = step
         self._names, self._parameters, self._side = list(parameters), list(parameters.values()), side
-        self._replica, self._flight = channel.link.replica, channel.flight(step)
+        self._flight = channel.flight(step)
         self._lanes, self._left = len(channel.lanes), deque(channel.lanes)
         self._here: set[int] = set()  # numbers of the parameters whose gradients came
         self._seen: dict[int, _Seen] = {}  # what they were when their first piece left
         self._samples: list[tuple[Tensor, Tensor]] = []
-        self._non_finite: NonFiniteGradient | None = None
         side.follow()
 
     @property
@@ -84,9 +83,7 @@ class Overlap:
                 hook.remove()
 
     def finish(self) -> Flight:
-        """Sends what is left. Raises `NonFiniteGradient`, also for what backward came upon, or `OverlapError`."""
-        if self._non_finite:
-            raise self._non_finite
+        """Sends what is left. Raises `OverlapError`."""
         self._refuse_changed()
         self._side.follow()
         while self._left:
@@ -103,11 +100,8 @@ class Overlap:
             )
         self._here.add(index)
         self._side.follow()
-        try:
-            while self._left and not self._non_finite and self._here >= self._left[0].bucket.parameters:
-                self._send_next()
-        except NonFiniteGradient as error:
-            self._non_finite = error  # for the step: backward ends as it should, with hooks of others yet to run
+        while self._left and self._here >= self._left[0].bucket.parameters:
+            self._send_next()
 
     def _send_next(self) -> None:
         lane = self._left[0]
@@ -116,8 +110,6 @@ class Overlap:
             for index in lane.bucket.parameters:
                 signals[index] = gradient(self._names[index], self._parameters[index])
             pieces = lane.bucket.cut(signals)
-            names = [slot.name for slot in lane.bucket.layout.slots]
-            refuse_non_finite(dict(zip(names, pieces, strict=True)), self.step, self._replica)
             for index in lane.bucket.parameters:
                 self._seen.setdefault(index, _Seen(self._parameters[index]))
             self._keep_sample(pieces)

@@ -72,6 +72,20 @@ class ParameterReplicator:
     def shared(self) -> list[Tensor]:
         return self.channel.layout.parts(self._anchor.flat)
 
+    def equal(self) -> dict[str, Tensor]:
+        names = [slot.name for slot in self.channel.layout.slots]
+        equal = dict(zip(names, self.shared(), strict=True))
+        for kind, flat in self._outer.state[self._anchor].items():
+            parts = self.channel.layout.parts(flat)
+            equal |= {f"{name} ({kind})": part for name, part in zip(names, parts, strict=True)}
+        return equal
+
+    def mend(self, tensors: Mapping[str, Tensor]) -> None:
+        flats = {"": self._anchor.detach()}
+        flats |= {f" ({kind})": flat for kind, flat in self._outer.state[self._anchor].items()}
+        for suffix, flat in flats.items():
+            self.channel.layout.write(flat, [tensors.get(slot.name + suffix) for slot in self.channel.layout.slots])
+
     def private(self) -> Private:
         flats = {"anchor": self._anchor.flat, **self._anchor.state(), **(self._start.state() if self._start else {})}
         settled = {"settled_at": self._settled_at}

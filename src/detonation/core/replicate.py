@@ -18,6 +18,7 @@ from detonation.core.place import Place, alike, place_of
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import dense_bytes
+from detonation.core.watch import Safety, Watch
 from detonation.core.wire import Axis
 
 
@@ -31,6 +32,7 @@ def replicate(
     lanes: DeviceMesh | None = None,
     seed: int = 0,
     kernels: bool = True,
+    safety: Safety | None = None,
 ) -> "Replicated":
     """Makes `optimizer` train `model` together with its replicas along `axis`, as `scheme` says.
 
@@ -46,6 +48,7 @@ def replicate(
     then carries its part of what they have to say, so that it crosses `axis` once a node; sharded ones go as ever.
     seed: of the random selections; the same on all replicas. kernels: use compiled ones where they can be built (g++);
     they round differently, so all replicas must, or none.
+    safety: what to do about gradients that are not finite, and about replicas that drift apart; see `Safety`.
 
     Collectives run at `step()` only, so all ranks must call it. At the first one the replicas compare settings,
     shapes and weights, and raise `Mismatch` where they differ; `LargerThanDense` where the scheme would send more than
@@ -57,7 +60,7 @@ def replicate(
         levels = [(axis, scheme)]
     elif axis is not None or scheme is not None:
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
-    return Replicated(optimizer, model, levels, lanes, seed, kernels)
+    return Replicated(optimizer, model, levels, lanes, seed, kernels, safety or Safety())
 
 
 class Replicated(Optimizer):
@@ -71,11 +74,14 @@ class Replicated(Optimizer):
         lanes: DeviceMesh | None,
         seed: int,
         kernels: bool,
+        safety: Safety,
     ) -> None:
         _check(base, levels)
         self.base, self.levels = base, tuple(levels)
         self.step_count = 0
         self._model, self._lanes, self.seed, self._kernels = model, lanes, seed, kernels
+        self._safety = safety
+        self._watch: Watch | None = None
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
@@ -97,6 +103,16 @@ class Replicated(Optimizer):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to its replicas so far."""
         return sum(link.bytes_sent for link in self._links())
+
+    @property
+    def skipped(self) -> int:
+        """Contributions of any replica left out so far, because a gradient was not finite."""
+        return sum(ledger.skipped for ledger in self._watch.ledgers) if self._watch else 0
+
+    @property
+    def refused(self) -> int:
+        """Messages of any replica refused so far, because they were not what they had to be."""
+        return sum(ledger.refused for ledger in self._watch.ledgers) if self._watch else 0
 
     @property
     def waited_s(self) -> float:
@@ -122,10 +138,14 @@ class Replicated(Optimizer):
         replicators = self.set_up()
         for replicator in replicators:
             replicator.before(self.step_count)
+        self._check()
         self.base.step()
         for replicator in replicators:
             replicator.after(self.step_count)
+        self._check()
         self.step_count += 1
+        if self._safety.verify_every and self.step_count % self._safety.verify_every == 0:
+            self.verify()
         return loss
 
     @contextmanager
@@ -137,15 +157,26 @@ class Replicated(Optimizer):
             optimizer.step()
 
         For the last backward before each step (with accumulation: of the last micro-batch), on all replicas or none.
-        The results are those of a step without it, and so are the bytes. Only the innermost level of gradients
-        overlaps; without one it does nothing, and in the first step, which sets up. Gradients must not be changed
-        between backward and step (clipped, unscaled), for they are on their way: that raises `OverlapError`, and so
-        does a second backward within it, or no `step()` after it.
+        The results are those of a step without it, and so are the bytes but for a header a bucket. Only the innermost
+        level of gradients overlaps; without one it does nothing, and in the first step, which sets up. Gradients must
+        not be changed between backward and step (clipped, unscaled), for they are on their way: that raises
+        `OverlapError`, and so does a second backward within it, or no `step()` after it.
         """
         # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
         innermost = next(iter(self._replicators or []), None)
         with innermost.overlap(self.step_count) if isinstance(innermost, GradientReplicator) else nullcontext():
             yield
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Compares what must be equal on all replicas, bit for bit: weights, anchors, states of the optimizers.
+
+        Raises `Drift` on all ranks where something is not, with parameter and replica, or repairs it, as `safety` says.
+        Collective; reads all of it once and sends 8 bytes for each tensor.
+        """
+        if self._watch is not None:
+            with self.settled():
+                self._watch.verify(self.built(), self.step_count)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -156,6 +187,7 @@ class Replicated(Optimizer):
         self._refuse_overlap()
         for replicator in self._replicators or []:
             replicator.settle(self.step_count)
+        self._check()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -249,7 +281,7 @@ class Replicated(Optimizer):
         """Goes on after `step` steps, the state of all that was `built` having been replaced. Collective."""
         self.step_count = step
         if self._replicators is not None:
-            compare(self._replicators, self.seed)
+            compare(self._replicators, self.seed, self._kernels, self._safety)
             for replicator in self._replicators:
                 replicator.ahead()
 
@@ -260,22 +292,26 @@ class Replicated(Optimizer):
         The first step does it otherwise: not earlier, because the parameters may still be swapped for sharded ones.
         """
         if self._replicators is None:
-            compare(self.built(), self.seed)
+            compare(self.built(), self.seed, self._kernels, self._safety)
         return self.built()
 
     @torch.no_grad()
     def built(self) -> list[Replicator]:
         """The levels, made where they are not yet; the replicas are not compared."""
         if self._replicators is None:
-            self._replicators = build(
-                self._parameters(), self.base, self._active(), self._lanes, self.seed, self._kernels
-            )
+            levels, parameters = self._active(), self._parameters()
+            made = build(parameters, self.base, levels, self._lanes, self.seed, self._kernels, self._safety)
+            self._replicators, self._watch = made
         return self._replicators
 
     def _refuse_overlap(self) -> None:
         for replicator in self._replicators or []:
             if isinstance(replicator, GradientReplicator):
                 replicator.refuse_overlap()
+
+    def _check(self) -> None:
+        if self._watch is not None:
+            self._watch.check(self.step_count)
 
     def _active(self) -> list[Level]:
         return [level for level in self.levels if level[1].signal != "nothing"]

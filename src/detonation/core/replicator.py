@@ -1,5 +1,6 @@
 """Replicator: where a scheme meets the training step. Gradients before the local step, parameters after H of them."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -31,6 +32,14 @@ class Replicator(Protocol):
 
     def shared(self) -> list[Tensor]:
         """One tensor a parameter that must be bitwise equal on all replicas between steps."""
+        ...
+
+    def equal(self) -> dict[str, Tensor]:
+        """All that must be bitwise equal on all replicas between steps, by name; to read."""
+        ...
+
+    def mend(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes some of what `equal` returned anew."""
         ...
 
     def private(self) -> Private:

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from detonation.core.codec import Codec
+from detonation.core.envelope import DIGITS, HEADER_BYTES
 from detonation.core.flat import Layout
 from detonation.core.scheme import Scheme
 
@@ -27,16 +28,18 @@ def kind(scheme: Scheme, rows: int, replicas: int, lanes: int = 1) -> Kind:
     return "owner" if owned < gathered else "all-gather"
 
 
-def exchanged(kind: Kind, codec: Codec, rows: int, replicas: int, lanes: int = 1) -> int:
+def exchanged(kind: Kind, codec: Codec, rows: int, replicas: int, lanes: int = 1, bare: bool = False) -> int:
     """Bytes that one of `replicas` sends when all tell of `rows` rows, on a ring.
 
     all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners twice R - 1 slices of rows / R.
-    Where the ranks of a node are `lanes` of one message, n is the share of each.
+    Where the ranks of a node are `lanes` of one message, n is the share of each. bare: without the header of a message,
+    or what stands for it where the network adds messages up.
     """
     if kind == "owner":
-        return 2 * (replicas - 1) * share(codec.nbytes(-(-rows // replicas)), lanes)
+        return 2 * (replicas - 1) * share(codec.nbytes(-(-rows // replicas)) + HEADER_BYTES * (not bare), lanes)
     unit = codec.precision.nbytes(1, 1) if kind == "all-reduce" else 1
-    return sent(kind, share(codec.nbytes(rows), lanes, unit), replicas)
+    header = DIGITS * replicas * unit if kind == "all-reduce" else HEADER_BYTES
+    return sent(kind, share(codec.nbytes(rows) + header * (not bare), lanes, unit), replicas)
 
 
 def share(nbytes: int, lanes: int, unit: int = 1) -> int:
@@ -63,23 +66,28 @@ def dense_bytes(numel: int, replicas: int, lanes: int = 1) -> int:
     return sent("all-reduce", share(4 * numel, lanes, unit=4), replicas)
 
 
-def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int, lanes: int = 1) -> int:
+def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int, lanes: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends at `step` (from 0): exactly what its link will count. `layout` is of all parameters."""
     if scheme.signal == "nothing":
         return 0
     ending = [i for i, round in enumerate(scheme.rounds) if round.ends(step)]
-    return sum(message_bytes(scheme, layout.fragment(i, scheme.fragments), replicas, lanes) for i in ending)
+    return sum(message_bytes(scheme, layout.fragment(i, scheme.fragments), replicas, lanes, bare) for i in ending)
 
 
-def message_bytes(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1) -> int:
+def message_bytes(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`."""
-    return exchanged(kind(scheme, layout.rows, replicas, lanes), scheme.codec, layout.rows, replicas, lanes)
+    return exchanged(kind(scheme, layout.rows, replicas, lanes), scheme.codec, layout.rows, replicas, lanes, bare)
 
 
 def check(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1) -> None:
-    """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation."""
+    """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation.
+
+    Headers do not count: they decide nothing but for models of a few hundred parameters.
+    """
     fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
-    ours = sum(message_bytes(scheme, fragment, replicas, lanes) for fragment in fragments) / scheme.round.every
+    ours = (
+        sum(message_bytes(scheme, fragment, replicas, lanes, bare=True) for fragment in fragments) / scheme.round.every
+    )
     dense = dense_bytes(layout.numel, replicas, lanes)
     if ours > dense:
         raise LargerThanDense(

@@ -1,0 +1,222 @@
+"""Poison and drift in real worlds: what one replica does wrong is named on all ranks, at the same step."""
+
+import math
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from detonation.core import trial
+from detonation.core.engine import Plain as PlainEngine
+from detonation.core.flat import digest, local
+from detonation.core.ledger import BadPeer, Drift, NonFiniteGradient
+from detonation.core.link import Mismatch
+from zoo import TALKING, Plain, batch, built
+
+SKIP = dt.Safety(non_finite="skip")
+BLOCK = "layers.1.weight"
+
+
+def start(mesh, scheme, safety=None, base=None):
+    model = dt.shard(built(Plain), mesh)
+    optimizer = base(model.parameters()) if base else torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, dt.replicate(optimizer, model, mesh["replicate"], scheme, safety=safety)
+
+
+def advance(mesh, model, optimizer, steps, bad=lambda step, gradient: None):
+    """Trains on, `bad` having its way with a gradient of the last rank alone."""
+    for step in steps:
+        model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        if mesh.get_rank() == mesh.size() - 1:
+            bad(step, local(model.layers[1].weight.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def caught(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def poison(value, at):
+    return lambda step, gradient: gradient.view(-1)[3].fill_(value) if step in at else None
+
+
+def stopped(mesh, value):
+    """The default: an error on every rank before any weight moves, the poisoned memory as it was."""
+    model, optimizer = start(mesh, dt.demo())
+    advance(mesh, model, optimizer, range(2))
+    weights, memory = digest(model.parameters()), dt.replica_state(optimizer)
+    outcome = caught(advance, mesh, model, optimizer, range(2, 3), poison(value, {2}))
+    if mesh.get_rank() == mesh.size() - 1:
+        assert all(torch.equal(kept, memory[key]) for key, kept in dt.replica_state(optimizer).items())
+    return outcome, digest(model.parameters()) == weights, optimizer.skipped
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e38])
+def test_poison_stops_all_ranks_at_the_same_step_with_the_same_words(value):
+    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 2"
+    outcomes = worlds.run(stopped, 2, 2, value)
+    assert [outcome for outcome, _, _ in outcomes] == [(NonFiniteGradient.__name__, text)] * 4
+    assert all(unmoved for _, unmoved, _ in outcomes)
+
+
+def skipped(mesh):
+    """Each scheme goes on without the poisoned contribution, and no part of any memory or weight is poisoned."""
+    results = {}
+    for name, scheme in TALKING.items():
+        model, optimizer = start(mesh, scheme, SKIP)
+        at = {2, 3} if scheme.signal == "gradients" else set()
+        advance(mesh, model, optimizer, range(6), poison(math.nan, at))
+        if scheme.signal == "parameters" and mesh.get_rank() == mesh.size() - 1:
+            local(model.layers[1].weight).data.view(-1)[3] = math.nan
+        before = [local(p).detach().clone() for p in model.parameters()]
+        advance(mesh, model, optimizer, range(6, 12))
+        optimizer.settle()
+        clean = all(t.isfinite().all() for t in [*optimizer.replica_state().values(), *map(local, model.parameters())])
+        moved = all((local(p) != old).any() for p, old in zip(model.parameters(), before, strict=True))
+        results[name] = bool(clean), bool(moved), dt.fingerprint(model, mesh)[1], optimizer.skipped > 0
+    return results
+
+
+def test_every_scheme_skips_poison_and_goes_on_bitwise_equal():
+    for rank in worlds.run(skipped, 3, 1):
+        assert rank == dict.fromkeys(TALKING, (True, True, True, True))
+
+
+def by_zeros(mesh):
+    """A skipped contribution of `full` is one of zeros: the mean stays over all replicas."""
+    model, optimizer = start(mesh, dt.full(), SKIP)
+    plain = built(Plain)
+    for step in range(3):
+        for replica in range(2 if step != 1 else 1):
+            (plain(batch(replica, step, 32)).mean() / 2).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    advance(mesh, model, optimizer, range(3), poison(math.nan, {1}))
+    for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), reference, atol=1e-6, rtol=1e-5)
+    return optimizer.skipped
+
+
+def test_the_mean_stays_over_all_replicas():
+    assert worlds.run(by_zeros, 2, 1) == [1, 1]
+
+
+def too_often(mesh):
+    model, optimizer = start(mesh, dt.demo(), SKIP)
+    outcome = caught(advance, mesh, model, optimizer, range(20), poison(math.inf, range(3, 20)))
+    return outcome, optimizer.step_count
+
+
+def test_skipping_ends_after_ten_in_a_row_on_all_ranks():
+    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 13 for the 11th time in a row"
+    assert worlds.run(too_often, 2, 2) == [((NonFiniteGradient.__name__, text), 13)] * 4
+
+
+def damaging(mesh, scheme):
+    """The last rank's messages are damaged after they were sealed: all refuse them, three times, then all stop."""
+    model, optimizer = start(mesh, scheme)
+    advance(mesh, model, optimizer, range(2))
+    if mesh.get_rank() == mesh.size() - 1:
+        guard = optimizer.built()[0].channel.lanes[0].guard
+        seal = guard.seal
+
+        def damaged(*arguments, **options):
+            header, values, *rest = seal(*arguments, **options)
+            values.view(-1)[:1] += 1
+            return header, values, *rest
+
+        guard.seal = damaged
+    outcome = caught(advance, mesh, model, optimizer, range(2, 9))
+    return outcome, optimizer.step_count, dt.fingerprint(model, mesh)[1]
+
+
+@pytest.mark.parametrize(
+    "scheme", [dt.demo(link="all-gather"), dt.random_sign(link="all-gather")], ids=lambda s: s.name
+)
+def test_damaged_messages_are_refused_by_all_and_their_sender_named(scheme):
+    text = "3 messages of replica 2 were refused, the last at step 4: the log says why"
+    assert worlds.run(damaging, 3, 1, scheme) == [((BadPeer.__name__, text), 4, True)] * 3
+
+
+def test_damage_that_only_owners_see_stops_all():
+    outcomes = worlds.run(damaging, 3, 1, dt.demo(link="owner"))
+    assert len({outcome for outcome, _, _ in outcomes}) == 1
+    assert outcomes[0][0][0] == BadPeer.__name__ and "messages of replica 2 were refused" in outcomes[0][0][1]
+
+
+def drifting(mesh, scheme, safety, what):
+    """One number of one replica becomes another: in the weights, or in the optimizer's state."""
+    model, optimizer = start(mesh, scheme, safety, lambda p: torch.optim.AdamW(p, lr=1e-3))
+    advance(mesh, model, optimizer, range(2))
+    if mesh.get_local_rank("replicate") == 1 and mesh.get_local_rank("shard") == 0:
+        if what == "anchor":
+            part = optimizer.built()[0]._anchor.data
+        else:
+            part = (
+                local(model.layers[0].weight)
+                if what == "weights"
+                else local(optimizer.state[model.layers[0].weight]["exp_avg"])
+            )
+        part.data.view(-1)[5] += 1e-6
+    outcome = caught(advance, mesh, model, optimizer, range(2, 4))
+    optimizer.settle()
+    return outcome, optimizer.step_count, dt.fingerprint(model, mesh)[1]
+
+
+VERIFY = dt.Safety(verify_every=2)
+REPAIR = dt.Safety(verify_every=2, on_drift="repair")
+
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_drift_is_found_and_named_on_all_ranks(what):
+    text = "replica 1 differs from the others in layers.0.weight after step 4"
+    outcomes = worlds.run(drifting, 3, 2, dt.demo(), VERIFY, what)
+    assert outcomes == [((Drift.__name__, text), 4, False)] * 6
+
+
+@pytest.mark.parametrize(
+    "scheme, what",
+    [(dt.demo(), "weights"), (dt.demo(), "state"), (dt.diloco(every=2), "anchor")],
+    ids=["weights", "state", "anchor"],
+)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_drift_is_repaired(scheme, what, replicas):
+    assert worlds.run(drifting, replicas, 1, scheme, REPAIR, what) == [(("nothing", ""), 4, True)] * replicas
+
+
+def quiet(mesh):
+    """Every scheme passes the comparison after each step: what must be equal is."""
+    for scheme in TALKING.values():
+        model, optimizer = start(mesh, scheme, dt.Safety(verify_every=1))
+        advance(mesh, model, optimizer, range(5))
+        sent = optimizer.bytes_sent
+        optimizer.verify()
+        assert optimizer.bytes_sent == sent and (optimizer.skipped, optimizer.refused) == (0, 0)
+    return True
+
+
+def test_what_must_be_equal_is_for_every_scheme():
+    assert all(worlds.run(quiet, 2, 2))
+
+
+def rounding(mesh):
+    """A replica whose decode differs in the last bit is refused before its first message."""
+    if mesh.get_rank() == 1:
+        update = PlainEngine.update
+        PlainEngine.update = lambda self, agreed: update(self, agreed).mul(1 + 2**-23)
+    model, optimizer = start(mesh, dt.random())
+    return caught(advance, mesh, model, optimizer, range(1))
+
+
+def test_a_replica_that_decodes_differently_is_refused_at_the_start():
+    for kind, text in worlds.run(rounding, 2, 1):
+        assert kind == Mismatch.__name__
+        assert f"replica 1 has {trial.TRIAL}=" in text and "(threads=1, cpu=" in text and ", replica 0 has" in text
