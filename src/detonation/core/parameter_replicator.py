@@ -74,16 +74,14 @@ class ParameterReplicator:
 
     def equal(self) -> dict[str, Tensor]:
         names = [slot.name for slot in self.channel.layout.slots]
-        equal = dict(zip(names, self.shared(), strict=True))
-        for kind, flat in self._outer.state[self._anchor].items():
-            parts = self.channel.layout.parts(flat)
-            equal |= {f"{name} ({kind})": part for name, part in zip(names, parts, strict=True)}
-        return equal
+        return {
+            name + suffix: part
+            for suffix, flat in self._agreed().items()
+            for name, part in zip(names, self.channel.layout.parts(flat), strict=True)
+        }
 
     def mend(self, tensors: Mapping[str, Tensor]) -> None:
-        flats = {"": self._anchor.detach()}
-        flats |= {f" ({kind})": flat for kind, flat in self._outer.state[self._anchor].items()}
-        for suffix, flat in flats.items():
+        for suffix, flat in self._agreed().items():
             self.channel.layout.write(flat, [tensors.get(slot.name + suffix) for slot in self.channel.layout.slots])
 
     def private(self) -> Private:
@@ -92,6 +90,10 @@ class ParameterReplicator:
         if not self._round.delay:
             return self.channel.private(flats, settled)
         return self.channel.private(flats | {"arriving": self._arrived()}, settled | {"steps_left": self._steps_left})
+
+    def _agreed(self) -> dict[str, Tensor]:
+        """What is the same on all replicas, by what is said behind the names of its parameters."""
+        return {"": self._anchor.flat} | {f" ({kind})": flat for kind, flat in self._anchor.state().items()}
 
     def _send(self, step: int) -> None:
         moved = (self._start or self._anchor).flat - self._where()
