@@ -44,6 +44,21 @@ def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, tmp_path):
     assert files >= {"config.toml", "environment.json", "metrics.jsonl", "checkpoints", "summary.json", "report.html"}
 
 
+def test_three_tiers_of_network_train_as_one_model_and_each_says_what_it_sent(tmp_path):
+    """Gradients in full in the rack, DCT coefficients across racks, parameters across sites: eight processes."""
+    short = ["train.steps=6", "scheme.site.every=4", "train.validation_batches=1"]
+    recipe = ROOT / "recipes" / "three-tiers.toml"
+    done = detonation("train", recipe, "--set", *short, "--out", tmp_path / "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("full+demo+diloco over 8 replicas x 1 shards: olmo2 with")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["replicas_equal"] and [level["axis"] for level in summary["levels"]] == ["node", "rack", "site"]
+    node, rack, site = (level["bytes_sent_per_step"] for level in summary["levels"])
+    assert summary["bytes_sent_per_step"] == pytest.approx(node + rack + site)
+    assert rack < node / 10 and site == pytest.approx(node * 2 / 6)  # a round of four steps, and one that ends early
+    assert "sent over site" in done.stdout and "sent over site" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_what_a_person_sees_and_the_report(tmp_path):
     out = tmp_path / "run"
     sets = ["scheme.name=diloco", "scheme.every=2", "train.steps=2", "train.validation_batches=1"]

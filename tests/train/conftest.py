@@ -29,10 +29,10 @@ def tiny_recipe():
 
 @pytest.fixture
 def tiny():
-    """The configuration of a tiny run, with overrides as --set says them."""
+    """The configuration of a tiny run, with overrides as --set says them and other tables where they are given."""
 
-    def configured(*sets):
-        return check(resolve(RECIPE, parse_sets(sets)))
+    def configured(*sets, **tables):
+        return check(resolve({**RECIPE, **tables}, parse_sets(sets)))
 
     return configured
 
@@ -41,8 +41,8 @@ def tiny():
 def train(tiny, tmp_path):
     """Runs the tiny recipe in a local world into `tmp_path / out`; returns every rank's summary."""
 
-    def trained(out, *sets, **options):
-        config = tiny(*sets)
+    def trained(out, *sets, tables=None, **options):
+        config = tiny(*sets, **(tables or {}))
         task = Task(to_table(config), "tiny", str(tmp_path / out), **options)
         world_size = config.mesh.replicas * config.mesh.shards
         return run_local(work, world_size, [dataclasses.asdict(task)], timeout_s=120)

@@ -33,18 +33,19 @@ def build(
     seed: int,
     kernels: bool,
     safety: Safety,
-) -> tuple[list[Replicator], Watch]:
-    """The replicators of all levels, over the local shards of `parameters`: one a level, or one a fragment of it.
+) -> tuple[list[list[Replicator]], Watch]:
+    """The replicators of each level, over the local shards of `parameters`: one, or one a fragment, or none.
 
     With `lanes` there may be two of each: for parameters that the lanes hold shards of, and for those held whole. With
     them comes the watch over what they hear.
     Raises `LargerThanDense` where a scheme would send more than full synchronisation.
     """
     device = _device(parameters)
-    replicators: list[Replicator] = []
     watch = Watch.over(parameters, device, safety)
+    made: list[list[Replicator]] = []
     for axis, scheme in levels:
-        for group, share in ways(parameters, lanes):
+        made.append([])
+        for group, share in ways(parameters, lanes) if scheme.signal != "nothing" else []:
             link = Link(axis, lanes if share > 1 else None)
             ledger = watch.level(list(group), link, scheme.signal == "gradients")
             whole = scheme.codec.layout({n: local(p).shape for n, p in group.items()})
@@ -52,10 +53,12 @@ def build(
             for fragment in range(scheme.fragments):
                 layout = whole.fragment(fragment, scheme.fragments)
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
-                channel = Channel(scheme, layout, link, device, seed, kernels, ledger, len(replicators))
-                replicators.append(_replicator(mine, channel, base, fragment))
-    watch.spread([axis for axis, _ in levels], replicators)
-    return replicators, watch
+                place = sum(map(len, made))
+                channel = Channel(scheme, layout, link, device, seed, kernels, ledger, place)
+                made[-1].append(_replicator(mine, channel, base, fragment))
+    active = [axis for axis, scheme in levels if scheme.signal != "nothing"]
+    watch.spread(active, [replicator for level in made for replicator in level])
+    return made, watch
 
 
 def _replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int) -> Replicator:

@@ -82,6 +82,7 @@ class Replicated(Optimizer):
         self._model, self._lanes, self.seed, self._kernels = model, lanes, seed, kernels
         self._safety = safety
         self._watch: Watch | None = None
+        self._by_level: list[list[Replicator]] = [[] for _ in levels]
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
@@ -102,7 +103,12 @@ class Replicated(Optimizer):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to its replicas so far."""
-        return sum(link.bytes_sent for link in self._links())
+        return sum(self.bytes_sent_by_level)
+
+    @property
+    def bytes_sent_by_level(self) -> list[int]:
+        """The same for each of `levels`, from the innermost tier of the network to the outermost."""
+        return [sum(link.bytes_sent for link in _links(level)) for level in self._by_level]
 
     @property
     def skipped(self) -> int:
@@ -117,13 +123,18 @@ class Replicated(Optimizer):
     @property
     def waited_s(self) -> float:
         """Seconds that this rank's host has stood still so far because an exchange was not over."""
-        return sum(link.waited_s for link in self._links())
+        return sum(link.waited_s for level in self._by_level for link in _links(level))
 
     @property
     def dense_bytes(self) -> int:
         """Bytes that this rank would send in one step of full fp32 synchronisation."""
+        return sum(self.dense_bytes_by_level)
+
+    @property
+    def dense_bytes_by_level(self) -> list[int]:
+        """The same for each of `levels`, from the innermost tier of the network to the outermost."""
         numels = [(sum(local(p).numel() for p in way.values()), n) for way, n in ways(self._parameters(), self._lanes)]
-        return sum(dense_bytes(numel, axis.size(), lanes) for axis, _ in self.levels for numel, lanes in numels)
+        return [sum(dense_bytes(numel, axis.size(), n) for numel, n in numels) for axis, _ in self.levels]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -299,9 +310,11 @@ class Replicated(Optimizer):
     def built(self) -> list[Replicator]:
         """The levels, made where they are not yet; the replicas are not compared."""
         if self._replicators is None:
-            levels, parameters = self._active(), self._parameters()
-            made = build(parameters, self.base, levels, self._lanes, self.seed, self._kernels, self._safety)
-            self._replicators, self._watch = made
+            made = build(
+                self._parameters(), self.base, self.levels, self._lanes, self.seed, self._kernels, self._safety
+            )
+            self._by_level, self._watch = made
+            self._replicators = [replicator for level in self._by_level for replicator in level]
         return self._replicators
 
     def _refuse_overlap(self) -> None:
@@ -312,9 +325,6 @@ class Replicated(Optimizer):
     def _check(self) -> None:
         if self._watch is not None:
             self._watch.check(self.step_count)
-
-    def _active(self) -> list[Level]:
-        return [level for level in self.levels if level[1].signal != "nothing"]
 
     def _parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name, in the model's order."""
@@ -334,9 +344,6 @@ class Replicated(Optimizer):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(g is not None and not local(g).count_nonzero() for g in gradients)
 
-    def _links(self) -> Iterable[Link]:
-        return {id(replicator.channel.link): replicator.channel.link for replicator in self._replicators or []}.values()
-
     def _overlapping(self) -> bool:
         gradient_levels = [r for r in self._replicators or [] if isinstance(r, GradientReplicator)]
         return any(level.overlapping for level in gradient_levels)
@@ -355,6 +362,10 @@ class Replicated(Optimizer):
             replicator.private().load(mine)
 
 
+def _links(level: Iterable[Replicator]) -> Iterable[Link]:
+    return {id(replicator.channel.link): replicator.channel.link for replicator in level}.values()
+
+
 def _own(values: Mapping[str, Any], mark: str) -> dict[str, Any]:
     """The state of one parameter without the `mark` of this replica."""
     if any(not key.startswith(mark) for key in values):
@@ -367,9 +378,14 @@ def _check(base: Optimizer, levels: Sequence[Level]) -> None:
         raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated")
-    signals = [scheme.signal for _, scheme in levels]
+    check_order([scheme for _, scheme in levels])
+
+
+def check_order(schemes: Sequence[Scheme]) -> None:
+    """Raises `ValueError` where these cannot be levels in this order, from the innermost to the outermost."""
+    signals = [scheme.signal for scheme in schemes]
     if "gradients" in signals[signals.index("parameters") :] if "parameters" in signals else False:
         raise ValueError("levels that exchange gradients come before levels that exchange parameters")
-    gradients = [scheme for _, scheme in levels if scheme.signal == "gradients"]
+    gradients = [scheme for scheme in schemes if scheme.signal == "gradients"]
     if any(scheme.round.delay for scheme in gradients[:-1]):
         raise ValueError("only the outermost level of gradients may be delayed")

@@ -11,10 +11,9 @@ from detonation.report.words import factor, size
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What a summary says, as labels and texts."""
-    arguments = ", ".join(f"{key}={value}" for key, value in summary["scheme_arguments"].items())
     less = summary["reduction"]
     found = [
-        ("scheme", f"{summary['scheme']}({arguments}) with {summary['optimizer']}"),
+        ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
         ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{_virtual(summary)}"),
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),
@@ -24,6 +23,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("time in steps", f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"),
         ("throughput", f"{summary['examples_per_second']:,.1f} examples/s"),
         ("sent by a replica", f"{size(summary['bytes_sent_per_step'])} a step"),
+        *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
         ("full synchronisation", f"{size(summary['bytes_full_sync_per_step'])} a step"),
         ("reduction", factor(less)),
         ("replicas equal", "yes, bitwise" if summary["replicas_equal"] else "no"),
@@ -54,3 +54,15 @@ def _virtual(summary: dict[str, Any]) -> str:
 
 def _bigram(summary: dict[str, Any]) -> str:
     return f" nats/byte (a bigram model: {summary['bigram_loss']:.4f})" if "bigram_loss" in summary else ""
+
+
+def _scheme(chosen: dict[str, Any]) -> str:
+    if "scheme_arguments" not in chosen:
+        return str(chosen["scheme"])
+    arguments = ", ".join(f"{key}={value}" for key, value in chosen["scheme_arguments"].items())
+    return f"{chosen['scheme']}({arguments})"
+
+
+def _level(level: dict[str, Any]) -> str:
+    less = f" ({factor(level['reduction'])} less)" if level["reduction"] else ""
+    return f"{size(level['bytes_sent_per_step'])} a step{less}: {_scheme(level)}"

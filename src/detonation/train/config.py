@@ -118,12 +118,24 @@ class Peers:
 
 
 @dataclass(frozen=True)
+class Level:
+    """One tier of the network: `replicas` along the mesh axis `axis`, and how they talk to each other."""
+
+    axis: str
+    replicas: int
+    scheme: Choice
+
+
+@dataclass(frozen=True)
 class Config:
-    """One run, fully resolved."""
+    """One run, fully resolved.
+
+    levels: from the innermost tier of the network to the outermost; `mesh.replicas` is the product of their replicas.
+    """
 
     model: Choice
     data: Choice
-    scheme: Choice
+    levels: tuple[Level, ...]
     optimizer: Optimizer
     train: Train
     schedule: Schedule = Schedule()
@@ -133,10 +145,24 @@ class Config:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**31, "seed", self.seed, "within [0, 2**31)")
+        assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
+
+    @property
+    def scheme(self) -> Choice:
+        """What is told over the slowest links: the scheme of the outermost level."""
+        return self.levels[-1].scheme
+
+    @property
+    def schemes(self) -> str:
+        """The names of all levels' schemes, from the innermost outwards: `full+demo+diloco`."""
+        return "+".join(level.scheme.name for level in self.levels)
 
 
 CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
 """The tables whose other keys belong to the thing chosen, and the key that chooses it."""
+
+REPLICATE = "replicate"
+"""The axis of the only level, where a recipe has one."""
 
 _PLAIN: dict[str, type] = {"schedule": Schedule, "train": Train, "mesh": Mesh, "peers": Peers}
 TABLES = (*CHOSEN_BY, *_PLAIN)
@@ -151,15 +177,17 @@ def from_table(table: Mapping[str, Any]) -> Config:
         if key not in (*TABLES, "seed"):
             raise unknown("recipe key", key, (*TABLES, "seed", "tuned"))
     for key in TABLES:
-        require(isinstance(table.get(key, {}), dict), key, table.get(key), "a table")
+        require(isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table")
+    mesh = _plain("mesh", Mesh, table)
+    levels = _levels(table.get("scheme", {}), mesh)
     return Config(
         model=_choice("model", table),
         data=_choice("data", table),
-        scheme=_choice("scheme", table),
+        levels=levels,
         optimizer=_optimizer(table),
         train=_plain("train", Train, table),
         schedule=_plain("schedule", Schedule, table),
-        mesh=_plain("mesh", Mesh, table),
+        mesh=dataclasses.replace(mesh, replicas=math.prod(level.replicas for level in levels)),
         peers=_plain("peers", Peers, table),
         seed=_typed(int, "seed", table.get("seed", 0)),
     )
@@ -169,12 +197,44 @@ def to_table(config: Config) -> Table:
     """The tables that spell `config`: `from_table(to_table(config)) == config`."""
     table: Table = {"seed": config.seed}
     for key, chooser in CHOSEN_BY.items():
-        chosen = dataclasses.asdict(getattr(config, key))
-        arguments = {k: v for k, v in chosen.pop("arguments").items() if v is not None}
-        table[key] = {chooser: chosen.pop("name"), **chosen, **arguments}
+        table[key] = _spelled(chooser, getattr(config, key))
     for key in _PLAIN:
         table[key] = dataclasses.asdict(getattr(config, key))
+    if config.levels[0].axis != REPLICATE:
+        table["scheme"] = [
+            {"axis": level.axis, "replicas": level.replicas, **_spelled("name", level.scheme)}
+            for level in config.levels
+        ]
+        del table["mesh"]["replicas"]
     return table
+
+
+def _spelled(chooser: str, chosen: Choice | Optimizer) -> Table:
+    table = dataclasses.asdict(chosen)
+    arguments = {key: value for key, value in table.pop("arguments").items() if value is not None}
+    return {chooser: table.pop("name"), **table, **arguments}
+
+
+def _levels(spelled: Any, mesh: Mesh) -> tuple[Level, ...]:
+    """`[scheme]` is one level over all replicas of the mesh; `[[scheme]]` is a list of levels that say their own."""
+    if isinstance(spelled, dict):
+        return (Level(REPLICATE, mesh.replicas, _choice("scheme", {"scheme": spelled})),)
+    tables = isinstance(spelled, list) and bool(spelled) and all(isinstance(level, dict) for level in spelled)
+    require(tables, "scheme", spelled, "a table [scheme], or one [[scheme]] for each level")
+    levels = tuple(_level(dict(level)) for level in spelled)
+    axes = [level.axis for level in levels]
+    require(len({*axes}) == len(axes), "scheme.axis", axes, "another for each level")
+    return levels
+
+
+def _level(table: Table) -> Level:
+    axis = _typed(str, "scheme.axis", _needed("scheme", "axis", table))
+    usable = axis.isidentifier() and axis not in (REPLICATE, "shard")
+    require(usable, "scheme.axis", axis, f"a name such as 'rack', other than '{REPLICATE}' and 'shard'")
+    where = f"scheme.{axis}"
+    replicas = _typed(int, f"{where}.replicas", _needed(where, "replicas", table))
+    require(replicas >= 1, f"{where}.replicas", replicas, "at least 1")
+    return Level(axis, replicas, Choice(_typed(str, f"{where}.name", _needed(where, "name", table)), table))
 
 
 def _choice(key: str, table: Mapping[str, Any]) -> Choice:

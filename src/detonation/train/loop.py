@@ -40,7 +40,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
     schedule = scheduler(session, done)
     for step in range(done, until):
         began = time.perf_counter()
-        sent, waited = session.optimizer.bytes_sent, session.optimizer.waited_s
+        before, waited = session.optimizer.bytes_sent_by_level, session.optimizer.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
         loss, asked = _agree(session, step, backward(session, step), stop)
         computed = time.perf_counter()
@@ -49,11 +49,13 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
             session.optimizer.settle()
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
         waited = session.optimizer.waited_s - waited
-        sent = session.world.over_shards(session.optimizer.bytes_sent - sent)
+        now = session.optimizer.bytes_sent_by_level
+        sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
         due = train.validate_every and (step + 1) % train.validate_every == 0
         with session.optimizer.settled():
             held_out = validate(session) if due or step + 1 == train.steps else {}
-        report(Record(step + 1, loss, lr, seconds, sent, waited, step_s, **held_out))
+        levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
+        report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out))
         if asked and step + 1 < until:
             raise Stopped(asked, step + 1)
 

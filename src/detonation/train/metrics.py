@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from detonation.report.words import factor, size
@@ -16,7 +16,7 @@ class Record:
     """One step: mean `loss` over all ranks, `seconds` it took, `bytes_sent` by one replica, all its shards together.
 
     waited_s: the part of `seconds` for which rank 0 stood still because an exchange was not over; step_s: the part
-    spent in the optimizer's step, `waited_s` included.
+    spent in the optimizer's step, `waited_s` included. levels: `bytes_sent` over each axis.
     """
 
     step: int
@@ -26,12 +26,16 @@ class Record:
     bytes_sent: int
     waited_s: float = 0.0
     step_s: float = 0.0
+    levels: dict[str, int] = field(default_factory=dict)
     val_loss: float | None = None
     val_accuracy: float | None = None
 
     def line(self) -> str:
-        """The record as one line of JSON; what was not measured is left out."""
-        return json.dumps({key: value for key, value in asdict(self).items() if value is not None}) + "\n"
+        """The record as one line of JSON; what was not measured is left out, and what the only level sent."""
+        found = {key: value for key, value in asdict(self).items() if value is not None}
+        if len(self.levels) < 2:
+            del found["levels"]
+        return json.dumps(found) + "\n"
 
 
 class MetricsFile:

@@ -21,7 +21,7 @@ from detonation.cluster.probe import probe_axis, slowest
 from detonation.cluster.profile import Compute, Profile, Step
 from detonation.core.schemes import SCHEMES
 from detonation.train import optimizers, recipe
-from detonation.train.config import Mesh, Table, from_table, to_table
+from detonation.train.config import Mesh, Table, from_table, require, to_table
 from detonation.train.environment import environment
 from detonation.train.loop import backward
 from detonation.train.run import Request, configure, fill
@@ -80,6 +80,7 @@ def _prepare(
         task = Task(asdict(mesh))
     else:
         config = check(configure(Request(path, tuple(overrides), replicas, shards, link), place))
+        require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
         mesh = config.mesh
         task = Task(asdict(mesh), path.stem, recipe.read(path), to_table(config))
     return asdict(task), mesh.replicas * mesh.shards

@@ -1,7 +1,7 @@
 """From a recipe file and `--set` to one configuration. Pure Python; imports no torch."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     `overrides` over both. A table that chooses something else by name keeps nothing of what was chosen before.
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
+    if isinstance(table.get("scheme"), list):
+        require("tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]")
+        levels = merge_levels(table["scheme"], _sub(overrides, "scheme"))
+        return from_table({**merge(table, overrides), "scheme": levels})
     tuned = _checked_tuned(recipe.get("tuned", {}))
     chooser = _sub(overrides, "scheme").get("name", _sub(table, "scheme").get("name"))
     if chooser is not None:
@@ -46,6 +50,36 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     return merged
 
 
+def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
+    """`levels` with what `over` says of each, by its axis; another scheme keeps axis and replicas alone.
+
+    >>> merge_levels([{"axis": "rack", "replicas": 2, "name": "full"}], {"rack": {"name": "demo", "topk": 1}})
+    [{'axis': 'rack', 'replicas': 2, 'name': 'demo', 'topk': 1}]
+    """
+    axes = [str(level.get("axis")) if isinstance(level, dict) else "" for level in levels]
+    for axis, value in over.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"the recipe has levels: say of which, as in scheme.{axes[-1]}.{axis}={value}")
+        if axis not in axes:
+            raise unknown("axis of a [[scheme]]", axis, axes)
+    return [_merge_level(level, over.get(axis, {})) for axis, level in zip(axes, levels, strict=True)]
+
+
+def _merge_level(level: Any, over: Table) -> Any:
+    if not over:
+        return level
+    own = {key: level[key] for key in ("axis", "replicas") if key in level}
+    return {**own, **merge({"scheme": level}, {"scheme": over})["scheme"]}
+
+
+def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
+    """How many replicas the levels of `recipe` come to; None for a recipe of one scheme."""
+    if not isinstance(recipe.get("scheme"), list):
+        return None
+    rest = {key: value for key, value in overrides.items() if key != "mesh"}
+    return resolve(recipe, rest).mesh.replicas
+
+
 def read(path: Path) -> Table:
     """The tables of a recipe file. Raises `ValueError` when it is not there or not TOML."""
     try:
@@ -66,13 +100,17 @@ def parse_sets(assignments: Iterable[str]) -> Table:
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         keys = path.strip().split(".")
-        if not equals or not all(keys) or len(keys) > 2:
+        of_a_level = len(keys) == 3 and keys[0] == "scheme"  # scheme.<axis>.<key>
+        if not equals or not all(keys) or (len(keys) > 2 and not of_a_level):
             raise ValueError(f"--set takes table.key=value or seed=value, got {assignment!r}")
-        if len(keys) == 2 and keys[0] not in TABLES:
+        if len(keys) >= 2 and keys[0] not in TABLES:
             raise unknown("table of the recipe", keys[0], TABLES)
         if len(keys) == 1 and keys[0] != "seed":
             raise ValueError(f"--set takes table.key=value or seed=value, got {assignment!r}")
-        inner = tables.setdefault(keys[0], {}) if len(keys) == 2 else tables
+        inner = tables
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+            require(isinstance(inner, dict), key, inner, f"said once, not again by {assignment!r}")
         inner[keys[-1]] = _value(text.strip())
     return tables
 

@@ -78,7 +78,6 @@ def configure(request: Request, place: Place | None) -> Config:
     overrides = recipe.parse_sets(request.overrides)
     flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
-    mesh = fill(mesh, place)
     saving = {"checkpoint_every": request.checkpoint_every, "keep": request.keep}
     given = {key: value for key, value in saving.items() if value is not None}
     overrides = {**overrides, "train": {**overrides.get("train", {}), **given}}
@@ -86,7 +85,17 @@ def configure(request: Request, place: Place | None) -> Config:
     for scheme in table.get("tuned", {}):
         if scheme not in SCHEMES:
             raise unknown("scheme in [tuned]", scheme, SCHEMES)
+    mesh = _world(mesh, recipe.replicas_of_levels(table, overrides), place)
     return recipe.resolve(table, {**overrides, "mesh": mesh})
+
+
+def _world(mesh: Table, levels: int | None, place: Place | None) -> Table:
+    """The mesh in a launcher's world; where the recipe has levels, `levels` is how many replicas they come to."""
+    if levels is None:
+        return fill(mesh, place)
+    if "replicas" in mesh:
+        raise ValueError("the recipe has levels, which say the replicas: use --set scheme.<axis>.replicas=...")
+    return {key: value for key, value in fill({**mesh, "replicas": levels}, place).items() if key != "replicas"}
 
 
 def _work(request: Request, place: Place) -> Table:

@@ -3,24 +3,25 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 import detonation as dt
 from detonation import data, models
 from detonation.cluster.emulate import Emulated
 from detonation.core.pace import Pace
+from detonation.core.replicate import check_order
 from detonation.core.schemes import SCHEMES
 from detonation.core.wire import Axis
 from detonation.train import optimizers
-from detonation.train.config import Choice, Config, require
+from detonation.train.config import REPLICATE, Choice, Config, Level, require
 from detonation.train.world import Ranks, World
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
@@ -53,10 +54,9 @@ def check(config: Config) -> Config:
     Fills in the scheme's defaults and what the data says of the model. Raises `ValueError` for whatever would fail
     later: names, arguments, ranges, missing data, sizes that do not fit.
     """
-    for key, table in (("model", models.MODELS), ("data", data.TASKS), ("scheme", SCHEMES)):
-        chosen: Choice = getattr(config, key)
-        check_types(key, table.get(chosen.name), chosen.arguments)
-    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
+    check_types("model", models.MODELS.get(config.model.name), config.model.arguments)
+    check_types("data", data.TASKS.get(config.data.name), config.data.arguments)
+    levels = check_levels(config.levels)
     optimizers.check(config.optimizer)
     loaded = load_data(config.data)
     model = Choice(config.model.name, _agreeing(config.model, loaded))
@@ -66,7 +66,7 @@ def check(config: Config) -> Config:
     if needed > len(loaded.train):
         sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
         raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {len(loaded.train)}")
-    return replace(config, model=model, scheme=Choice(scheme.name, dict(scheme.arguments)))
+    return replace(config, model=model, levels=levels)
 
 
 def start(config: Config, device: torch.device) -> Session:
@@ -76,14 +76,41 @@ def start(config: Config, device: torch.device) -> Session:
     model = models.build(config.model.name, config.model.arguments).to(device)
     dt.shard(model, mesh)
     base = optimizers.build(config.optimizer, model)
-    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    optimizer = dt.replicate(base, model, between_replicas(mesh, config.mesh.link), scheme, seed=config.seed)
+    schemes = [dt.scheme(level.scheme.name, level.scheme.arguments) for level in config.levels]
+    levels = list(zip(axes(config, mesh), schemes, strict=True))
+    optimizer = dt.replicate(base, model, levels=levels, seed=config.seed)
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
+
+
+def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """`levels` with the defaults of their schemes filled in. Raises `ValueError` for what they cannot be."""
+    for level in levels:
+        where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
+        check_types(where, SCHEMES.get(level.scheme.name), level.scheme.arguments)
+    schemes = [dt.scheme(level.scheme.name, level.scheme.arguments) for level in levels]
+    check_order(schemes)
+    pairs = zip(levels, schemes, strict=True)
+    return tuple(replace(level, scheme=Choice(scheme.name, dict(scheme.arguments))) for level, scheme in pairs)
+
+
+def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
+    """The axis of each level, from the innermost outwards; `mesh.link` slows the outermost down. Collective."""
+    if len(config.levels) == 1:
+        return [between_replicas(mesh, config.mesh.link)]
+    sizes = {level.axis: level.replicas for level in reversed(config.levels)} | {"shard": config.mesh.shards}
+    tiers = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    *inner, outermost = [tiers[level.axis] for level in config.levels]
+    return [*inner, slowed(outermost, config.mesh.link)]
 
 
 def between_replicas(mesh: DeviceMesh, link: str) -> Axis:
     """The axis that joins the replicas, slowed down where `link` says so. Collective."""
-    return Emulated(mesh["replicate"], Pace.parse(link)) if link else mesh["replicate"]
+    return slowed(mesh["replicate"], link)
+
+
+def slowed(axis: DeviceMesh, link: str) -> Axis:
+    """`axis`, no faster than `link` says. Collective."""
+    return Emulated(axis, Pace.parse(link)) if link else axis
 
 
 def check_types(key: str, function: Callable[..., object] | None, arguments: Mapping[str, object]) -> None:

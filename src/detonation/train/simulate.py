@@ -69,6 +69,7 @@ def configured(request: Simulation) -> Config:
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
     world = Request(request.recipe, request.overrides, replicas=request.replicas, shards=1)
     config = configure(world, None)
+    require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
     require(not config.mesh.link, "mesh.link", config.mesh.link, "'' in a simulation, where nothing is sent")
     return check(config if request.total_batch is None else share(config, request.total_batch))
 

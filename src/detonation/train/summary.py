@@ -24,8 +24,8 @@ def summarise(session: Session, records: Sequence[Record]) -> dict[str, Any]:
     fingerprint, equal = session.world.fingerprint(session.model)
     examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
     return {
-        "scheme": config.scheme.name,
-        "scheme_arguments": dict(config.scheme.arguments),
+        "scheme": config.schemes,
+        **_levels(session, records),
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
         "shards": config.mesh.shards,
@@ -47,3 +47,26 @@ def summarise(session: Session, records: Sequence[Record]) -> dict[str, Any]:
         "replicas_equal": equal,
         "fingerprint": fingerprint,
     }
+
+
+def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
+    """The arguments of the scheme; of several levels, those of each, and the bytes that it sent a step."""
+    levels = session.config.levels
+    if len(levels) == 1:
+        return {"scheme_arguments": dict(levels[0].scheme.arguments)}
+    tiers = []
+    for level, dense in zip(levels, session.optimizer.dense_bytes_by_level, strict=True):
+        sent = sum(record.levels[level.axis] for record in records) / len(records)
+        full_sync = session.world.over_shards(dense)
+        tiers.append(
+            {
+                "axis": level.axis,
+                "replicas": level.replicas,
+                "scheme": level.scheme.name,
+                "scheme_arguments": dict(level.scheme.arguments),
+                "bytes_sent_per_step": sent,
+                "bytes_full_sync_per_step": full_sync,
+                "reduction": reduction(sent, full_sync),
+            }
+        )
+    return {"levels": tiers}

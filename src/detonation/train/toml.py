@@ -16,11 +16,19 @@ def dumps(table: Mapping[str, Any]) -> str:
     name = "demo"
     topk = 4
     """
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not _tables(value)]
     for key, value in table.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{_key(key)}]", *(f"{_key(name)} = {_value(inner)}" for name, inner in value.items())]
+        header = f"[{_key(key)}]" if isinstance(value, dict) else f"[[{_key(key)}]]"
+        for inner in _tables(value):
+            lines += ["", header, *(f"{_key(name)} = {_value(item)}" for name, item in inner.items())]
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """The tables that `value` is written as: itself, or each of a list of them."""
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else []
 
 
 def _key(key: str) -> str:

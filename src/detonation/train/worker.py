@@ -146,7 +146,7 @@ def _title(session: Session, path: Path) -> str:
     config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
     world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
     what = f"{config.model.name} with {numel:,} parameters on {session.data.name}"
-    return f"{config.scheme.name} over {world}: {what}, in {path}"
+    return f"{config.schemes} over {world}: {what}, in {path}"
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
     """The run's directory, the same on all ranks; rank 0 makes it, writes down what runs, and holds its lock."""
     held = None
     if session.rank == 0:
-        path = Path(todo.out) if todo.out else fresh_directory(f"{todo.name}-{session.config.scheme.name}")
+        path = Path(todo.out) if todo.out else fresh_directory(f"{todo.name}-{session.config.schemes}")
         directory.check_free(path, todo.resume, todo.may_start)
         held = directory.RunDirectory(path)
         directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
