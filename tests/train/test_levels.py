@@ -74,9 +74,13 @@ def test_set_reaches_one_level():
         (["scheme=3"], {}, r"--set takes table\.key=value"),
         (["a.b.c=3"], {}, r"--set takes table\.key=value"),
         (["scheme.rack=3", "scheme.rack.topk=3"], {}, r"rack is 3, but must be said once"),
-        ([], {"scheme": [{"axis": "rack", "name": "full"}]}, r"scheme\.rack\.replicas is missing"),
-        ([], {"scheme": [{"axis": "rack", "replicas": 2}]}, r"scheme\.rack\.name is missing"),
-        ([], {"scheme": [{"replicas": 2, "name": "full"}]}, r"scheme\.axis is missing"),
+        (
+            [],
+            {"scheme": [{"axis": "rack", "name": "full"}]},
+            r"replicas is missing in a \[\[scheme\]\] of the recipe: \{'axis': 'rack'",
+        ),
+        ([], {"scheme": [{"axis": "rack", "replicas": 2}]}, r"name is missing in a \[\[scheme\]\]"),
+        ([], {"scheme": [{"replicas": 2, "name": "full"}]}, r"axis is missing in a \[\[scheme\]\]"),
         (
             [],
             {"scheme": [{"axis": "shard", "replicas": 2, "name": "full"}]},
@@ -89,6 +93,8 @@ def test_set_reaches_one_level():
         ),
         ([], {"scheme": []}, r"scheme is \[\], but must be a table \[scheme\], or one \[\[scheme\]\] for each level"),
         ([], {"scheme": [1]}, r"scheme is \[1\], but must be a table"),
+        (["mesh.replicas=6"], {}, r"mesh\.replicas is given, but the levels say how many"),
+        ([], {"mesh": {"replicas": 6}}, r"mesh\.replicas is given, but the levels say how many"),
         ([], {"tuned": {"demo": {}}}, r"tuned is 'given', but must be left out"),
     ],
 )
@@ -109,7 +115,7 @@ def test_the_levels_make_the_world():
     assert mesh(4, 4, "scheme.site.replicas=1") == (4, 1)
     with pytest.raises(ValueError, match="8 replicas x 1 shards are 8 processes, but the launcher started 12"):
         mesh(12, 4)
-    with pytest.raises(ValueError, match=r"the recipe has levels, which say the replicas: use --set scheme\.<axis>"):
+    with pytest.raises(ValueError, match=r"mesh\.replicas is given, but the levels say how many"):
         mesh(0, 0, replicas=4)
 
 

@@ -179,7 +179,7 @@ def from_table(table: Mapping[str, Any]) -> Config:
     for key in TABLES:
         require(isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table")
     mesh = _plain("mesh", Mesh, table)
-    levels = _levels(table.get("scheme", {}), mesh)
+    levels = _levels(table.get("scheme", {}), mesh, "replicas" in table.get("mesh", {}))
     return Config(
         model=_choice("model", table),
         data=_choice("data", table),
@@ -215,26 +215,34 @@ def _spelled(chooser: str, chosen: Choice | Optimizer) -> Table:
     return {chooser: table.pop("name"), **table, **arguments}
 
 
-def _levels(spelled: Any, mesh: Mesh) -> tuple[Level, ...]:
-    """`[scheme]` is one level over all replicas of the mesh; `[[scheme]]` is a list of levels that say their own."""
+def _levels(spelled: Any, mesh: Mesh, given: bool) -> tuple[Level, ...]:
+    """`[scheme]` is one level over all replicas of the mesh; `[[scheme]]` is a list of levels that say their own.
+
+    given: whether [mesh] says how many replicas there are.
+    """
     if isinstance(spelled, dict):
         return (Level(REPLICATE, mesh.replicas, _choice("scheme", {"scheme": spelled})),)
     tables = isinstance(spelled, list) and bool(spelled) and all(isinstance(level, dict) for level in spelled)
     require(tables, "scheme", spelled, "a table [scheme], or one [[scheme]] for each level")
     levels = tuple(_level(dict(level)) for level in spelled)
+    if given:
+        raise ValueError("mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of each")
     axes = [level.axis for level in levels]
     require(len({*axes}) == len(axes), "scheme.axis", axes, "another for each level")
     return levels
 
 
 def _level(table: Table) -> Level:
-    axis = _typed(str, "scheme.axis", _needed("scheme", "axis", table))
+    for key in ("axis", "replicas", "name"):
+        if key not in table:
+            raise ValueError(f"{key} is missing in a [[scheme]] of the recipe: {table}")
+    axis = _typed(str, "scheme.axis", table.pop("axis"))
     usable = axis.isidentifier() and axis not in (REPLICATE, "shard")
     require(usable, "scheme.axis", axis, f"a name such as 'rack', other than '{REPLICATE}' and 'shard'")
     where = f"scheme.{axis}"
-    replicas = _typed(int, f"{where}.replicas", _needed(where, "replicas", table))
+    replicas = _typed(int, f"{where}.replicas", table.pop("replicas"))
     require(replicas >= 1, f"{where}.replicas", replicas, "at least 1")
-    return Level(axis, replicas, Choice(_typed(str, f"{where}.name", _needed(where, "name", table)), table))
+    return Level(axis, replicas, Choice(_typed(str, f"{where}.name", table.pop("name")), table))
 
 
 def _choice(key: str, table: Mapping[str, Any]) -> Choice:

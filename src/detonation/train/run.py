@@ -18,6 +18,7 @@ from detonation.train.attempt import restartable, restarted
 from detonation.train.config import Config, Table, require, to_table
 from detonation.train.progress import show_cursor
 from detonation.train.setup import check
+from detonation.train.sizes import check_sizes
 from detonation.train.worker import Task, work
 
 
@@ -91,10 +92,8 @@ def configure(request: Request, place: Place | None) -> Config:
 
 def _world(mesh: Table, levels: int | None, place: Place | None) -> Table:
     """The mesh in a launcher's world; where the recipe has levels, `levels` is how many replicas they come to."""
-    if levels is None:
+    if levels is None or "replicas" in mesh:
         return fill(mesh, place)
-    if "replicas" in mesh:
-        raise ValueError("the recipe has levels, which say the replicas: use --set scheme.<axis>.replicas=...")
     return {key: value for key, value in fill({**mesh, "replicas": levels}, place).items() if key != "replicas"}
 
 
@@ -107,6 +106,7 @@ def _work(request: Request, place: Place) -> Table:
 def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
     """The task that every rank will do, and how many ranks; whatever can be checked before is checked here."""
     config = check(configure(request, place))
+    check_sizes(config)
     if request.out is not None and (place is None or place.rank == 0):
         again = restartable(os.environ)
         directory.check_free(request.out, request.resume or restarted(os.environ), may_start=again)
