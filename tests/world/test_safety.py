@@ -158,7 +158,7 @@ def drifting(mesh, scheme, safety, what):
     advance(mesh, model, optimizer, range(2))
     if mesh.get_local_rank("replicate") == 1 and mesh.get_local_rank("shard") == 0:
         if what == "anchor":
-            part = optimizer.built()[0]._anchor.data
+            part = optimizer.built()[0]._anchor.flat
         else:
             part = (
                 local(model.layers[0].weight)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from detonation.plan.search import candidates, options
 from detonation.train.config import Config, require
 from detonation.train.run import Request, configure
 from detonation.train.setup import check
+from detonation.train.sizes import local_shapes
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -51,13 +51,10 @@ def plan(question: Question) -> dict[str, Any]:
 
 
 def shard_shapes(config: Config) -> list[Shapes]:
-    """The local shapes of a recipe's trained parameters on each rank of a node: FSDP2 cuts them along dimension 0."""
+    """The local shapes of a recipe's trained parameters on each rank of a node."""
     with torch.device("meta"):
         model = models.build(config.model.name, config.model.arguments)
-    whole = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    return [
-        {n: _cut(shape, rank, config.mesh.shards) for n, shape in whole.items()} for rank in range(config.mesh.shards)
-    ]
+    return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
 
 
 def numel(shapes: Shapes) -> int:
@@ -78,14 +75,6 @@ def count(text: str) -> int:
         number = 0
     require(number >= 1, "--parameters", text, "a number such as 1.2b, 350m or 7000")
     return round(number)
-
-
-def _cut(shape: Sequence[int], rank: int, shards: int) -> tuple[int, ...]:
-    """What `rank` holds of a parameter of `shape`."""
-    if not shape:
-        return ()
-    size = -(-shape[0] // shards)
-    return (max(0, min(size, shape[0] - rank * size)), *shape[1:])
 
 
 def _config(question: Question, profile: Profile | None) -> Config:
