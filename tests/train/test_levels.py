@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import detonation as dt
 from detonation.cluster.join import Place
 from detonation.core import traffic
 from detonation.train import metrics, toml
@@ -134,11 +135,13 @@ def test_a_run_of_two_levels_counts_each_and_resumes_exactly(train, tmp_path):
     assert whole["replicas_equal"] and resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["levels"] == whole["levels"]
     records = metrics.read(tmp_path / "whole" / "metrics.jsonl")
+    sent = traffic.exchanged("all-reduce", dt.full().codec, whole["num_parameters"], 2)
     dense = traffic.dense_bytes(whole["num_parameters"], 2)
-    assert [record.levels["rack"] for record in records] == [dense] * 7
-    assert [record.levels["site"] for record in records] == [0, 0, dense, 0, 0, dense, dense]  # the last one settles
+    assert [record.levels["rack"] for record in records] == [sent] * 7
+    assert [record.levels["site"] for record in records] == [0, 0, sent, 0, 0, sent, sent]  # the last one settles
     assert all(record.bytes_sent == sum(record.levels.values()) for record in records)
     rack, site = json.loads((tmp_path / "whole" / "summary.json").read_text())["levels"]
-    assert (rack["bytes_sent_per_step"], rack["reduction"]) == (dense, 1)
+    assert (rack["bytes_sent_per_step"], rack["reduction"]) == (sent, pytest.approx(dense / sent))
     assert (site["axis"], site["scheme"], site["replicas"]) == ("site", "diloco", 2)
-    assert site["bytes_sent_per_step"] == pytest.approx(3 * dense / 7) and site["reduction"] == pytest.approx(7 / 3)
+    assert site["bytes_sent_per_step"] == pytest.approx(3 * sent / 7)
+    assert site["reduction"] == pytest.approx(7 * dense / (3 * sent))

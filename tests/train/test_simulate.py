@@ -172,7 +172,7 @@ def test_what_can_never_arrive_is_an_error_not_a_hang():
 
 def test_virtual_replicas_that_differ_are_told_so():
     def act(wire):
-        Link(wire).agree({"topk": str(wire.replica)}, torch.device("cpu"))
+        Link(wire).agree({"topk": str(wire.replica)}, torch.device("cpu"), {})
 
     with pytest.raises(Mismatch, match="replica 1 has topk=1, replica 0 has topk=0"):
         play(act, 2)
