@@ -15,7 +15,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["envelope", "ledger"],
     ["bits", "basis", "selection", "precision", "columns", "combine", "rounds"],
     ["codec"],
-    ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "traffic", "buckets", "owners"],
+    ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "buckets", "traffic", "owners"],
     ["pace", "wire", "lanes"],
     ["link"],
     ["guard", "drift"],

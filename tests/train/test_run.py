@@ -6,6 +6,8 @@ import math
 import tomllib
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from detonation.checkpoint import disk, manifest, shelf
 from detonation.cluster.failure import WorldError
@@ -134,12 +136,24 @@ def test_when_nothing_is_whole_it_says_why(train, tmp_path):
         train("run", resume=True)
 
 
-def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path):
+@pytest.mark.parametrize("sets", [[], ["mesh.shards=2", "train.accumulate=2"]], ids=["2x1", "2x2"])
+def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
+    sets = [*sets, "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0"]
     with pytest.raises(WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"):
-        train("run", "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0")
+        train("run", *sets)
     assert manifest.read(tmp_path / "run" / "checkpoints" / "step-000001").step == 1
     assert [record.step for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert not (tmp_path / "run" / "summary.json").exists()
+    train("until", *sets, stop_after=1)  # the step that lost it has left no trace
+    lost, before = [saved(tmp_path / run / "checkpoints" / "step-000001") for run in ("run", "until")]
+    assert lost.keys() == before.keys()
+    assert all(torch.equal(lost[key], before[key]) for key in before)
+
+
+def saved(checkpoint):
+    """What every rank has saved, but for its generator, which is seeded anew in each step."""
+    files = {file.stem: load_file(file) for file in checkpoint.glob("*.safetensors")}
+    return {(f, key): t for f, tensors in files.items() for key, t in tensors.items() if "generator" not in key}
 
 
 def test_larger_than_full_synchronisation_is_refused_before_anything_is_written(train, tmp_path):

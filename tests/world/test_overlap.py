@@ -14,7 +14,7 @@ from detonation.core.channel import Flight
 from detonation.core.flat import digest, local
 from detonation.core.ledger import NonFiniteGradient
 from detonation.core.overlap import OverlapError
-from detonation.core.traffic import message_bytes
+from detonation.core.traffic import message_bytes, overlapped_bytes
 from zoo import GRADIENT, Menagerie, batch, built
 
 STEPS = 2
@@ -85,16 +85,19 @@ def compared(mesh, schemes, base=None):
             with optimizer.settled():
                 ends.append(outcome(model, optimizer))
         channel = optimizer.set_up()[0].channel
-        more, lanes = ends[1][2] - ends[0][2], len(channel.lanes)
-        assert more == STEPS * (lanes - 1) * header_bytes(channel), name
-        result[name] = lanes, ends[0][:2] == ends[1][:2]
+        assert ends[1][2] == STEPS * foreseen(channel), name
+        result[name] = len(channel.carriers), ends[0][:2] == ends[1][:2]
     return result
 
 
-def header_bytes(channel):
-    """What a message more costs, by the arithmetic of traffic."""
-    with_header, bare = (message_bytes(channel.scheme, channel.layout, channel.link.replicas, bare=b) for b in (0, 1))
-    return with_header - bare
+def foreseen(channel):
+    """Bytes of an overlapped step by arithmetic: those of one message, and a header for each further bucket."""
+    scheme, layout, replicas, lanes = channel.scheme, channel.layout, channel.link.replicas, channel.link.lanes
+    whole, bare = (message_bytes(scheme, layout, replicas, lanes, bare=b) for b in (False, True))
+    overlapped = overlapped_bytes(scheme, layout, replicas, lanes)
+    rounding = len(channel.carriers) if lanes > 1 else 0  # of what each lane carries of a header
+    assert 0 <= overlapped - whole - (len(channel.carriers) - 1) * (whole - bare) <= rounding
+    return overlapped
 
 
 @pytest.mark.parametrize("replicas, shards", [(1, 1), (2, 1), (3, 1), (2, 2)])
@@ -133,6 +136,26 @@ def test_the_innermost_level_overlaps():
     assert all(worlds.run(in_levels, 4, 1))
 
 
+def by_lanes(mesh):
+    """Two ranks of a node hold all parameters whole and have the same gradients."""
+    ends = []
+    for scheme in (dt.full(), dt.demo(precision="sign", combine="majority", link="owner")):
+        for overlapped in (False, True):
+            model = built(Wide, whole=True)
+            base = torch.optim.SGD(model.parameters(), lr=1e-3)
+            optimizer = dt.replicate(base, model, mesh["replicate"], scheme, lanes=mesh["shard"])
+            optimizer.set_up()
+            train(model, optimizer, mesh.get_local_rank("replicate"), overlapped)
+            ends.append(outcome(model, optimizer)[:2])
+        channel = optimizer.set_up()[0].channel
+        assert len(channel.carriers) > 1 and optimizer.bytes_sent == STEPS * foreseen(channel)
+    return ends[0] == ends[1], ends[2] == ends[3]
+
+
+def test_messages_by_lanes_are_cut_alike():
+    assert worlds.run(by_lanes, 2, 2) == [(True, True)] * 4
+
+
 def without_gradients_to_exchange(mesh):
     ends = []
     for overlapped in (False, True):
@@ -168,9 +191,9 @@ def events_of(mesh, order, overlapped):
         hook = lambda _, name=name: events.append(name)  # noqa: E731
         getattr(model, name).weight.register_post_accumulate_grad_hook(hook)
 
-    def spy(flight, lane, signals):
-        events.append(lane.bucket.first)
-        send(flight, lane, signals)
+    def spy(flight, carrier, signals):
+        events.append(carrier.bucket.first)
+        send(flight, carrier, signals)
 
     Flight.send = spy
     try:

@@ -125,7 +125,7 @@ def damaging(mesh, scheme):
     model, optimizer = start(mesh, scheme)
     advance(mesh, model, optimizer, range(2))
     if mesh.get_rank() == mesh.size() - 1:
-        guard = optimizer.built()[0].channel.lanes[0].guard
+        guard = optimizer.built()[0].channel.carriers[0].guard
         seal = guard.seal
 
         def damaged(*arguments, **options):

@@ -78,14 +78,14 @@ def run(codec: Codec) -> int:
     return math.lcm(block // math.gcd(block, codec.selection.kept), 64)
 
 
-def cut(layout: Layout, scheme: Scheme, replicas: int) -> list[Bucket]:
+def cut(layout: Layout, scheme: Scheme, ranks: int) -> list[Bucket]:
     """The buckets of `layout`, in the order of their rows: together they send the bytes of the whole, bit for bit.
 
-    Each but the last is a multiple of a run for every replica, so that all of them own whole runs and the network's
-    share of an all-reduce has no remainder. What clips to the norm of whole messages stays whole, and so does what lies
-    in tiles, because such a multiple ends within a line of them.
+    Each but the last is a multiple of a run for each of the `ranks` (replicas x lanes) that carry a message, so that
+    replicas own whole runs and no share has a remainder. What clips to the norm of whole messages stays whole, and so
+    does what lies in tiles, because such a multiple ends within a line of them.
     """
-    unit = run(scheme.codec) * replicas
+    unit = run(scheme.codec) * ranks
     row_bytes = 4 * layout.chunk
     wanted = min(max(layout.rows * row_bytes // PARTS, SMALLEST), LARGEST)
     rows = max(1, wanted // (row_bytes * unit)) * unit

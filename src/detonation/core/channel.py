@@ -21,7 +21,7 @@ from detonation.core.scheme import Scheme
 
 
 @dataclass(frozen=True)
-class Lane:
+class Carrier:
     """A bucket, or the whole, with what encodes and sends it, and what stands between it and the network."""
 
     bucket: Bucket
@@ -41,39 +41,39 @@ class Flight:
         self._layout, self._step = layout, step
         self._tells = scheme.lookahead or scheme.follow != "anchor"
         self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
-        self._relays: list[tuple[Lane, Relay]] = []
+        self._relays: list[tuple[Carrier, Relay]] = []
 
-    def send(self, lane: Lane, signals: Sequence[Tensor | None]) -> None:
-        """Takes in the lane's part of a signal (one tensor a parameter), sends what the codec makes of it, and takes
+    def send(self, carrier: Carrier, signals: Sequence[Tensor | None]) -> None:
+        """Takes in the carrier's part of a signal (one tensor a parameter), sends what the codec makes of it, and takes
         it out of memory.
 
         A part that is not finite stays out of the memory, which keeps what it had; zeros are sent, and why.
         """
-        pieces = lane.bucket.cut(signals)
-        status = lane.guard.status(pieces)
-        selected = lane.engine.silence(self._step) if status else lane.engine.select(pieces, self._step)
-        prepared = lane.exchange.prepare(selected, self._step, status)
+        pieces = carrier.bucket.cut(signals)
+        status = carrier.guard.status(pieces)
+        selected = carrier.engine.silence(self._step) if status else carrier.engine.select(pieces, self._step)
+        prepared = carrier.exchange.prepare(selected, self._step, status)
         if self._tells:
             # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
-            told = lane.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
-            self.told = self._placed(self.told, lane.bucket, told)
+            told = carrier.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
+            self.told = self._placed(self.told, carrier.bucket, told)
         if not status:
-            lane.engine.release(selected, selected.values if self._drops else prepared.read())
-        self._relays.append((lane, prepared.start()))
+            carrier.engine.release(selected, selected.values if self._drops else prepared.read())
+        self._relays.append((carrier, prepared.start()))
 
     def update(self) -> Tensor:
         """Waits for what all replicas agree on, the same bits on each."""  # [rows, chunk]
         flat = None
-        for lane, wait in [(lane, relay()) for lane, relay in self._relays]:
-            flat = self._placed(flat, lane.bucket, lane.engine.update(wait()))
+        for carrier, wait in [(carrier, relay()) for carrier, relay in self._relays]:
+            flat = self._placed(flat, carrier.bucket, carrier.engine.update(wait()))
         assert flat is not None
         return flat
 
     def write(self, targets: Sequence[Tensor]) -> None:
         """The same into one tensor a parameter, without the way over a flat."""
         whole = list(targets) if len(self._relays) == 1 else [target.contiguous() for target in targets]
-        for lane, wait in [(lane, relay()) for lane, relay in self._relays]:
-            lane.engine.write(wait(), lane.bucket.cut(whole))
+        for carrier, wait in [(carrier, relay()) for carrier, relay in self._relays]:
+            carrier.engine.write(wait(), carrier.bucket.cut(whole))
         odd = [i for i, target in enumerate(targets) if whole[i] is not target]
         copy([targets[i] for i in odd], [whole[i] for i in odd])
 
@@ -104,22 +104,22 @@ class Channel:
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
         self.ledger = ledger or Ledger([slot.name for slot in layout.slots], link.replica)
-        self._scheme, self._seed, self._kernels, self._place = scheme, seed, kernels, place
+        self._seed, self._kernels, self._place = seed, kernels, place
         guard = self._guard(layout, 0)
         self.exchange = exchange_for(scheme, link, layout.rows, device, guard)
-        self._whole = Lane(Bucket.whole(layout), self.engine, self.exchange, guard)
+        self._whole = Carrier(Bucket.whole(layout), self.engine, self.exchange, guard)
 
     @cached_property
-    def lanes(self) -> list[Lane]:
+    def carriers(self) -> list[Carrier]:
         """One for each bucket, in the order in which all replicas send them: backward makes the last rows first."""
-        buckets = cut(self.layout, self._scheme, self.link.replicas)
+        buckets = cut(self.layout, self.scheme, self.link.replicas * self.link.lanes)
         if len(buckets) == 1:
             return [self._whole]
-        return [self._lane(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]
+        return [self._carrier(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]
 
     def flight(self, step: int) -> Flight:
-        """The message of `step`, with nothing in it yet: to be sent lane by lane."""
-        return Flight(self._scheme, self.layout, step)
+        """The message of `step`, with nothing in it yet: to be sent by one carrier after another."""
+        return Flight(self.scheme, self.layout, step)
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Flight:
         """Sends a signal (one tensor a parameter) in one message."""
@@ -133,15 +133,15 @@ class Channel:
         return Private(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
     def _guard(self, layout: Layout, number: int) -> Guard:
-        """The guard of lane `number`, 0 for the whole."""
-        scheme, replicas = self._scheme, self.link.replicas
+        """The guard of carrier `number`, 0 for the whole."""
+        scheme, replicas = self.scheme, self.link.replicas
         schema = (scheme.name, dict(scheme.arguments), layout.slots, self._seed, self.engine.name, replicas)
         names, place = [slot.name for slot in layout.slots], self._place << 10 | number
         return Guard(scheme.codec, names, repr(schema), place, self.link.replica, scheme.round.delay, self.ledger)
 
-    def _lane(self, bucket: Bucket, number: int) -> Lane:
-        codec = codec_of(bucket, self._scheme.codec, self.layout.rows)
+    def _carrier(self, bucket: Bucket, number: int) -> Carrier:
+        codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         memory = self.memory.part(bucket.layout, bucket.first) if self.memory else None
         engine = engine_for(codec, bucket.layout, memory, self.device, self._seed, self._kernels)
         guard = self._guard(bucket.layout, number)
-        return Lane(bucket, engine, self.exchange.part(bucket.first, bucket.layout.rows, guard), guard)
+        return Carrier(bucket, engine, self.exchange.part(bucket.first, bucket.layout.rows, guard), guard)

@@ -49,7 +49,7 @@ class Side:
 class Overlap:
     """The gradients of one step, sent bucket by bucket as backward makes them.
 
-    The order is that of the channel's lanes on every rank, in whatever order hooks fire: a bucket that is complete
+    The order is that of the channel's carriers on every rank, in whatever order hooks fire: a bucket that is complete
     waits for those before it, so that no two ranks ever start collectives in different orders. What has not left at
     the end of backward `finish` sends; a gradient that did not come is zero.
     """
@@ -58,7 +58,7 @@ class Overlap:
         self.step = step
         self._names, self._parameters, self._side = list(parameters), list(parameters.values()), side
         self._flight = channel.flight(step)
-        self._lanes, self._left = len(channel.lanes), deque(channel.lanes)
+        self._carriers, self._left = len(channel.carriers), deque(channel.carriers)
         self._here: set[int] = set()  # numbers of the parameters whose gradients came
         self._seen: dict[int, _Seen] = {}  # what they were when their first piece left
         self._samples: list[tuple[Tensor, Tensor]] = []
@@ -67,7 +67,7 @@ class Overlap:
     @property
     def began(self) -> bool:
         """Whether a bucket is on its way."""
-        return len(self._left) < self._lanes
+        return len(self._left) < self._carriers
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -104,16 +104,16 @@ class Overlap:
             self._send_next()
 
     def _send_next(self) -> None:
-        lane = self._left[0]
+        carrier = self._left[0]
         signals: list[Tensor | None] = [None] * len(self._parameters)
         with self._side.current():
-            for index in lane.bucket.parameters:
+            for index in carrier.bucket.parameters:
                 signals[index] = gradient(self._names[index], self._parameters[index])
-            pieces = lane.bucket.cut(signals)
-            for index in lane.bucket.parameters:
+            pieces = carrier.bucket.cut(signals)
+            for index in carrier.bucket.parameters:
                 self._seen.setdefault(index, _Seen(self._parameters[index]))
             self._keep_sample(pieces)
-            self._flight.send(lane, signals)
+            self._flight.send(carrier, signals)
         self._left.popleft()
 
     def _keep_sample(self, pieces: list[Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from detonation.core.buckets import cut
 from detonation.core.codec import Codec
 from detonation.core.envelope import DIGITS, HEADER_BYTES
 from detonation.core.flat import Layout
@@ -77,6 +78,13 @@ def bytes_sent(scheme: Scheme, layout: Layout, replicas: int, step: int, lanes: 
 def message_bytes(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`."""
     return exchanged(kind(scheme, layout.rows, replicas, lanes), scheme.codec, layout.rows, replicas, lanes, bare)
+
+
+def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1) -> int:
+    """The same where it overlaps with backward: each bucket has a header of its own."""
+    way = kind(scheme, layout.rows, replicas, lanes)
+    rows = [bucket.layout.rows for bucket in cut(layout, scheme, replicas * lanes)]
+    return sum(exchanged(way, scheme.codec, count, replicas, lanes) for count in rows)
 
 
 def check(scheme: Scheme, layout: Layout, replicas: int, lanes: int = 1) -> None:

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from detonation.data import batches, predictions
@@ -27,9 +27,7 @@ def validate(session: Session) -> dict[str, float]:
         if index < len(held_out):
             sums += _sums(session, batch, output.loss, output.logits)
     session.model.train()
-    for module in session.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the root stays gathered without a backward pass, and look-ahead now moves the shards
+    reshard(session.model)  # look-ahead now moves the shards
     loss, count, right = session.world.gather(sums).sum(0).tolist()
     result = {"val_loss": loss / count}
     return {**result, "val_accuracy": right / count} if session.data.kind == "images" else result
@@ -41,6 +39,13 @@ def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tens
     if session.data.kind == "images":
         right = float((logits.argmax(-1) == batch["labels"]).sum())
     return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Shows the shards again after a forward pass: without a backward pass FSDP2 leaves the root gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:

@@ -3,7 +3,8 @@
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from detonation import data
 from detonation.cluster.failure import RunError
 from detonation.cluster.signals import Stop
-from detonation.train.evaluate import autocast, to, validate
+from detonation.train.evaluate import autocast, reshard, to, validate
 from detonation.train.metrics import Record
 from detonation.train.setup import Session, scheduler
 
@@ -42,7 +43,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         began = time.perf_counter()
         before, waited = session.optimizer.bytes_sent_by_level, session.optimizer.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
-        loss, asked = _agree(session, step, backward(session, step), stop)
+        loss, asked = _gradients(session, step, stop)
         computed = time.perf_counter()
         _update(session, schedule)
         if step + 1 == train.steps:
@@ -60,12 +61,34 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
             raise Stopped(asked, step + 1)
 
 
-def backward(session: Session, step: int) -> torch.Tensor:
-    """Gradients of one step's examples, each micro-batch of this rank's own; returns their mean loss."""
+def backward(session: Session, step: int) -> None:
+    """Gradients of one step's examples, none of which leaves."""
+    for loss in _losses(session, step):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
+    """Gradients of one step's examples; returns what `_agree` does.
+
+    Clipping needs all of them first; otherwise those of the last micro-batch leave while it makes them. So the loss is
+    agreed on before: what has left cannot be taken back.
+    """
+    losses = []
+    for loss in _losses(session, step):
+        losses.append(loss.detach())
+        last = len(losses) == session.config.train.accumulate
+        if last:
+            agreed = _agree(session, step, torch.stack(losses).sum(), stop)
+        with session.optimizer.overlap() if last and not session.config.train.clip else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+    return agreed
+
+
+def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
+    """The loss of each micro-batch of this rank's own, as a share of their mean: computed when it is asked for."""
     train = session.config.train
     # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.
     torch.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
-    losses = []
     for micro in range(train.accumulate):
         batch = data.batch(
             session.data.train,
@@ -77,9 +100,7 @@ def backward(session: Session, step: int) -> torch.Tensor:
         )
         with autocast(session):
             loss = session.model(**to(batch, session.device)).loss / train.accumulate
-        loss.backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
+        yield loss
 
 
 def _agree(session: Session, step: int, loss: torch.Tensor, stop: Stop) -> tuple[float, int]:
@@ -91,6 +112,7 @@ def _agree(session: Session, step: int, loss: torch.Tensor, stop: Stop) -> tuple
     told: list[list[float]] = session.world.gather(mine).tolist()
     for rank, (value, _) in enumerate(told):
         if not math.isfinite(value):
+            reshard(session.model)  # there was no backward pass, and what is saved now are the shards
             replica, shard = divmod(rank, session.config.mesh.shards)
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
     return sum(value for value, _ in told) / len(told), int(max(number for _, number in told))
