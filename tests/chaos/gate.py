@@ -1,0 +1,81 @@
+"""The gate: faults of all kinds, as `make chaos` prints them. Seeded; exits 1 when anything was lost.
+
+OMP_NUM_THREADS=1 PYTHONPATH=tests python tests/chaos/gate.py [--seed N] [--repeat N] [--short]
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from faults import disk_full, killed_and_stopped, preempted, uninterrupted
+from rows import Row, table
+from storage import corruptions, crash_points
+
+from payloads import CLASSES, fuzz
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of each kind of fault; `messages` of each class of bad ones."""
+
+    kills: int
+    stops: int
+    signals: int
+    schemes: tuple[str, ...]
+    corruptions: int
+    sizes: int
+    messages: int
+
+
+FULL = Amount(40, 20, 10, ("demo", "diloco", "full"), 1000, 20, 28)
+SHORT = Amount(3, 1, 1, ("demo",), 100, 2, 2)
+
+
+def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
+    """All rows of the table."""
+    whole = uninterrupted(folder / "whole")
+    newest = max((whole.out / "checkpoints").iterdir())
+    return [
+        *killed_and_stopped(folder / "killed", whole.result(), seed, amount.kills, amount.stops),
+        preempted(folder / "preempted", whole.result(), seed, amount.signals),
+        crash_points(folder / "crashed", amount.schemes),
+        corruptions(newest, folder / "corrupted", seed, amount.corruptions),
+        disk_full(folder / "full", amount.sizes),
+        bad_messages(seed, amount.messages),
+    ]
+
+
+def bad_messages(seed: int, each: int) -> Row:
+    """Messages of every class of bad ones: none is used, and its sender is named."""
+    row = Row("bad messages")
+    for name, result in fuzz(seed, each * len(CLASSES)).items():
+        row.tried += result.tried
+        row.losses += [f"{name}: {result.applied} were used"] * (result.tried - result.refused)
+    return row
+
+
+def main() -> int:
+    """Runs the gate and prints its table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=1, help="so many times, with seeds one after the other")
+    parser.add_argument("--short", action="store_true", help="the part that the test suite runs")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    lost = 0
+    for seed in range(chosen.seed, chosen.seed + chosen.repeat):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            rows = gate(seed, SHORT if chosen.short else FULL, Path(folder))
+        print(f"seed {seed}, {time.monotonic() - began:.0f} s")
+        print(table(rows), flush=True)
+        lost += sum(row.lost for row in rows)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

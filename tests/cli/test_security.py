@@ -1,0 +1,100 @@
+"""What a run does not do: unpickle, or listen where strangers can talk to it."""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import Command, launched, write_recipe
+from detonation import cli
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as /proc/net writes it, plain and mapped
+LISTENING = "0A"
+
+
+def pickled(function, folder):
+    """The classes that `function` looks up for unpickling, in a process of its own and in all that it starts."""
+    noted = folder / "pickled"
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (folder / "said").read_text()
+        return noted.read_text().splitlines() if noted.exists() else []
+    code = 1
+    try:
+        said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+
+        def note(event, arguments):
+            if event == "pickle.find_class":
+                with noted.open("a") as file:
+                    file.write(f"{arguments}\n")
+
+        sys.addaudithook(note)
+        code = function()
+    finally:
+        os._exit(code)
+
+
+def test_nothing_is_unpickled_from_training_to_verifying(tmp_path):
+    recipe, out = write_recipe(tmp_path / "tiny.toml"), str(tmp_path / "run")
+    train = ["train", str(recipe), "--out", out, "--replicas", "2", "--shards", "2", "--checkpoint-every", "2"]
+
+    def whole_life():
+        steps = (
+            [*train, "--stop-after", "3"],
+            [*train, "--resume"],
+            ["verify", out],
+            ["export", out, "--out", f"{out}-exported"],
+        )
+        return max(cli.main(arguments) for arguments in steps)
+
+    assert pickled(whole_life, tmp_path) == []
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_the_hook_sees_what_is_unpickled(tmp_path):
+    assert "PosixPath" in pickled(lambda: len(pickle.loads(pickle.dumps([Path("/")]))) - 1, tmp_path)[0]
+
+
+def listening(pids):
+    """The addresses on which these processes listen, as /proc/net writes them."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(descriptor.readlink())
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    rows = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == LISTENING and row[9] in sockets}
+
+
+@pytest.mark.parametrize("by", ["detonation", "a launcher"])
+def test_on_one_machine_sockets_listen_on_loopback_alone(tmp_path, by, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    train = ("train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--set", "train.steps=100000")
+    commands = [Command(tmp_path, *train)] if by == "detonation" else launched(tmp_path, 2, *train)
+    try:
+        commands[0].wait_for_step(1)
+        pids = commands[0].ranks if by == "detonation" else [command.pid for command in commands]
+        found = listening(pids)
+        assert found and found <= LOOPBACK
+    finally:
+        for command in commands:
+            command.kill()
+
+
+def test_an_interface_that_is_not_there_is_refused(tmp_path):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    command = Command(tmp_path, "train", recipe, "--out", tmp_path / "run", "--interface", "wg7")
+    assert command.wait() == 2
+    assert command.errors.startswith("error: --interface is 'wg7', but this machine has ")
+    assert not (tmp_path / "run").exists()
