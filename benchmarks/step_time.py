@@ -4,8 +4,9 @@
     python benchmarks/step_time.py --published /tmp/published
 
 Each subject is a world of two gloo ranks of its own, one thread a rank, in processes that stay; they take turns, so
-that what else the machine does hits all of them. A step is everything between a gradient and a moved weight. Medians
-over rounds, in ms: CPU time of a rank, and wall time.
+that what else the machine does hits all of them. A step is everything between a gradient and a moved weight, or with
+--whole also the forward and the backward pass of the real model. Medians over rounds, in ms: CPU time of a rank, and
+wall time. "ours-plain" is ordinary torch, as on a machine without g++; "ours-sign" sends one bit a coefficient.
 """
 
 import argparse
@@ -27,6 +28,7 @@ MODELS = {
     "gpt": ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344}),
 }  # fmt: skip
 SUBJECTS = ["adamw", "ours", "ours-plain", "ours-sign", "published"]
+BATCHES = {"t5": (2, 64), "vit": (4, 3, 32, 32), "gpt": (2, 64)}  # of a rank, with --whole
 
 
 def main() -> None:
@@ -36,17 +38,20 @@ def main() -> None:
     parser.add_argument("--topk", nargs="+", type=int, default=[4, 32])
     parser.add_argument("--layouts", nargs="+", default=["flat", "tensors"], choices=["flat", "tensors"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--whole", action="store_true", help="a step of training: forward and backward pass too")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(**json.loads(args.worker))
+    if args.whole:
+        args.published, args.layouts = None, ["tensors"]
     print("| model | tensors | topk | subject | CPU ms | wall ms | CPU: published / this | CPU: this / adamw |")
     print("|---|---|---|---|---|---|---|---|")
     for name in args.models:
         for layout in args.layouts:
             shapes = shapes_of(name, layout)
             for topk in args.topk:
-                table(name, shapes, topk, args.published, args.rounds)
+                table(name, shapes, topk, args.published, args.rounds, args.whole)
     return None
 
 
@@ -63,9 +68,9 @@ def shapes_of(name: str, layout: str) -> list[list[int]]:
     return [[sum(torch.Size(shape).numel() for shape in shapes) // 4096 * 4096]]
 
 
-def table(name: str, shapes: list[list[int]], topk: int, published: Path | None, rounds: int) -> None:
+def table(name: str, shapes: list[list[int]], topk: int, published: Path | None, rounds: int, whole: bool) -> None:
     subjects = [s for s in SUBJECTS if s != "published" or published]
-    worlds = {s: World(s, shapes, topk, published) for s in subjects}
+    worlds = {s: World(s, shapes, topk, published, name if whole else "") for s in subjects}
     times: dict[str, list[tuple[float, float]]] = {s: [] for s in subjects}
     for turn in range(rounds + 1):
         for subject, world in worlds.items():
@@ -85,14 +90,21 @@ def table(name: str, shapes: list[list[int]], topk: int, published: Path | None,
 class World:
     """Two processes that take a few steps each time they are told to."""
 
-    def __init__(self, subject: str, shapes: list[list[int]], topk: int, published: Path | None) -> None:
+    def __init__(self, subject: str, shapes: list[list[int]], topk: int, published: Path | None, model: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         if subject == "published":
             env["PYTHONPATH"] = str(published)
         self._ranks = []
         for rank in range(2):
-            task = {"subject": subject, "shapes": shapes, "topk": topk, "rank": rank, "store": self._folder.name}
+            task = {
+                "subject": subject,
+                "shapes": shapes,
+                "topk": topk,
+                "rank": rank,
+                "store": self._folder.name,
+                "model": model,
+            }
             command = [sys.executable, __file__, "--worker", json.dumps(task)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
             self._ranks.append(subprocess.Popen(command, **pipes))
@@ -121,34 +133,63 @@ class World:
         self._folder.cleanup()
 
 
-def work(subject: str, shapes: list[list[int]], topk: int, rank: int, store: str) -> None:
+def work(subject: str, shapes: list[list[int]], topk: int, rank: int, store: str, model: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{store}/store", 2), rank=rank, world_size=2)
-    generator = torch.Generator().manual_seed(rank)
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    parameters, gradients, learn = trained(model, rank) if model else drawn(shapes, rank)
     step = {"adamw": adamw, "published": published}.get(subject, ours)(parameters, topk, subject)
     for _ in sys.stdin:
         cpu, wall = [], []
         for _ in range(3):
             for p, g in zip(parameters, gradients, strict=True):
-                p.grad = g.clone()
+                p.grad = None if g is None else g.clone()
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()
+            learn()
             step()
             cpu.append(1e3 * (time.process_time() - worked))
             wall.append(1e3 * (time.perf_counter() - began))
         print(json.dumps({"cpu": statistics.median(cpu), "wall": statistics.median(wall)}), flush=True)
 
 
+def drawn(shapes: list[list[int]], rank: int) -> tuple[list[Any], list[Any], Callable[[], Any]]:
+    """Parameters of these shapes, random gradients for them, and nothing to compute."""
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    return parameters, [torch.randn(shape, generator=generator) for shape in shapes], lambda: None
+
+
+def trained(name: str, rank: int) -> tuple[list[Any], list[Any], Callable[[], Any]]:
+    """The parameters of a model, no gradients, and the forward and backward pass that make them."""
+    import torch
+
+    from detonation import models
+
+    torch.manual_seed(0)
+    model, shape = models.build(*MODELS[name]), BATCHES[name]
+    generator = torch.Generator().manual_seed(rank)
+    if name == "vit":
+        inputs = {"pixel_values": torch.randn(shape, generator=generator), "labels": torch.arange(shape[0])}
+    else:
+        tokens = torch.randint(3, 256, shape, generator=generator)
+        inputs = {"input_ids": tokens, "labels": tokens}
+    parameters = list(model.parameters())
+    return parameters, [None] * len(parameters), lambda: model(**inputs).loss.backward()
+
+
 def ours(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
     import torch
 
     import detonation as dt
+    from detonation.kernels import native
 
+    if subject == "ours-plain":
+        native.load = lambda: None
     model = torch.nn.Module()
     for i, p in enumerate(parameters):
         model.register_parameter(f"p{i}", p)

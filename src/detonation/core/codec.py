@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.basis import Basis
-from detonation.core.columns import Columns
+from detonation.core.columns import Columns, Packed, numbers
 from detonation.core.combine import Agreed, Combine
 from detonation.core.flat import Layout
 from detonation.core.precision import Precision
@@ -34,7 +34,7 @@ class Selected:
     """The coefficients that a message tells of, as they were: `values` before encoding, `columns` None for all."""
 
     values: Tensor  # [rows, kept] fp32
-    columns: Tensor | None  # [rows, kept] int64
+    columns: Tensor | Packed | None  # [rows, kept] int64
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,13 @@ class Codec:
         shared = self.selection.columns(coefficients, step, seed) if known else None
         return self.take(coefficients, shared)
 
-    def take(self, coefficients: Tensor, shared: Tensor | None) -> Selected:
+    def take(self, coefficients: Tensor, shared: Tensor | Packed | None) -> Selected:
         """Those of `coefficients` that are told: at the columns that all know, or the largest."""
         if self._whole:
             return Selected(coefficients, None)
-        columns = self.columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else shared
+        columns = (
+            self.columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else numbers(shared)
+        )
         return Selected(coefficients.gather(1, columns), columns)
 
     def silence(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
@@ -99,7 +101,9 @@ class Codec:
         """The values of `message` as everyone reads them."""  # [rows, kept]
         return self.precision.decode(message.values, rows, self.selection.kept)
 
-    def agreed(self, messages: Sequence[Message], rows: int, shared: Tensor | None, combine: Combine) -> Agreed:
+    def agreed(
+        self, messages: Sequence[Message], rows: int, shared: Tensor | Packed | None, combine: Combine
+    ) -> Agreed:
         """What `messages` say, read; `shared` are the columns of a shared selection."""
         values = [self.read(message, rows) for message in messages]
         return Agreed(values, [self._columns_of(message, rows, shared) for message in messages], combine)
@@ -108,5 +112,5 @@ class Codec:
     def _whole(self) -> bool:
         return self.selection.shared and self.selection.kept == self.selection.chunk
 
-    def _columns_of(self, message: Message, rows: int, shared: Tensor | None) -> Tensor | None:
-        return shared if message.columns is None else self.columns.decode(message.columns, rows)
+    def _columns_of(self, message: Message, rows: int, shared: Tensor | Packed | None) -> Tensor | Packed | None:
+        return shared if message.columns is None else Packed(self.columns, message.columns, rows)

@@ -6,7 +6,25 @@ import torch
 from torch import Tensor
 
 from detonation.core.bits import pack, packed_bytes, unpack
+from detonation.core.largest import rising
 from detonation.kernels import native
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The columns of `rows` rows as they travel; as numbers only where somebody asks for them."""
+
+    columns: "Columns"
+    encoded: Tensor
+    rows: int
+
+    def numbers(self) -> Tensor:
+        return self.columns.decode(self.encoded, self.rows)  # [rows, kept] int64
+
+
+def numbers(columns: Tensor | Packed) -> Tensor:
+    """`columns` as torch indexes by them."""  # [rows, kept] int64
+    return columns.numbers() if isinstance(columns, Packed) else columns
 
 
 @dataclass(frozen=True)
@@ -32,9 +50,15 @@ class Columns:
 
     def ordered(self, columns: Tensor) -> Tensor:
         """The columns in the order in which `decode` returns them."""  # [rows, kept] -> [rows, kept]
-        return columns.sort(1).values if self.bitmap else columns
+        if not self.bitmap:
+            return columns
+        if columns.device.type == "cpu" and len(columns):
+            return torch.cat([rising(block) for block in torch.split(columns, 4096)])
+        return columns.sort(1).values
 
-    def encode(self, columns: Tensor) -> Tensor:
+    def encode(self, columns: Tensor | Packed) -> Tensor:
+        if isinstance(columns, Packed):
+            return columns.encoded
         if self.bitmap:
             library = native.load_for(columns)
             if library:

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from detonation.core.columns import Packed, numbers
+
 Combine = Literal["replicas", "senders", "majority", "clipped"]
 COMBINES: tuple[str, ...] = get_args(Combine)
 
@@ -19,13 +21,23 @@ class Agreed:
     """
 
     values: Sequence[Tensor]
-    columns: Sequence[Tensor | None]
+    columns: Sequence[Tensor | Packed | None]
     combine: Combine
 
     @classmethod
-    def one(cls, values: Tensor, columns: Tensor | None) -> "Agreed":
+    def one(cls, values: Tensor, columns: Tensor | Packed | None) -> "Agreed":
         """What one replica told, or what was combined already."""
         return cls([values], [columns], "replicas")
+
+    def sparse(self, chunk: int) -> bool:
+        """Whether it is a mean of few coefficients of each row."""
+        told = sum(values.shape[1] for values in self.values)
+        return self.combine == "replicas" and all(c is not None for c in self.columns) and told <= chunk // 4
+
+    def together(self) -> tuple[Tensor, Tensor]:
+        """All coefficients that go into that mean, and their columns; one that several tell is there several times."""
+        columns = [numbers(columns) for columns in self.columns if columns is not None]
+        return torch.cat(list(self.values), 1) / len(self.values), torch.cat(columns, 1)  # 2 x [rows, told]
 
 
 def combined(agreed: Agreed, chunk: int) -> Tensor:
@@ -39,11 +51,12 @@ def combined(agreed: Agreed, chunk: int) -> Tensor:
 
     Columns within a row are unique, so no two writes of one replica collide and every replica gets the same bits.
     """  # [rows, chunk]
-    where = agreed.columns[0]
-    if all(columns is where for columns in agreed.columns):  # a shared selection: combined first, spread once
+    first = agreed.columns[0]
+    if all(columns is first for columns in agreed.columns):  # a shared selection: combined first, spread once
         together = _combined(agreed.values, [None] * len(agreed.values), chunk, agreed.combine)
-        return together if where is None else _sum([together], [where], chunk)
-    return _combined(agreed.values, agreed.columns, chunk, agreed.combine)
+        return together if first is None else _sum([together], [numbers(first)], chunk)
+    where = [columns if columns is None else numbers(columns) for columns in agreed.columns]
+    return _combined(agreed.values, where, chunk, agreed.combine)
 
 
 def _combined(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk: int, combine: Combine) -> Tensor:

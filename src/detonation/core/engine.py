@@ -7,6 +7,7 @@ from torch import Tensor
 
 from detonation.core.basis import DCT
 from detonation.core.codec import Codec, Selected
+from detonation.core.columns import Packed
 from detonation.core.combine import Agreed, combined
 from detonation.core.flat import Layout, copy
 from detonation.core.memory import Memory
@@ -41,7 +42,11 @@ class Plain:
 
     def update(self, agreed: Agreed) -> Tensor:
         """What was agreed on, in the coordinates of the parameters; the padding means nothing."""  # [rows, chunk]
-        return self.codec.basis.inverse(combined(agreed, self.codec.selection.chunk))
+        chunk = self.codec.selection.chunk
+        if isinstance(self.codec.basis, DCT) and agreed.sparse(chunk):
+            values, columns = agreed.together()
+            return self.codec.basis.spread(values, columns, chunk)
+        return self.codec.basis.inverse(combined(agreed, chunk))
 
     def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
         """Makes `targets`, one tensor a parameter in its local shape, what was agreed on."""
@@ -58,6 +63,7 @@ class Native(Plain):
         self.name = library.name
         self._library, self._memory = library, memory
         self._numel = [slot.numel for slot in layout.slots]
+        self._width = 0 if codec.columns.bitmap else codec.columns.width
         # where the others read the coefficients as they are, what was told can go in the same pass
         exact = codec.precision == Float(torch.float32) or memory.feedback.error == "drop"
         self._released_at_once = memory.feedback.alpha if exact else 0.0
@@ -71,14 +77,15 @@ class Native(Plain):
             self._memory.feedback.decay,
             self._released_at_once,
             self.codec.selection.kept,
-            self.codec.columns.bitmap,
+            self._width,
+            self.codec.columns.nbytes(self.layout.rows),
         )
-        return Selected(values, columns)
+        return Selected(values, Packed(self.codec.columns, columns, self.layout.rows))
 
     def release(self, selected: Selected, read: Tensor) -> None:
         if not self._released_at_once and selected.columns is not None:
-            alpha = self._memory.feedback.alpha
-            self._library.release(self._memory.residual, self._numel, alpha, read.contiguous(), selected.columns)
+            alpha, columns = self._memory.feedback.alpha, self.codec.columns.encode(selected.columns)
+            self._library.release(self._memory.residual, self._numel, alpha, read.contiguous(), columns, self._width)
 
     def update(self, agreed: Agreed) -> Tensor:
         flat = self.layout.zeros(self._device)
@@ -89,14 +96,15 @@ class Native(Plain):
         if agreed.combine not in ("replicas", "senders"):
             copy(targets, self.layout.views(super().update(agreed)))
             return
-        columns = [c.contiguous() for c in agreed.columns if c is not None]
+        columns = [self.codec.columns.encode(c).contiguous() for c in agreed.columns if c is not None]
         values = [v.contiguous() for v in agreed.values]
         # by way of a copy where one must be converted: so no parameter's bits depend on what others are like
         odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
         decoded = list(targets)
         for i in odd:
             decoded[i] = torch.empty(targets[i].shape)
-        self._library.decode(decoded, self.codec.selection.chunk, values, columns, agreed.combine == "senders")
+        chunk, senders = self.codec.selection.chunk, agreed.combine == "senders"
+        self._library.decode(decoded, chunk, values, columns, self._width, senders)
         copy([targets[i] for i in odd], [decoded[i] for i in odd])
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from detonation.core.buckets import run
 from detonation.core.codec import Codec, Message, Selected
+from detonation.core.columns import Packed, numbers
 from detonation.core.combine import Agreed, Combine, combined
 from detonation.core.guard import Guard, Opened
 from detonation.core.link import Link
@@ -154,11 +155,11 @@ class Owned:
         values = self.owners.deal(selected.values, selected.values.new_zeros(self._codec.selection.kept))
         if selected.columns is None:
             return [Selected(v, None) for v in values]
-        filling = torch.arange(self._codec.selection.kept, device=selected.columns.device)
-        columns = self.owners.deal(selected.columns, filling)
+        told = numbers(selected.columns)
+        columns = self.owners.deal(told, torch.arange(self._codec.selection.kept, device=told.device))
         return [Selected(v, c) for v, c in zip(values, columns, strict=True)]
 
-    def _tell(self, arrived: list[list[Tensor]], shared: list[Tensor | None], step: int) -> Waiter:
+    def _tell(self, arrived: list[list[Tensor]], shared: list[Tensor | Packed | None], step: int) -> Waiter:
         """Combines what this replica owns, and starts to tell all of it."""
         owned, chunk, here = self.owners.owned, self._codec.selection.chunk, shared[self._link.replica]
         mine = self._guard.open(arrived, owned, [here] * self._link.replicas, step, phase=1)
@@ -171,7 +172,7 @@ class Owned:
 
     def _agreed(self, told: Opened) -> Agreed:
         values = self.owners.collect(told.values)
-        columns = [c for c in told.columns if c is not None]
+        columns = [numbers(c) for c in told.columns if c is not None]
         return Agreed.one(values, self.owners.collect(columns) if columns else None)
 
 

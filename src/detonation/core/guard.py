@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec import Codec, Message
+from detonation.core.columns import Packed
 from detonation.core.envelope import DIGITS, Facts, Stamp, facts, number, sealed
 from detonation.core.ledger import Ledger
 from detonation.core.precision import Float
@@ -25,7 +26,7 @@ class Opened:
     """What arrived, in replica order, as it may be used: zeros from a replica that tells nothing or was refused."""
 
     values: list[Tensor]  # [rows, kept]
-    columns: list[Tensor | None]
+    columns: list[Tensor | Packed | None]
 
 
 class Guard:
@@ -78,7 +79,7 @@ class Guard:
         self,
         arrived: Sequence[Sequence[Tensor]],
         rows: int,
-        shared: Sequence[Tensor | None],
+        shared: Sequence[Tensor | Packed | None],
         step: int,
         phase: int = 0,
         signals: bool = True,
@@ -170,9 +171,9 @@ class Guard:
             self._ledger.fine(sender, self._stamp.place)
         return not fault and not status
 
-    def _columns(self, encoded: Tensor, rows: int, used: bool) -> Tensor:
+    def _columns(self, encoded: Tensor, rows: int, used: bool) -> Tensor | Packed:
         if used:
-            return self._codec.columns.decode(encoded, rows)
+            return Packed(self._codec.columns, encoded, rows)
         return torch.arange(self._codec.selection.kept, device=encoded.device).expand(rows, -1)
 
 

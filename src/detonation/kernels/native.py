@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 CHUNKS = (16, 32, 64, 128, 256)
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("topk_dct.cpp", "bits.cpp"))
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+_HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
@@ -41,35 +42,45 @@ class Library:
         decay: float,
         release: float,
         topk: int,
-        ascending: bool,
+        width: int,
+        nbytes: int,
     ) -> tuple[Tensor, Tensor]:
-        """Adds the gradients to the decayed residual; its `topk` largest DCT coefficients and their columns."""
+        """Adds the gradients to the decayed residual; its `topk` largest DCT coefficients, `[rows, topk]`, and their
+        columns in `nbytes` bytes, as numbers of `width` bits or, where that is 0, as a bitmap."""
         rows, chunk = residual.shape
-        values, columns = torch.empty(rows, topk), torch.empty(rows, topk, dtype=torch.int64)
+        values, columns = torch.empty(rows, topk), torch.empty(nbytes, dtype=torch.uint8)
         status = self._library.detonation_encode(
-            _pointer(residual), _long(rows), chunk, _pointers(gradients), _longs(numel), _long(len(numel)),
-            ctypes.c_float(decay), ctypes.c_float(release), topk, int(ascending), _pointer(values), _pointer(columns),
+            _pointer(residual), _long(rows), chunk, _pointers(gradients), _longs(numel), ctypes.c_float(decay),
+            ctypes.c_float(release), topk, width, _pointer(values), _pointer(columns),
         )  # fmt: skip
         assert status == 0
         return values, columns
 
-    def release(self, residual: Tensor, numel: Sequence[int], share: float, values: Tensor, columns: Tensor) -> None:
-        """Takes `share` of the values out of the residual."""
+    def release(
+        self, residual: Tensor, numel: Sequence[int], share: float, values: Tensor, columns: Tensor, width: int
+    ) -> None:
+        """Takes `share` of the values, at columns as `encode` returns them, out of the residual."""
         rows, chunk = residual.shape
         status = self._library.detonation_release(
-            _pointer(residual), _long(rows), chunk, _longs(numel), _long(len(numel)), ctypes.c_float(share),
-            values.shape[1], _pointer(values), _pointer(columns),
+            _pointer(residual), _long(rows), chunk, _longs(numel), ctypes.c_float(share), values.shape[1], width,
+            _pointer(values), _pointer(columns), _long(columns.nbytes),
         )  # fmt: skip
         assert status == 0
 
     def decode(
-        self, targets: Sequence[Tensor], chunk: int, values: Sequence[Tensor], columns: Sequence[Tensor], senders: bool
+        self,
+        targets: Sequence[Tensor],
+        chunk: int,
+        values: Sequence[Tensor],
+        columns: Sequence[Tensor],
+        width: int,
+        senders: bool,
     ) -> None:
         """Makes `targets`, one a parameter, the mean of messages, over all or over the senders of a coefficient."""
         rows, topk = values[0].shape
         status = self._library.detonation_decode(
-            _pointers(targets), _longs([t.numel() for t in targets]), _long(len(targets)), _long(rows), chunk,
-            _pointers(values), _pointers(columns), _long(len(values)), topk, int(senders),
+            _pointers(targets), _longs([t.numel() for t in targets]), _long(rows), chunk, _pointers(values),
+            _pointers(columns), _long(columns[0].nbytes), len(values), topk, width, int(senders),
         )  # fmt: skip
         assert status == 0
 
@@ -163,7 +174,7 @@ def _identity(compiler: str) -> str:
     cpu = Path("/proc/cpuinfo")
     features = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
     parts = [
-        *(source.read_bytes() for source in _SOURCES),
+        *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
         " ".join(_FLAGS).encode(),
         version,
         features.encode(),

@@ -1,294 +1,339 @@
-// DCT, top-k and the memory of decoupled momentum in one pass over a flat matrix, sixteen rows at a time.
+// DCT, top-k and the memory of decoupled momentum in one pass over a flat matrix; messages back in another.
 //
-// A row is a chunk of one parameter. Sixteen rows are transposed so that lane i of every vector belongs to row i; the
-// DCT-II is Lee's recursion (B. G. Lee, 1984) on whole vectors, and the k largest come out of an insertion network on
-// integer keys: the magnitude's bits with its column in the lowest ones, so that one max and one min keep both.
-// GCC vector extensions, no intrinsics: the compiler chooses the instructions of the machine.
+// What is told stands in the order of columns. The inverse is a sum of basis vectors where a row has few coefficients,
+// and the transposed DCT of several rows at once where it has many.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include <vector>
+
+#include "columns.h"
+#include "dct.h"
+#include "rows.h"
+#include "select.h"
 
 namespace {
 
-constexpr int LANES = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-
-// The parameters: of each a tensor of its own (null where there is none) and how many coordinates it has.
-struct Slots {
-  float *const *tensor;
-  const int64_t *numel;
-  int64_t count;
-};
-
-// Walks the rows of all slots in order.
-struct Cursor {
-  const Slots &slots;
-  int64_t slot = 0, offset = 0;
-  explicit Cursor(const Slots &s) : slots(s) { skip_empty(); }
-  void skip_empty() {
-    while (slot < slots.count && offset >= slots.numel[slot]) { ++slot; offset = 0; }
-  }
-  void next(int chunk) { offset += chunk; skip_empty(); }
-  int64_t length(int chunk) const { return slots.numel[slot] - offset < chunk ? slots.numel[slot] - offset : chunk; }
-  float *tensor() const { return slots.tensor[slot] ? slots.tensor[slot] + offset : nullptr; }
-};
-
-template <int S> inline void exchange(Floats &a, Floats &b) {
-  Ints low, high;
-  for (int j = 0; j < LANES; ++j) {
-    low[j] = (j & S) ? LANES + j - S : j;
-    high[j] = (j & S) ? LANES + j : j + S;
-  }
-  const Floats first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
-  a = first;
-  b = second;
+// Asks for the LANES rows after these, a quarter at a time between other work: rows that are read and written once do
+// not come from memory fast enough by themselves.
+template <int N> INLINE void ahead(const float *rows, int quarter) {
+  for (int i = 0; i < LANES * N / 4; i += LANES) __builtin_prefetch(rows + LANES * N + LANES * N / 4 * quarter + i, 1);
 }
 
-template <int S> inline void stage(Floats *r) {
-  for (int i = 0; i < LANES; ++i)
-    if (!(i & S)) exchange<S>(r[i], r[i + S]);
-}
+constexpr int FEW = 12;  // coefficients a row, of all messages together
 
-inline void transpose(Floats *r) {
-  stage<8>(r);
-  stage<4>(r);
-  stage<2>(r);
-  stage<1>(r);
-}
-
-template <int N> struct Tables {
-  float half_secant[N];  // of the stage of length n at [n / 2, n)
-  alignas(64) float wave[N][N];  // wave[c]: the orthonormal basis vector of column c
-  Tables() {
-    for (int n = 2; n <= N; n *= 2)
-      for (int i = 0; i < n / 2; ++i) half_secant[n / 2 + i] = float(0.5 / std::cos((i + 0.5) * M_PI / n));
+template <int N> struct Waves {
+  alignas(64) float of[N][N];  // of[c]: the orthonormal basis vector of column c
+  Waves() {
     for (int c = 0; c < N; ++c)
-      for (int i = 0; i < N; ++i)
-        wave[c][i] = float(std::cos(M_PI / N * (i + 0.5) * c) * std::sqrt((c ? 2.0 : 1.0) / N));
+      for (int i = 0; i < N; ++i) of[c][i] = float(std::cos(M_PI / N * (i + 0.5) * c) * std::sqrt((c ? 2.0 : 1.0) / N));
+  }
+  static const Waves &table() {
+    static const Waves waves;
+    return waves;
   }
 };
 
-template <int N> const Tables<N> &tables() {
-  static const Tables<N> t;
-  return t;
-}
-
-template <int N> struct Dct {
-  static inline void run(Floats *x, Floats *t, const float *half_secant) {
-    constexpr int H = N / 2;
-    for (int i = 0; i < H; ++i) {
-      const Floats a = x[i], b = x[N - 1 - i];
-      t[i] = a + b;
-      t[i + H] = (a - b) * half_secant[H + i];
-    }
-    Dct<H>::run(t, x, half_secant);
-    Dct<H>::run(t + H, x + H, half_secant);
-    for (int i = 0; i < H - 1; ++i) {
-      x[2 * i] = t[i];
-      x[2 * i + 1] = t[i + H] + t[i + H + 1];
-    }
-    x[N - 2] = t[H - 1];
-    x[N - 1] = t[N - 1];
-  }
+// A few coefficients of each row, of one message or several.
+struct Few {
+  const float *const *values;
+  const uint8_t *columns;  // LANES * k a message
+  int messages, k;
 };
 
-template <> struct Dct<1> {
-  static inline void run(Floats *, Floats *, const float *) {}
-};
-
-inline Ints keyed(Floats x, int column, int mask) {
-  Ints bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return (bits & 0x7fffffff & ~mask) | (mask - column);
-}
-
-template <int N, int K> void largest(const Floats *x, int k, Ints *best) {
-  // K is k where it is known to the compiler, else 0
-  const int levels = K ? K : k;
-  for (int j = 0; j < levels; ++j) best[j] = Ints{} - 1;
-  for (int c = 0; c < N; ++c) {
-    Ints key = keyed(x[c], c, N - 1);
-    for (int j = 0; j < levels; ++j) {
-      const Ints kept = best[j];
-      best[j] = key > kept ? key : kept;
-      key = key > kept ? kept : key;
-    }
-  }
-}
-
-template <int N> void select_block(const Floats *x, int k, Ints *best) {
-  switch (k) {
-    case 1: return largest<N, 1>(x, k, best);
-    case 2: return largest<N, 2>(x, k, best);
-    case 4: return largest<N, 4>(x, k, best);
-    case 8: return largest<N, 8>(x, k, best);
-    default: return largest<N, 0>(x, k, best);
-  }
-}
-
-template <int N> void sort(int64_t *column, int k) {
-  uint64_t marked[(N + 63) / 64] = {};
-  for (int j = 0; j < k; ++j) marked[column[j] / 64] |= uint64_t(1) << (column[j] % 64);
-  for (int word = 0; word < (N + 63) / 64; ++word)
-    for (uint64_t left = marked[word]; left; left &= left - 1) *column++ = word * 64 + __builtin_ctzll(left);
-}
-
-template <int N>
-void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, bool ascending,
-            float *values, int64_t *columns) {
-  const Tables<N> &table = tables<N>();
-  alignas(64) Floats x[N], scratch[N];
-  Ints best[N];
-  Cursor cursor(slots);
-  int64_t lengths[LANES];
-  const float middle = std::sqrt(2.0f / N), first = std::sqrt(1.0f / N);
-  for (int64_t start = 0; start < rows; start += LANES) {
-    const int here = rows - start < LANES ? int(rows - start) : LANES;
-    for (int lane = 0; lane < here; ++lane) {
-      float *row = residual + (start + lane) * N;
-      const float *gradient = cursor.tensor();
-      lengths[lane] = cursor.length(N);
-      if (gradient && lengths[lane] == N)
-        for (int i = 0; i < N; ++i) row[i] = decay * row[i] + gradient[i];
-      else if (gradient)
-        for (int i = 0; i < lengths[lane]; ++i) row[i] = decay * row[i] + gradient[i];
-      else
-        for (int i = 0; i < N; ++i) row[i] *= decay;
-      cursor.next(N);
-    }
-    for (int block = 0; block < N; block += LANES) {
-      for (int lane = 0; lane < LANES; ++lane)
-        if (lane < here)
-          std::memcpy(&x[block + lane], residual + (start + lane) * N + block, sizeof(Floats));
-        else
-          x[block + lane] = Floats{};
-      transpose(x + block);
-    }
-    Dct<N>::run(x, scratch, table.half_secant);
-    x[0] *= first;
-    for (int c = 1; c < N; ++c) x[c] *= middle;
-    select_block<N>(x, k, best);
-    for (int lane = 0; lane < here; ++lane) {
-      float *value = values + (start + lane) * k, *row = residual + (start + lane) * N;
-      int64_t *column = columns + (start + lane) * k;
-      for (int j = 0; j < k; ++j) column[j] = (N - 1) - (best[j][lane] & (N - 1));
-      if (ascending) sort<N>(column, k);
-      for (int j = 0; j < k; ++j) value[j] = x[column[j]][lane];
-      if (release == 0) continue;
-      for (int j = 0; j < k; ++j) {
-        const float out = release * value[j], *wave = table.wave[column[j]];
-        if (lengths[lane] == N)
-          for (int i = 0; i < N; ++i) row[i] -= out * wave[i];
-        else
-          for (int i = 0; i < lengths[lane]; ++i) row[i] -= out * wave[i];
+// rows = (FRESH ? 0 : rows) + weight * the coefficients, back from the DCT.
+template <int N, bool FRESH>
+void add_waves(const Waves<N> &waves, float *rows, int here, float weight, const Few &few) {
+  constexpr int V = N / LANES;
+  for (int row = 0; row < here; ++row, rows += N) {
+    Floats sum[V];
+#pragma GCC unroll 16
+    for (int b = 0; b < V; ++b) sum[b] = FRESH ? Floats{} : load(rows + b * LANES);
+    for (int m = 0; m < few.messages; ++m) {
+      const float *value = few.values[m] + row * few.k;
+      const uint8_t *column = few.columns + (m * LANES + row) * few.k;
+      for (int j = 0; j < few.k; ++j) {
+        const float share = weight * value[j];
+        const float *wave = waves.of[column[j]];
+#pragma GCC unroll 16
+        for (int b = 0; b < V; ++b) sum[b] += share * load(wave + b * LANES);
       }
     }
+#pragma GCC unroll 16
+    for (int b = 0; b < V; ++b) store(rows + b * LANES, sum[b]);
+  }
+}
+
+template <int N> struct Encoder {
+  alignas(64) Floats x[N], told[N], scratch[N];
+  alignas(64) float staged[LANES * N];
+  Marks<N> marks[LANES];
+  uint8_t columns[LANES * N];
+
+  // x = the coefficients of LANES rows.
+  void coefficients(const float *rows, int here) {
+    to_lanes<N>(rows, here, x);
+    Dct<N>::forward(x, scratch);
+    x[0] *= norm<N>(0);
+    for (int c = 1; c < N; ++c) x[c] *= norm<N>(1);
+  }
+
+  // marks = the k largest of each row; told = share of them, scaled for the transposed DCT, zeros elsewhere.
+  void mark(int k, float share) {
+    const Ints least = kth<N>(x, k);
+    for (int w = 0; w < Marks<N>::WORDS; ++w) {
+      Ints word = {};
+#pragma GCC unroll 32
+      for (int i = 0; i < Marks<N>::BITS; ++i) {
+        const int c = 32 * w + i;
+        const Ints chosen = keyed<N>(x[c], c) >= least;
+        word |= chosen & int(1u << i);
+        if (share != 0) told[c] = where(chosen, x[c] * (share * norm<N>(c)));
+      }
+      for (int lane = 0; lane < LANES; ++lane) marks[lane].word[w] = uint32_t(word[lane]);
+    }
+  }
+
+  void write(int here, int k, int width, float *values, Packer &packer) {
+#ifdef __AVX512F__
+    if (k > FEW) {
+      write_many(here, k, width != 0, values);
+    } else
+#endif
+      write_few(here, k, values);
+    for (int lane = 0; lane < here; ++lane)
+      if (width)
+        for (int j = 0; j < k; ++j) packer.put(columns[lane * k + j], width);
+      else
+        for (int w = 0; w < Marks<N>::WORDS; ++w) packer.put(marks[lane].word[w], Marks<N>::BITS);
+  }
+
+  void write_few(int here, int k, float *values) {
+    const float *coefficients = reinterpret_cast<const float *>(x);
+    uint8_t *column = columns;
+    for (int lane = 0; lane < here; ++lane, column += k) {
+      list<N>(marks[lane], k, column);
+      for (int j = 0; j < k; ++j) *values++ = coefficients[column[j] * LANES + lane];
+    }
+  }
+
+#ifdef __AVX512F__
+  void write_many(int here, int k, bool listed, float *values) {
+    to_rows<N>(x, here, staged);
+    float row[N + LANES];
+    for (int lane = 0; lane < here; ++lane, values += k) {
+      if (listed) list<N>(marks[lane], k, columns + lane * k);
+      float *to = row;
+      for (int b = 0; b < N; b += LANES) {
+        const __mmask16 mask = marks[lane].at(b);
+        _mm512_storeu_ps(to, _mm512_maskz_compress_ps(mask, __m512(load(staged + lane * N + b))));
+        to += __builtin_popcount(mask);
+      }
+      std::memcpy(values, row, size_t(k) * sizeof(float));
+    }
+  }
+#endif
+
+  // rows -= what is told.
+  void take_out(float *rows, int here) {
+    Dct<N>::transposed(told, scratch);
+    to_rows<N>(told, here, staged);
+    for (int i = 0; i < here * N; i += LANES) store(rows + i, load(rows + i) - load(staged + i));
+  }
+};
+
+template <int N>
+void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, int width,
+            float *values, uint8_t *packed) {
+  const Waves<N> &waves = Waves<N>::table();
+  Encoder<N> block;
+  Rows<N> walk(slots);
+  Packer packer(packed);
+  for (int64_t start = 0; start < rows; start += LANES, values += LANES * k) {
+    const int here = rows - start < LANES ? int(rows - start) : LANES;
+    float *r = residual + start * N;
+    const float *gradient = walk.next(here);
+    const bool whole = gradient;
+    if (!whole) walk.gather(block.staged), gradient = block.staged;
+    for (int i = 0; i < here * N; i += LANES) store(r + i, decay * load(r + i) + load(gradient + i));
+    ahead<N>(r, 0), ahead<N>(gradient, 0);
+    block.coefficients(r, here);
+    ahead<N>(r, 1), ahead<N>(gradient, 1);
+    block.mark(k, k > FEW ? release : 0);
+    ahead<N>(r, 2), ahead<N>(gradient, 2);
+    block.write(here, k, width, values, packer);
+    ahead<N>(r, 3), ahead<N>(gradient, 3);
+    if (release == 0) continue;
+    const float *told = values;
+    if (k <= FEW)
+      add_waves<N, false>(waves, r, here, -release, Few{&told, block.columns, 1, k});
+    else
+      block.take_out(r, here);
+    if (!whole) walk.clear_padding(r);
+  }
+}
+
+// What messages say of LANES rows.
+template <int N> struct Decoder {
+  const float *const *values;
+  Unpacker *columns;
+  int messages, k, width;
+  bool senders;
+  float weight;
+  alignas(64) Floats sum[N], count[N], scratch[N];
+  uint8_t column[LANES * (N > FEW ? N : FEW)];
+
+  // rows = weight * the sum of what they say of rows `start` and on, or their mean over senders.
+  void run(int64_t start, int here, float *rows) {
+    if (!senders && messages * k <= FEW) {
+      const float *value[FEW];
+      for (int m = 0; m < messages; ++m) {
+        list_columns(columns[m], here, column + m * LANES * k);
+        value[m] = values[m] + start * k;
+      }
+      return add_waves<N, true>(Waves<N>::table(), rows, here, weight, Few{value, column, messages, k});
+    }
+    if (senders)
+      collect_by_senders(start, here);
+    else
+      collect(start, here, rows);
+    for (int c = 0; c < N; ++c) sum[c] *= weight * norm<N>(c);
+    Dct<N>::transposed(sum, scratch);
+    to_rows<N>(sum, here, rows);
+  }
+
+  void list_columns(Unpacker &unpacker, int here, uint8_t *column) {
+    if (width)
+      for (int i = 0; i < here * k; ++i) column[i] = uint8_t(unpacker.get(width));
+    else
+      for (int row = 0; row < here; ++row) list<N>(Marks<N>(unpacker), k, column + row * k);
+  }
+
+  void collect(int64_t start, int here, float *rows) {
+    std::memset(rows, 0, size_t(here) * N * sizeof(float));
+    for (int m = 0; m < messages; ++m) {
+      const float *value = values[m] + start * k;
+#ifdef __AVX512F__
+      if (!width) {
+        add_marked(columns[m], value, rows, here);
+        continue;
+      }
+#endif
+      list_columns(columns[m], here, column);
+      for (int row = 0, i = 0; row < here; ++row)
+        for (int j = 0; j < k; ++j, ++i) rows[row * N + column[i]] += value[i];
+    }
+    to_lanes<N>(rows, here, sum);
+  }
+
+#ifdef __AVX512F__
+  void add_marked(Unpacker &unpacker, const float *value, float *rows, int here) {
+    for (int row = 0; row < here; ++row, rows += N) {
+      const Marks<N> marks(unpacker);
+      int left = k;  // whatever the bitmap says
+      for (int b = 0; b < N; b += LANES) {
+        const __mmask16 mask = marks.at(b);
+        const int told = __builtin_popcount(mask);
+        if (told > left) break;
+        store(rows + b, load(rows + b) + Floats(_mm512_maskz_expandloadu_ps(mask, value)));
+        value += told;
+        left -= told;
+      }
+      value += left;
+    }
+  }
+#endif
+
+  void collect_by_senders(int64_t start, int here) {
+    std::memset(sum, 0, sizeof sum);
+    std::memset(count, 0, sizeof count);
+    float *total = reinterpret_cast<float *>(sum), *told = reinterpret_cast<float *>(count);
+    for (int m = 0; m < messages; ++m) {
+      list_columns(columns[m], here, column);
+      const float *value = values[m] + start * k;
+      for (int row = 0, i = 0; row < here; ++row)
+        for (int j = 0; j < k; ++j, ++i) {
+          total[column[i] * LANES + row] += value[i];
+          told[column[i] * LANES + row] += value[i] != 0;
+        }
+    }
+    for (int c = 0; c < N; ++c) sum[c] /= count[c] > 1 ? count[c] : Floats{} + 1;
+  }
+};
+
+template <int N>
+void decode(const Slots &slots, int64_t rows, const float *const *values, Unpacker *columns, int messages, int k,
+            int width, bool senders) {
+  Decoder<N> block{values, columns, messages, k, width, senders, senders ? 1.0f : 1.0f / float(messages)};
+  Rows<N> walk(slots);
+  alignas(64) float staged[LANES * N];
+  for (int64_t start = 0; start < rows; start += LANES) {
+    const int here = rows - start < LANES ? int(rows - start) : LANES;
+    float *target = walk.next(here);
+    if (target)
+      for (int quarter = 0; quarter < 4; ++quarter) ahead<N>(target, quarter);
+    block.run(start, here, target ? target : staged);
+    if (!target) walk.scatter(staged);
   }
 }
 
 template <int N>
-void release(float *residual, int64_t rows, const Slots &slots, float share, int k, const float *values,
-             const int64_t *columns) {
-  const Tables<N> &table = tables<N>();
-  Cursor cursor(slots);
-  for (int64_t r = 0; r < rows; ++r) {
-    float *row = residual + r * N;
-    const int64_t length = cursor.length(N);
-    cursor.next(N);
-    for (int j = 0; j < k; ++j) {
-      const float out = share * values[r * k + j], *wave = table.wave[columns[r * k + j]];
-      for (int i = 0; i < length; ++i) row[i] -= out * wave[i];
-    }
-  }
-}
-
-// Adds the waves of one row of all messages up: the mean over all of them.
-template <int N>
-inline void mean_row(float *row, int64_t r, const float *const *values, const int64_t *const *columns,
-                     int64_t messages, int k) {
-  const Tables<N> &table = tables<N>();
-  const float share = 1.0f / float(messages);
-  for (int64_t m = 0; m < messages; ++m)
-    for (int j = 0; j < k; ++j) {
-      const float weight = share * values[m][r * k + j], *wave = table.wave[columns[m][r * k + j]];
-      for (int i = 0; i < N; ++i) row[i] += weight * wave[i];
-    }
-}
-
-// The same over those that sent a coefficient other than 0.
-template <int N>
-inline void senders_row(float *row, int64_t r, const float *const *values, const int64_t *const *columns,
-                        int64_t messages, int k) {
-  const Tables<N> &table = tables<N>();
-  alignas(64) float sum[N] = {};
-  int count[N] = {};
-  for (int64_t m = 0; m < messages; ++m)
-    for (int j = 0; j < k; ++j) {
-      const float value = values[m][r * k + j];
-      const int64_t column = columns[m][r * k + j];
-      sum[column] += value;
-      count[column] += value != 0;
-    }
-  for (int c = 0; c < N; ++c) {
-    if (!count[c]) continue;
-    const float weight = sum[c] / float(count[c]);
-    for (int i = 0; i < N; ++i) row[i] += weight * table.wave[c][i];
-  }
-}
-
-template <int N>
-void decode(const Slots &slots, int64_t rows, const float *const *values, const int64_t *const *columns,
-            int64_t messages, int k, bool senders) {
-  Cursor cursor(slots);
-  for (int64_t r = 0; r < rows; ++r) {
-    alignas(64) float row[N] = {};
-    senders ? senders_row<N>(row, r, values, columns, messages, k) : mean_row<N>(row, r, values, columns, messages, k);
-    std::memcpy(cursor.tensor(), row, size_t(cursor.length(N)) * sizeof(float));
-    cursor.next(N);
+void release(float *residual, int64_t rows, const Slots &slots, float share, const float *values, Unpacker *columns,
+             int k, int width) {
+  Decoder<N> block{&values, columns, 1, k, width, false, share};
+  Rows<N> walk(slots);
+  alignas(64) float out[LANES * N];
+  for (int64_t start = 0; start < rows; start += LANES) {
+    const int here = rows - start < LANES ? int(rows - start) : LANES;
+    float *r = residual + start * N;
+    block.run(start, here, out);
+    for (int i = 0; i < here * N; i += LANES) store(r + i, load(r + i) - load(out + i));
+    if (!walk.next(here)) walk.clear_padding(r);
   }
 }
 
 }  // namespace
 
-#define FOR_CHUNK(call) \
-  switch (chunk) {      \
-    case 16: call(16); return 0;  \
-    case 32: call(32); return 0;  \
-    case 64: call(64); return 0;  \
+#define FOR_CHUNK(call)             \
+  switch (chunk) {                  \
+    case 16: call(16); return 0;    \
+    case 32: call(32); return 0;    \
+    case 64: call(64); return 0;    \
     case 128: call(128); return 0;  \
     case 256: call(256); return 0;  \
-    default: return 1;  \
+    default: return 1;              \
   }
 
 extern "C" {
 
 // residual = decay * residual + gradients; the k largest DCT coefficients of each row; residual -= release * them.
 int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gradients, const int64_t *numel,
-                      int64_t slots, float decay, float release, int k, int ascending, float *values,
-                      int64_t *columns) {
-  const Slots all{gradients, numel, slots};
-#define CALL(N) encode<N>(residual, rows, all, decay, release, k, ascending != 0, values, columns)
+                      float decay, float release, int k, int width, float *values, uint8_t *columns) {
+  const Slots slots{gradients, numel};
+#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, values, columns)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
 // residual -= share * the values at their columns, where there is no padding.
-int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, int64_t slots, float share,
-                       int k, const float *values, const int64_t *columns) {
-  const Slots all{nullptr, numel, slots};
-#define CALL(N) release<N>(residual, rows, all, share, k, values, columns)
+int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float share, int k, int width,
+                       const float *values, const uint8_t *columns, int64_t bytes) {
+  const Slots slots{nullptr, numel};
+  Unpacker unpacker(columns, bytes);
+#define CALL(N) release<N>(residual, rows, slots, share, values, &unpacker, k, width)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
 // The mean of messages over replicas or senders, back from the DCT, into one tensor a parameter.
-int detonation_decode(float *const *targets, const int64_t *numel, int64_t slots, int64_t rows, int chunk,
-                      const float *const *values, const int64_t *const *columns, int64_t messages, int k,
-                      int senders) {
-  const Slots all{targets, numel, slots};
-#define CALL(N) decode<N>(all, rows, values, columns, messages, k, senders != 0)
+int detonation_decode(float *const *targets, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
+                      const uint8_t *const *columns, int64_t bytes, int messages, int k, int width, int senders) {
+  const Slots slots{targets, numel};
+  std::vector<Unpacker> unpackers;
+  for (int m = 0; m < messages; ++m) unpackers.emplace_back(columns[m], bytes);
+#define CALL(N) decode<N>(slots, rows, values, unpackers.data(), messages, k, width, senders != 0)
   FOR_CHUNK(CALL)
 #undef CALL
 }
@@ -315,7 +360,8 @@ int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t s
 }
 
 // weights = shrink * weights - lr * sign(directions), rounded twice as torch rounds it.
-__attribute__((optimize("fp-contract=off"))) void detonation_sign_step(float *weights, const float *directions, int64_t count, float shrink, float lr) {
+__attribute__((optimize("fp-contract=off"))) void detonation_sign_step(float *weights, const float *directions,
+                                                                       int64_t count, float shrink, float lr) {
   for (int64_t i = 0; i < count; ++i) {
     const float sign = float((directions[i] > 0) - (directions[i] < 0));
     weights[i] = shrink * weights[i] - lr * sign;

@@ -1,0 +1,88 @@
+// Columns as they travel: numbers of `width` bits without gaps, lowest bits first, or a bitmap of the row (width 0).
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "lanes.h"
+
+namespace {
+
+class Packer {
+ public:
+  explicit Packer(uint8_t *to) : to_(to) {}
+  ~Packer() {
+    for (; bits_ > 0; bits_ -= 8, held_ >>= 8) *to_++ = uint8_t(held_);
+  }
+
+  INLINE void put(uint32_t number, int width) {  // width up to 32
+    held_ |= uint64_t(number) << bits_;
+    bits_ += width;
+    if (bits_ >= 32) {
+      std::memcpy(to_, &held_, 4);
+      to_ += 4;
+      held_ >>= 32;
+      bits_ -= 32;
+    }
+  }
+
+ private:
+  uint8_t *to_;
+  uint64_t held_ = 0;
+  int bits_ = 0;
+};
+
+class Unpacker {
+ public:
+  Unpacker(const uint8_t *from, int64_t bytes) : from_(from), end_(from + bytes) {}
+
+  INLINE uint32_t get(int width) {  // up to 32
+    if (bits_ < width) {
+      if (end_ - from_ >= 4) {
+        uint32_t more;
+        std::memcpy(&more, from_, 4);
+        held_ |= uint64_t(more) << bits_;
+        from_ += 4;
+        bits_ += 32;
+      } else {
+        for (; bits_ < width && from_ < end_; bits_ += 8) held_ |= uint64_t(*from_++) << bits_;
+      }
+    }
+    const uint32_t number = uint32_t(held_ & ((uint64_t(1) << width) - 1));
+    held_ >>= width;
+    bits_ -= width;
+    return number;
+  }
+
+ private:
+  const uint8_t *from_, *end_;
+  uint64_t held_ = 0;
+  int bits_ = 0;
+};
+
+// The bits of one row.
+template <int N> struct Marks {
+  static constexpr int BITS = N < 32 ? N : 32, WORDS = N / BITS;
+  uint32_t word[WORDS];
+  Marks() = default;
+  explicit Marks(Unpacker &from) {
+    for (uint32_t &w : word) w = from.get(BITS);
+  }
+  uint16_t at(int column) const { return uint16_t(word[column / 32] >> column % 32); }  // sixteen from there on
+};
+
+// The first k columns that are marked, in order; a row that marks fewer says column 0 for the rest.
+template <int N> INLINE void list(const Marks<N> &marks, int k, uint8_t *column) {
+  int w = 0;
+  uint64_t left = marks.word[0];
+  if constexpr (N == 64) left |= uint64_t(marks.word[1]) << 32;
+  for (int j = 0; j < k; ++j) {
+    if constexpr (N > 64)
+      while (!left && w + 1 < Marks<N>::WORDS) left = marks.word[++w];
+    column[j] = left ? uint8_t(32 * w + __builtin_ctzll(left)) : 0;
+    left &= left - 1;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,88 @@
+// A few rows at once: lane i of every vector belongs to row i, as many lanes as the machine's vectors have. GCC vector
+// extensions, so that the compiler chooses the instructions; wider vectors than the machine's it would take to pieces.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+INLINE Floats load(const float *from) {
+  Floats v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+INLINE void store(float *to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+INLINE Ints bits(Floats v) {
+  Ints b;
+  std::memcpy(&b, &v, sizeof b);
+  return b;
+}
+
+// v where the mask is -1, zero where it is 0.
+INLINE Floats where(Ints mask, Floats v) {
+  const Ints b = bits(v) & mask;
+  std::memcpy(&v, &b, sizeof v);
+  return v;
+}
+
+template <int S> INLINE void swap(Floats &a, Floats &b) {
+  Ints low, high;
+  for (int j = 0; j < LANES; ++j) {
+    low[j] = (j & S) ? LANES + j - S : j;
+    high[j] = (j & S) ? LANES + j : j + S;
+  }
+  const Floats first = __builtin_shuffle(a, b, low), second = __builtin_shuffle(a, b, high);
+  a = first;
+  b = second;
+}
+
+// LANES vectors, as a square.
+template <int S = LANES / 2> INLINE void transpose(Floats *v) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & S)) swap<S>(v[i], v[i + S]);
+  if constexpr (S > 1) transpose<S / 2>(v);
+}
+
+// LANES rows of N, the first `here` of them real, to one vector a column.
+template <int N> INLINE void to_lanes(const float *rows, int here, Floats *x) {
+  for (int block = 0; block < N; block += LANES) {
+    Floats v[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) v[i] = i < here ? load(rows + i * N + block) : Floats{};
+    transpose(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) x[block + i] = v[i];
+  }
+}
+
+// And back.
+template <int N> INLINE void to_rows(const Floats *x, int here, float *rows) {
+  for (int block = 0; block < N; block += LANES) {
+    Floats v[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) v[i] = x[block + i];
+    transpose(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+      if (i < here) store(rows + i * N + block, v[i]);
+  }
+}
+
+}  // namespace

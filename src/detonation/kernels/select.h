@@ -1,0 +1,88 @@
+// The k-th largest coefficient of every row in lanes, by a sorting network on integer keys: the magnitude's bits with
+// the column in the lowest ones, so that no two keys of a row are equal.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+template <int N> INLINE Ints keyed(Floats x, int column) {
+  return (bits(x) & (0x7fffffff & ~(N - 1))) | (N - 1 - column);
+}
+
+INLINE void order(Ints &a, Ints &b) {
+  const Ints larger = a > b ? a : b;
+  b = a > b ? b : a;
+  a = larger;
+}
+
+// Longer ones are functions of their own, because the unrolled network of 256 keys is some ten thousand instructions.
+constexpr int SHORT = 16;
+template <int P> void long_clean(Ints *v);
+template <int P> void long_sort(Ints *v);
+
+// Sorts what falls and then rises, or rises and then falls; the largest first.
+template <int P> INLINE void clean(Ints *v) {
+  if constexpr (P > SHORT) {
+    long_clean<P>(v);
+  } else if constexpr (P > 1) {
+#pragma GCC unroll 16
+    for (int i = 0; i < P / 2; ++i) order(v[i], v[i + P / 2]);
+    clean<P / 2>(v);
+    clean<P / 2>(v + P / 2);
+  }
+}
+
+template <int P> INLINE void sort(Ints *v) {
+  if constexpr (P > SHORT) {
+    long_sort<P>(v);
+  } else if constexpr (P > 1) {
+    sort<P / 2>(v);
+    sort<P / 2>(v + P / 2);
+#pragma GCC unroll 16
+    for (int i = 0; i < P / 2; ++i) order(v[i], v[P - 1 - i]);
+    clean<P / 2>(v);
+    clean<P / 2>(v + P / 2);
+  }
+}
+
+template <int P> __attribute__((noinline)) void long_clean(Ints *v) {
+  for (int i = 0; i < P / 2; ++i) order(v[i], v[i + P / 2]);
+  clean<P / 2>(v);
+  clean<P / 2>(v + P / 2);
+}
+
+template <int P> __attribute__((noinline)) void long_sort(Ints *v) {
+  sort<P / 2>(v);
+  sort<P / 2>(v + P / 2);
+  for (int i = 0; i < P / 2; ++i) order(v[i], v[P - 1 - i]);
+  clean<P / 2>(v);
+  clean<P / 2>(v + P / 2);
+}
+
+// Groups of P are sorted one after the other; of each and the best so far the P largest go on. P / 2 < k <= P.
+template <int N, int P> __attribute__((noinline)) Ints kth_of_groups(const Floats *x, int k) {
+  Ints best[P], group[P];
+#pragma GCC unroll 16
+  for (int c = 0; c < P; ++c) best[c] = keyed<N>(x[c], c);
+  sort<P>(best);
+  for (int start = P; start < N; start += P) {
+#pragma GCC unroll 16
+    for (int c = 0; c < P; ++c) group[c] = keyed<N>(x[start + c], start + c);
+    sort<P>(group);
+#pragma GCC unroll 16
+    for (int c = 0; c < P; ++c) best[c] = best[c] > group[P - 1 - c] ? best[c] : group[P - 1 - c];
+    clean<P>(best);
+  }
+  return best[k - 1];
+}
+
+// The smallest key that is told.
+template <int N, int P = 1> INLINE Ints kth(const Floats *x, int k) {
+  if constexpr (P < N)
+    if (k > P) return kth<N, 2 * P>(x, k);
+  return kth_of_groups<N, P>(x, k);
+}
+
+}  // namespace

@@ -1,0 +1,113 @@
+"""What a step may cost beyond arithmetic: no wait for the device, operations that do not grow with the number of
+tensors, and no second temporary of the model's size."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import detonation as dt
+from detonation.core.codec import Message
+from detonation.core.engine import engine_for
+from detonation.core.memory import Memory
+from detonation.kernels import native
+from zoo import TALKING
+
+CPU = torch.device("cpu")
+WAITS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"}
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations that touch data, and the bytes of the tensors that they make, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        assert not (name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])), "bool index"
+        if not function.is_view:
+            self.names.append(name)
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def watched(scheme, shapes, kernels):
+    """A step of an engine, from gradients to gradients, and what it did; the second one, as caches are filled."""
+    layout = scheme.codec.layout({f"p{i}": shape for i, shape in enumerate(shapes)})
+    memory = Memory(layout, scheme.feedback, CPU) if scheme.feedback else None
+    engine = engine_for(scheme.codec, layout, memory, CPU, 0, kernels)
+    gradients = [torch.randn(shape) for shape in shapes]
+    known = [memory.residual] if memory else []
+    for step in range(2):
+        with Watch() as watch:
+            for tensor in (*known, *gradients):
+                watch._count(tensor.untyped_storage())
+            watch.now = watch.peak = 0
+            advance(engine, scheme, layout.rows, gradients, step)
+    return watch, layout
+
+
+def advance(engine, scheme, rows, gradients, step):
+    selected = engine.select(gradients, step)
+    message = scheme.codec.encode(selected)
+    engine.release(selected, scheme.codec.read(message, rows))
+    shared = selected.columns if scheme.codec.selection.shared else None
+    del selected
+    received = [Message(message.values.clone(), message.columns), message]
+    engine.write(scheme.codec.agreed(received, rows, shared, scheme.combine), gradients)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Without compiled code anywhere, as on an accelerator."""
+    monkeypatch.setattr(native, "load", lambda: None)
+
+
+@pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
+def test_a_step_never_waits_for_the_device(scheme, plain):
+    watch, _ = watched(scheme, [(40, 64), (257,), (), (3, 5, 7)], kernels=False)
+    assert watch.names and not WAITS & set(watch.names)
+
+
+@pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
+def test_operations_do_not_grow_with_the_number_of_tensors(scheme, plain):
+    if scheme.codec.basis.tile:
+        pytest.skip("each matrix is cut into tiles by itself")
+    few, many = [watched(scheme, [(64 * 300 // n,)] * n, kernels=False)[0] for n in (10, 100)]
+    assert len(few.names) == len(many.names)
+
+
+@pytest.mark.parametrize("topk", [4, 32])
+def test_the_compiled_step_needs_no_memory_but_that_of_the_message(topk):
+    scheme = dt.demo(topk=topk, chunk=64)
+    watch, layout = watched(scheme, [(64, 1000)] * 8, kernels=True)
+    assert watch.peak <= 4 * scheme.codec.nbytes(layout.rows)
+    few, many = [watched(scheme, [(64 * 300 // n,)] * n, kernels=True)[0] for n in (10, 100)]
+    assert len(few.names) == len(many.names) < 20
+
+
+def test_the_plain_step_needs_one_temporary_of_the_size_of_the_model(plain):
+    scheme = dt.demo(topk=4, chunk=64)
+    watch, layout = watched(scheme, [(64, 8000)] * 8, kernels=False)
+    flat = 4 * layout.rows * layout.chunk
+    assert flat < watch.peak < 1.6 * flat  # besides the message, its columns in eight bytes each, and a block of rows
