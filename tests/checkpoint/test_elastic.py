@@ -7,7 +7,9 @@ import torch.distributed as dist
 import detonation as dt
 import worlds
 from detonation.checkpoint.elastic import members
+from detonation.core.buckets import run
 from detonation.core.flat import local
+from detonation.core.owners import Owners
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
@@ -66,8 +68,9 @@ def untold_by_owners(channel, mine):
     """In the coordinates of the parameters, what all owners together have not told."""
     everyone = [torch.empty_like(mine) for _ in range(channel.link.replicas)]
     dist.all_gather(everyone, mine, group=channel.link._wire._group)
-    rows = torch.cat(everyone)[: channel.layout.rows]
-    return channel.layout.parts(channel.engine.codec.basis.inverse(rows))
+    codec = channel.engine.codec
+    rows = Owners(channel.layout.rows, channel.link.replicas, run(codec)).collect(everyone)
+    return channel.layout.parts(codec.basis.inverse(rows))
 
 
 def one_world(mesh, folder, names, kind, width, turn):

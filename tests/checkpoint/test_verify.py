@@ -251,3 +251,45 @@ def test_the_verb(whole, copy, capsys):
     assert main(["verify", str(Path(copy).parent / "nowhere")]) == 2
     assert "there is no directory" in capsys.readouterr().err
     assert checkpoints(copy.parent) == [copy]
+
+
+LIES = {
+    "an option of text": lambda rest: rest["groups"][0]["options"].update(lr="1"),
+    "an option of another length": lambda rest: rest["groups"][0]["options"].update(betas=[0.9]),
+    "an option that nobody has": lambda rest: rest["groups"][0]["options"].update(run="rm -rf"),
+    "options of a list": lambda rest: rest["groups"][0].update(options=[]),
+    "a group of text": lambda rest: rest.update(groups=["x"]),
+    "no groups": lambda rest: rest.update(groups=[]),
+    "state of text": lambda rest: rest["values"].update({"optimizer.layers.0.weight.step": "x"}),
+}
+
+
+def loaded(mesh, path):
+    """What every rank is told by a checkpoint whose files lie under right checksums."""
+    model, optimizer = start(mesh, SCHEMES["demo"], BASES["AdamW"])
+    told = {}
+    for lie, change in LIES.items():
+        if mesh.get_rank() == 0:
+            folder = path.parent / lie / path.name
+            folder.mkdir(parents=True)
+            said = manifest.read(path)
+            for name in said.files:
+                rest = rest_of(path / name)
+                change(rest)
+                save_file(load_file(path / name), folder / name, {"json": json.dumps(rest)})
+            sign(folder, said, *said.files)
+        try:
+            dt.load_checkpoint(path.parent / lie, model, optimizer)
+            told[lie] = "nothing"
+        except ValueError as error:
+            told[lie] = str(error)
+    return told
+
+
+@pytest.mark.parametrize("whole", ["demo"], indirect=True)
+@pytest.mark.parametrize("shards", [1, 2], ids=["elastic", "same"])
+def test_what_would_break_the_optimizer_later_is_refused_by_all_ranks(copy, shards):
+    first, *others = worlds.run(loaded, 2, shards, copy)
+    assert all(told == first for told in others)
+    for lie, told in first.items():
+        assert told != "nothing" and "\n" not in told and len(told) < 700, (lie, told)

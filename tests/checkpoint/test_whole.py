@@ -11,7 +11,7 @@ from test_exact import BASES, advance, everything, start
 import detonation as dt
 import worlds
 from detonation.checkpoint import disk
-from detonation.checkpoint.writer import NotSaved
+from detonation.checkpoint.saving import NotSaved
 
 DEMO = dt.demo(topk=4, chunk=16)
 

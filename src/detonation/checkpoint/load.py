@@ -6,22 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from detonation.checkpoint import manifest as manifests
 from detonation.checkpoint import shelf
-from detonation.checkpoint.manifest import Manifest, Untrustworthy, file_name
+from detonation.checkpoint.manifest import Manifest, Untrustworthy, file_name, versions
 from detonation.checkpoint.restore import restore
 from detonation.checkpoint.saved import Saved
 from detonation.checkpoint.shardfile import fault
-from detonation.checkpoint.world import gather
-from detonation.core.flat import local
+from detonation.checkpoint.world import device_of, gather
 from detonation.core.place import Place
 from detonation.core.replicate import Replicated
 
-_log = logging.getLogger("detonation")
+_LONGEST = 600
+_log = logging.getLogger("detonation.checkpoint")
 
 
 class NoCheckpoint(ValueError):
@@ -66,7 +65,7 @@ def find(directory: Path, model: nn.Module, optimizer: Replicated) -> Found | No
 
     Raises `NoCheckpoint` where there are some and none is whole.
     """
-    device, place = _device(model), optimizer.place
+    device, place = device_of(model), optimizer.place
     names: list[str] = json.loads(gather(json.dumps([path.name for path in shelf.candidates(directory)]), device)[0])
     rejected: list[str] = []
     for position, name in enumerate(names):
@@ -86,15 +85,23 @@ def load(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """Puts `found` into both. Collective; raises `ValueError` on all ranks where it is of something else."""
     problem, merged = "", ""
     try:
-        merged = restore(Saved(found.path, found.manifest), model, optimizer)
-    except ValueError as error:
-        problem = str(error)
-    for text in gather(problem, _device(model)):
+        merged = restore(Saved(found.path, found.manifest), model, optimizer) + _older(found.manifest)
+    except Exception as error:  # whatever a stranger wrote, all ranks refuse it together
+        text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
+        problem = text.split("\n")[0][:_LONGEST]
+    for text in gather(problem, device_of(model)):
         if text:
             raise ValueError(text)
     optimizer.go_on(found.manifest.step)
     _log.info("%s: %s", found.path, merged)
     return Loaded(found.path, found.manifest.step, found.manifest.extra, merged)
+
+
+def _older(manifest: Manifest) -> str:
+    """A warning where other versions wrote it."""
+    here = versions()
+    other = [f"{name} {str(was)[:20]!r}" for name, was in manifest.versions.items() if here.get(name) != was]
+    return f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
 
 
 def _inspect(path: Path, place: Place) -> tuple[Manifest | None, str]:
@@ -113,7 +120,3 @@ def _inspect(path: Path, place: Place) -> tuple[Manifest | None, str]:
     )
     problems = [problem for name in mine if (problem := fault(path / name, manifest.files[name]))]
     return manifest, problems[0] if problems else ""
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(local(parameter).device for parameter in model.parameters())

@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from detonation.checkpoint.shardfile import File
 
@@ -43,6 +46,13 @@ class Manifest:
         """The manifest as JSON, its own checksum last."""
         files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()}
         return _signed({"format": FORMAT, **vars(self), "files": files})
+
+
+def versions() -> dict[str, str]:
+    """What arithmetic depends on, down to the last bit."""
+    from detonation import __version__
+
+    return {"detonation": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def file_name(replica: int, shard: int) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.elastic import Elastic, owners_share
+from detonation.checkpoint.manifest import Untrustworthy
 from detonation.checkpoint.saved import File, Saved
 from detonation.checkpoint.snapshot import Box, generators, groups, weights
 from detonation.core.flat import local
@@ -36,7 +37,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: Replicated) -> str:
     for name, parameter in parameters.items():
         _base_state(saved, source, optimizer, name, parameter)
     for group, options in zip(optimizer.param_groups, saved.file(0, 0).groups, strict=True):
-        group |= {key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in options["options"].items()}
+        group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             group[key] = torch.tensor(value, dtype=group[key].dtype, device=group[key].device)
     optimizer.built()
@@ -75,6 +76,17 @@ def described(optimizer: Replicated) -> dict[str, Any]:
     }
 
 
+def _option(key: str, here: Any, saved: Any) -> Any:
+    """An option of a parameter group, which must be of the kind that it is here; one that is not here, a number."""
+    if isinstance(here, tuple) and isinstance(saved, list) and len(here) == len(saved):
+        return tuple(_option(key, mine, theirs) for mine, theirs in zip(here, saved, strict=True))
+    number = type(here) in (int, float) and type(saved) in (int, float)
+    switch = isinstance(here, bool | None) and isinstance(saved, bool | None)
+    if not (number or switch or (isinstance(here, str) and isinstance(saved, str))):
+        raise Untrustworthy(f"the option {key} was saved as {str(saved)[:60]!r}, is {here!r} here")
+    return saved
+
+
 def _get(source: Elastic | File, key: str, box: Box, share: bool) -> Tensor:
     return source.tensor(key) if isinstance(source, File) else source.agreed(key, box, share)
 
@@ -84,9 +96,14 @@ def _base_state(saved: Saved, source: Elastic | File, optimizer: Replicated, nam
     file = source if isinstance(source, File) else saved.file(0, 0)
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _of(k, prefix)}
+    if not all(isinstance(value, int | float | None) for value in state.values()):
+        raise Untrustworthy(f"the state of {name} holds {str(state)[:60]}, must be numbers")
     for key in [key for key in file.keys if _of(key, prefix)]:
         if isinstance(source, File):
-            tensor, whole = source.tensor(key), tuple(source.boxes[key].whole) if key in source.boxes else ()
+            tensor, box = source.tensor(key), source.boxes.get(key)
+            whole = box.whole if box else ()
+            if whole == tuple(parameter.shape) and tensor.shape != local(parameter).shape:
+                raise Untrustworthy(f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}")
         else:
             cut = key in file.boxes
             if cut and file.boxes[key].whole != tuple(parameter.shape):

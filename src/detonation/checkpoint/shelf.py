@@ -7,7 +7,7 @@ from pathlib import Path
 from detonation.checkpoint import disk
 from detonation.checkpoint.manifest import NAME, Manifest
 
-_log = logging.getLogger("detonation")
+_log = logging.getLogger("detonation.checkpoint")
 _NAME = re.compile(r"step-(\d{6,15})|\.step-(\d{6,15})\.part")
 
 

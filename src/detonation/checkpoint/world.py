@@ -2,6 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from detonation.core.flat import local
 
 
 def gather(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -19,3 +22,8 @@ def gather(text: str, device: torch.device, group: dist.ProcessGroup | None = No
     rows = [torch.empty_like(buffer) for _ in counts]
     dist.all_gather(rows, buffer, group=group)
     return [bytes(row.tolist())[: int(c)].decode() for row, c in zip(rows, counts, strict=True)]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that holds the model: what its process group reads."""
+    return next(local(parameter).device for parameter in model.parameters())

@@ -1,12 +1,9 @@
 """Writer: saves checkpoints beside training, which waits for a copy to the host and no longer."""
 
-import json
 import logging
-import platform
-import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,21 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from detonation.checkpoint import shardfile, shelf
-from detonation.checkpoint.manifest import Manifest, file_name
-from detonation.checkpoint.restore import described
-from detonation.checkpoint.shardfile import File
-from detonation.checkpoint.snapshot import Snapshot, take
-from detonation.checkpoint.world import gather
-from detonation.core.place import Place, alike
+from detonation.checkpoint.saving import Job, job_of, save
+from detonation.checkpoint.world import device_of, gather
 from detonation.core.replicate import Replicated
 
-_log = logging.getLogger("detonation")
+_log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-
-
-class NotSaved(OSError):
-    """A checkpoint could not be written; the text says which, why, and what is still whole."""
 
 
 class Checkpoints:
@@ -41,8 +29,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}, must be at least 1: the newest checkpoint always stays")
+        _require(keep)
         self.directory, self._keep = Path(directory), keep
         self._model, self._optimizer = model, optimizer
         self._group: dist.ProcessGroup | None = None
@@ -60,7 +47,7 @@ class Checkpoints:
         if self._group is None and dist.get_world_size() > 1:
             # collectives of the writing thread must not mix with those of training
             self._group = dist.new_group(backend="gloo")
-        job = _job(self._model, self._optimizer, extra)
+        job = job_of(self._model, self._optimizer, extra)
         # daemon: after a failure elsewhere nobody may wait for a thread that waits for a rank that is gone
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -73,7 +60,7 @@ class Checkpoints:
         self._finish()
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Exception):
-            self._news.pop()
+            self._news = [line for line in self._news if line != str(outcome)]
             raise outcome
         return outcome
 
@@ -96,43 +83,13 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _write(self, job: "_Job") -> None:
+    def _write(self, job: Job) -> None:
         try:
-            self._outcome = self._saved(job)
+            self._outcome = save(self.directory, job, self._keep, partial(gather, device=_HOST, group=self._group))
         except Exception as error:
             self._outcome = error
             self._news.append(str(error))
             _log.warning("%s", error)
-
-    def _saved(self, job: "_Job") -> Path:
-        """Writes this rank's file; the first rank makes all of them a checkpoint. Collective among the threads."""
-        first = dist.get_rank() == 0
-        self._agree(job, _attempt(lambda: shelf.begin(self.directory, job.step)) if first else {})
-        place = shelf.part(self.directory, job.step)
-        reports = self._agree(job, _attempt(lambda: _file(place, job)))
-        if first:
-            files = {report["name"]: File(report["bytes"], report["sha256"]) for report in reports}
-            manifest = job.manifest(files)
-        self._agree(job, _attempt(lambda: shelf.finish(self.directory, manifest, self._keep)) if first else {})
-        return self.directory / shelf.title(job.step)
-
-    def _agree(self, job: "_Job", mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Everyone's report; raises `NotSaved` on all ranks where one of them tells of a failure."""
-        everyone: list[dict[str, Any]] = [
-            json.loads(text) for text in gather(json.dumps({**mine, "need": job.bytes}), _HOST, self._group)
-        ]
-        failed = [report for report in everyone if "failure" in report]
-        if not failed:
-            return everyone
-        before = [path for path in shelf.candidates(self.directory) if shelf.step_of(path) < job.step]
-        free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
-        if dist.get_rank() == 0:
-            _attempt(lambda: shelf.abandon(self.directory, job.step))
-        gather("", _HOST, self._group)  # nobody says so before it is cleared away
-        need = sum(report["need"] for report in everyone)
-        still = f"{before[0].name} is still whole" if before else "there is none before it"
-        sizes = f"need {_amount(need)}, {_amount(free)} free"
-        raise NotSaved(f"checkpoint {shelf.title(job.step)} failed: {failed[0]['failure']} ({sizes}); {still}")
 
 
 def save_checkpoint(
@@ -147,73 +104,11 @@ def save_checkpoint(
     `Checkpoints` does the same while training goes on; arguments as there. Raises `NotSaved` on all ranks where one
     could not write; what was saved before is then as it was.
     """
-    checkpoints = Checkpoints(directory, model, optimizer, keep)
-    checkpoints.save(extra)
-    saved = checkpoints.wait()
-    assert saved is not None
-    return saved
+    _require(keep)
+    job = job_of(model, optimizer, extra)
+    return save(Path(directory), job, keep, partial(gather, device=device_of(model)))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One rank's part of a save. bytes: about how many it will write."""
-
-    step: int
-    place: Place
-    snapshot: Snapshot
-    bytes: int
-    alike: bool
-    described: dict[str, Any]
-    extra: dict[str, Any]
-
-    def manifest(self, files: dict[str, File]) -> Manifest:
-        place = self.place
-        names = [file_name(replica, shard) for replica in range(place.replicas) for shard in range(place.shards)]
-        if sorted(files) != sorted(names):
-            raise ValueError(f"ranks are {', '.join(sorted(files))}, not {place.replicas} x {place.shards}, each once")
-        return Manifest(
-            step=self.step,
-            replicas=place.replicas,
-            shards=place.shards,
-            **self.described,
-            alike=self.alike,
-            files={name: files[name] for name in names},
-            versions=_versions(),
-            extra=self.extra,
-        )
-
-
-def _job(model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None) -> _Job:
-    plain = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-    snapshot = take(model, optimizer)
-    need = shardfile.size(snapshot.tensors)
-    same = alike(optimizer.levels)
-    return _Job(optimizer.step_count, optimizer.place, snapshot, need, same, described(optimizer), plain)
-
-
-def _file(place: Path, job: _Job) -> dict[str, Any]:
-    if not place.is_dir():
-        raise FileNotFoundError(2, "all ranks need one file system, and this one does not see what the first made")
-    name = file_name(job.place.replica, job.place.shard)
-    return {"name": name, **asdict(shardfile.write(place / name, job.snapshot.tensors, job.snapshot.rest))}
-
-
-def _attempt(write: Any) -> dict[str, Any]:
-    """What `write` reports, or how it failed."""
-    try:
-        report = write()
-    except (OSError, ValueError) as error:
-        return {"failure": getattr(error, "strerror", None) or str(error)}
-    return report if isinstance(report, dict) else {}
-
-
-def _amount(count: int) -> str:
-    """Bytes in words, to two digits or three: 2.1 GB."""
-    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= u or u == 1)
-    return f"{count / unit:.1f} {name}"
-
-
-def _versions() -> dict[str, str]:
-    from detonation import __version__
-
-    return {"detonation": __version__, "torch": torch.__version__, "python": platform.python_version()}
+def _require(keep: int) -> None:
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, must be at least 1: the newest checkpoint always stays")

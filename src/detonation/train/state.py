@@ -1,12 +1,18 @@
 """A run's checkpoints: the library's, with the recipe beside the state."""
 
+import logging
 from pathlib import Path
 
 from detonation.checkpoint.load import Loaded, NoCheckpoint, find, load
-from detonation.checkpoint.writer import Checkpoints, NotSaved
+from detonation.checkpoint.saving import NotSaved
+from detonation.checkpoint.shelf import title
+from detonation.checkpoint.writer import Checkpoints
 from detonation.train.config import Table, to_table
 from detonation.train.directory import Unwritable
 from detonation.train.setup import Session
+
+# what the library logs is shown by the screen of the run
+logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
 def opened(session: Session, directory: Path) -> Checkpoints:
@@ -25,9 +31,8 @@ def save_now(session: Session, checkpoints: Checkpoints) -> Path:
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
-        raise Unwritable(
-            f"cannot write {checkpoints.directory}: {error}; free some space or choose another --out"
-        ) from error
+        path, reason = checkpoints.directory / title(session.optimizer.step_count), str(error).partition(" failed: ")[2]
+        raise Unwritable(f"cannot write {path}: {reason}; free some space or choose another --out") from error
     assert saved is not None
     return saved
 
