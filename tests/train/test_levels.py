@@ -78,7 +78,7 @@ def test_set_reaches_one_level():
         (
             [],
             {"scheme": [{"axis": "rack", "name": "full"}]},
-            r"replicas is missing in a \[\[scheme\]\] of the recipe: \{'axis': 'rack'",
+            r"replicas is missing in a \[\[scheme\]\]",
         ),
         ([], {"scheme": [{"axis": "rack", "replicas": 2}]}, r"name is missing in a \[\[scheme\]\]"),
         ([], {"scheme": [{"replicas": 2, "name": "full"}]}, r"axis is missing in a \[\[scheme\]\]"),
