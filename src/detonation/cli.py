@@ -70,6 +70,8 @@ class Simulate(_Common):
     """Copies of the model; the recipe's when left out."""
     total_batch: _Integer = None
     """Examples a step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
+    profile: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Of `detonation probe RECIPE --replicas 2 --shards 1`: the seconds of a step are predicted for that cluster."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
@@ -246,7 +248,9 @@ def _simulate(verb: Simulate) -> dict[str, Any]:
     from detonation.train.simulate import Simulation, simulate
 
     sets = tuple(assignment for group in verb.set for assignment in group)
-    summary = simulate(Simulation(verb.recipe, sets, verb.replicas, verb.total_batch, verb.out, to_stderr=verb.json))
+    summary = simulate(
+        Simulation(verb.recipe, sets, verb.replicas, verb.total_batch, verb.profile, verb.out, to_stderr=verb.json)
+    )
     show(summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout)
     return summary
 

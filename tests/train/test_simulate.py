@@ -1,15 +1,19 @@
 """Simulated runs: bit for bit those of real worlds, in one process."""
 
+import dataclasses
 import json
 import threading
 
 import pytest
 import torch
 
+from detonation.cluster.profile import Axis, Compute, Operation, Profile, Step
 from detonation.cluster.virtual import play
 from detonation.core.link import Link, Mismatch
+from detonation.plan.cost import Network
 from detonation.train import metrics
 from detonation.train.loop import NonFiniteLoss
+from detonation.train.predict import among
 from detonation.train.simulate import Simulation, share, simulate, train_virtual, virtual
 
 EXACT = {
@@ -33,7 +37,7 @@ def simulated(config):
 
 
 def results(summary):
-    left_out = ("seconds", "median_step_seconds", "examples_per_second", "directory", "simulated")
+    left_out = ("seconds", "median_step_seconds", "examples_per_second", "directory", "simulated", "seconds_predicted")
     return {key: value for key, value in summary.items() if key not in left_out}
 
 
@@ -110,6 +114,51 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
     assert (out / "config.toml").exists() and (out / "environment.json").exists()
 
 
+@pytest.fixture
+def profile(recipe, tmp_path):
+    """Two nodes that were measured with that recipe."""
+    operations = {
+        "all-reduce": Operation(0.02, 1e6, 0.0),
+        "all-gather": Operation(0.01, 1e6, 0.0),
+        "all-to-all": Operation(0.01, 1e6, 0.0),
+    }
+    compute = Compute(recipe.stem, 1, forward_backward_s=0.5, spread=0.0, steps={"full": Step(0.1, 0.05)})
+    path = tmp_path / "profile.json"
+    Profile(2, 1, "gloo", {"replicate": Axis(2, 1, operations)}, compute).write(path)
+    return path
+
+
+def test_seconds_are_those_that_a_profile_predicts(recipe, profile, tmp_path):
+    out = tmp_path / "run"
+    sets = ("scheme.name=full", "train.steps=2", "train.clip=1.0")  # clipping needs all gradients: nothing overlaps
+    request = Simulation(recipe, sets, replicas=4, total_batch=8, profile=profile, out=out, to_stderr=True)
+    summary = simulate(request)
+    # half the batch; a ring all-reduce of four has 6 messages in a row where one of two has 2
+    expected = 0.5 / 2 + 0.1 + 3 * 0.02 + 8 * summary["bytes_sent_per_step"] / 1e6
+    assert summary["seconds_predicted"] and summary["median_step_seconds"] == pytest.approx(expected)
+    first = metrics.read(out / "metrics.jsonl")[0]
+    assert first.seconds == pytest.approx(expected) and first.step_s - first.waited_s == pytest.approx(0.1)
+
+
+def test_as_many_replicas_as_were_measured_are_predicted_as_measured(profile):
+    network = Network.of_profile(Profile.read(profile))
+    assert among(network, 2) == network
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compute": None}, "is of no recipe: measure with detonation probe"),
+        ({"shards": 2}, "was measured with 2 replicas x 2 shards, but a simulated replica has one shard"),
+    ],
+)
+def test_a_profile_that_cannot_say_is_refused(recipe, profile, tmp_path, change, message):
+    dataclasses.replace(Profile.read(profile), **change).write(profile)
+    with pytest.raises(ValueError, match=message):
+        simulate(Simulation(recipe, profile=profile, out=tmp_path / "run", to_stderr=True))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -127,6 +176,17 @@ def test_bad_input_is_refused_before_anything_is_written(recipe, tmp_path, optio
     with pytest.raises(ValueError, match=message):
         simulate(Simulation(recipe, out=tmp_path / "run", to_stderr=True, **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_levels_are_refused_and_not_left_out(recipe, tmp_path):
+    one = 'scheme = { name = "demo", topk = 4, chunk = 32 }'
+    tiers = [
+        f'{{ name = "{name}", axis = "{axis}", replicas = 2 }}' for name, axis in (("full", "rack"), ("demo", "site"))
+    ]
+    text = recipe.read_text().replace(one, f"scheme = [{', '.join(tiers)}]")
+    recipe.write_text(text.replace("mesh = { replicas = 2, shards = 2 }", ""))
+    with pytest.raises(ValueError, match=r"^scheme is 'full\+demo', but must be one level in a simulation"):
+        simulate(Simulation(recipe, out=tmp_path / "run", to_stderr=True))
 
 
 def test_a_lost_loss_ends_all_replicas(recipe, tmp_path):

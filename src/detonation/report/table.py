@@ -20,7 +20,10 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("training loss", f"{summary['train_loss']:.4f}"),
         ("validation loss", f"{summary['val_loss']:.4f}{_bigram(summary)}"),
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
-        ("time in steps", f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"),
+        (
+            f"{_predicted(summary)}time in steps",
+            f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms",
+        ),
         ("throughput", f"{summary['examples_per_second']:,.1f} examples/s"),
         ("sent by a replica", f"{size(summary['bytes_sent_per_step'])} a step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
@@ -50,6 +53,10 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 def _virtual(summary: dict[str, Any]) -> str:
     return ", virtual, in one process" if summary.get("simulated") else ""
+
+
+def _predicted(summary: dict[str, Any]) -> str:
+    return "predicted " if summary.get("seconds_predicted") else ""
 
 
 def _bigram(summary: dict[str, Any]) -> str:

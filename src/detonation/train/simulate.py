@@ -12,10 +12,12 @@ import detonation as dt
 from detonation import models
 from detonation.cluster.signals import Stop
 from detonation.cluster.virtual import VirtualWire, play
+from detonation.plan.cost import Cost
 from detonation.train import directory, metrics, optimizers, toml
 from detonation.train.config import Config, Table, require, to_table
 from detonation.train.environment import environment
 from detonation.train.loop import fit
+from detonation.train.predict import predict
 from detonation.train.progress import Screen
 from detonation.train.recipe import parse_sets
 from detonation.train.run import Request, configure
@@ -27,12 +29,16 @@ from detonation.train.world import Alone
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a user asked for. `total_batch`: examples a step over all replicas; the recipe's for each when None."""
+    """What a user asked for. `total_batch`: examples a step over all replicas; the recipe's for each when None.
+
+    profile: of a cluster, whose seconds the steps are given; those of this machine when None.
+    """
 
     recipe: Path
     overrides: tuple[str, ...] = ()
     replicas: int | None = None
     total_batch: int | None = None
+    profile: Path | None = None
     out: Path | None = None
     to_stderr: bool = False
 
@@ -44,6 +50,7 @@ def simulate(request: Simulation) -> Table:
     numbers in another order. Raises `ValueError` for bad input before anything is written.
     """
     config = configured(request)
+    predicted = _predicted(request, config)
     if request.out is not None:
         directory.check_free(request.out, resume=False)
     out = request.out or fresh_directory(f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}")
@@ -54,7 +61,7 @@ def simulate(request: Simulation) -> Table:
         session.optimizer.set_up()  # the replicas compare notes, and sizes are checked, before anything is written
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(_recorder(session, out, screen)) if wire.replica == 0 else None
-            summary = train_virtual(session, recorder)
+            summary = train_virtual(session, recorder, predicted)
             if recorder is not None:
                 directory.write_json(out / directory.SUMMARY, summary)
         return summary
@@ -94,19 +101,35 @@ def virtual(config: Config, wire: VirtualWire) -> Session:
     return Session(config, Alone(wire), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
-def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[str, Any]:
+def _predicted(request: Simulation, config: Config) -> Cost | None:
+    if request.profile is None:
+        return None
+    alone = configured(replace(request, total_batch=None))
+    return predict(config, request.recipe, alone.train.batch_size, request.profile)
+
+
+def train_virtual(session: Session, recorder: Recorder | None = None, predicted: Cost | None = None) -> dict[str, Any]:
     """Trains one virtual replica to the end, telling `recorder` each step; returns the summary. Collective.
 
-    Its seconds are what this machine took for all replicas, one after another: no prediction of a real world's.
+    Seconds are those of `predicted`, a step's on average; else what this machine took for all replicas together.
     """
     records: list[metrics.Record] = []
     add = recorder.add if recorder else records.append
 
     def report(record: metrics.Record) -> None:
-        add(replace(record, waited_s=0.0, step_s=0.0))  # while one waits, the others compute
+        add(timed(record, predicted))
 
     fit(session, 0, session.config.train.steps, report, Stop())
-    return {**summarise(session, recorder.records if recorder else records), "simulated": True}
+    told = {"simulated": True, "seconds_predicted": predicted is not None}
+    return {**summarise(session, recorder.records if recorder else records), **told}
+
+
+def timed(record: metrics.Record, predicted: Cost | None) -> metrics.Record:
+    """`record` with the seconds that are predicted. Without: while one replica waits here, the others compute."""
+    if predicted is None:
+        return replace(record, waited_s=0.0, step_s=0.0)
+    waited = predicted.exposed_s
+    return replace(record, seconds=predicted.total_s, waited_s=waited, step_s=predicted.step_s + waited)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,43 @@
+"""The seconds that a simulated step would take on a cluster that was measured with fewer replicas."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import detonation as dt
+from detonation.cluster.profile import Profile
+from detonation.core.pace import hops
+from detonation.core.traffic import Kind
+from detonation.plan.cost import Cost, Network, Work, cost
+from detonation.train.config import Config
+from detonation.train.plan import shard_shapes
+
+RINGS: tuple[Kind, ...] = ("all-reduce", "all-gather")
+
+
+def predict(config: Config, recipe: Path, recipe_batch: int, path: Path) -> Cost:
+    """What one step of `config` costs by the profile at `path`; forward and backward in proportion to the batch.
+
+    recipe_batch: the examples of a process that the profile was measured with. Raises `ValueError` where the profile
+    cannot say: of another recipe, without compute, of more than one shard, or with the operation not measured.
+    """
+    profile = Profile.read(path)
+    compute = profile.compute
+    if compute is None or compute.recipe != recipe.stem:
+        of = "no recipe" if compute is None else f"the recipe {compute.recipe}"
+        raise ValueError(f"{path} is of {of}: measure with detonation probe {recipe} --shards 1")
+    if profile.shards != 1 or profile.replicas < 2:
+        world = f"{profile.replicas} replicas x {profile.shards} shards"
+        raise ValueError(f"{path} was measured with {world}, but a simulated replica has one shard: probe with 2 x 1")
+    seconds = compute.forward_backward_s * config.train.batch_size / recipe_batch
+    work = Work(shard_shapes(config), seconds, compute.steps, overlap=not config.train.clip)
+    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
+    return cost(scheme, work, among(Network.of_profile(profile), config.mesh.replicas))
+
+
+def among(network: Network, replicas: int) -> Network:
+    """The same wires joining `replicas` nodes: a ring has more messages in a row, and its latency grows with them."""
+    operations = dict(network.operations)  # an all-to-all sends to all at once
+    for kind in RINGS:
+        chain = hops(kind, replicas) / hops(kind, network.replicas)
+        operations[kind] = replace(operations[kind], latency_s=chain * operations[kind].latency_s)
+    return Network(replicas, network.shards, operations)
