@@ -13,6 +13,7 @@ from detonation.cli import main
 from detonation.cluster.profile import Step
 from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
+from detonation.core.traffic import exchanged
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import loss_of, table
@@ -46,9 +47,8 @@ def test_planned_bytes_are_those_that_links_count(scheme):
 def test_a_step_is_computing_and_then_waiting_for_what_is_sent():
     full = cost(dt.full(), WORK, SLOW)
     numel = sum(math.prod(shape) for shape in SHAPES.values())
-    assert full.exposed_s == pytest.approx(
-        8 * 4 * numel / 1e6 + 2 * 0.01
-    )  # all-reduce of two: everything once, two hops
+    sent = exchanged("all-reduce", dt.full().codec, numel, 2)  # among two, everything once and in two hops
+    assert full.exposed_s == pytest.approx(8 * sent / 1e6 + 2 * 0.01)
     assert full.total_s == pytest.approx(0.1 + full.exposed_s)
     assert full.efficiency == pytest.approx(0.1 / full.total_s)
     rounds = cost(dt.diloco(10), WORK, SLOW)

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from detonation.core.envelope import resent
 
 
 class Echo:
-    """A wire among `replicas` that all send the same; nothing leaves this rank."""
+    """A wire among `replicas` that all send the same, each in its own name; nothing leaves this rank."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas, self.replica = replicas, 0
@@ -18,7 +21,7 @@ class Echo:
         return lambda: values.mul_(self._replicas)
 
     def gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        return lambda: mine.expand(self._replicas, -1)
+        return lambda: torch.stack([resent(mine, replica) for replica in range(self._replicas)])
 
     def swap(self, mine: Tensor) -> Callable[[], Tensor]:
-        return lambda: mine.view(self._replicas, -1)[:1].expand(self._replicas, -1)
+        return self.gather(mine.view(self._replicas, -1)[0])

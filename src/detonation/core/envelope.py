@@ -44,6 +44,18 @@ def sealed(parts: Sequence[Tensor], stamp: Stamp) -> tuple[Tensor, ...]:
     return (torch.cat([words, checksum([words, *parts]).view(1)]), *parts)
 
 
+def resent(message: Tensor, sender: int) -> Tensor:
+    """The bytes of a sealed message as `sender` would have sent it; anything else as it is."""
+    words = message[:HEADER_BYTES].clone()
+    if len(words) < HEADER_BYTES or int.from_bytes(bytes(words[:7].tolist()), "little") != MAGIC:
+        return message
+    header = words.view(torch.int64)
+    header[-1] -= checksum([header[:-1]])
+    header[3] = sender << 32 | int(header[3]) & 0xFFFFFFFF
+    header[-1] += checksum([header[:-1]])
+    return torch.cat([words, message[HEADER_BYTES:]])
+
+
 def facts(message: Sequence[Tensor]) -> Tensor:
     """The words of the header of a message, and what it really adds up to; `Facts` reads them."""  # [9] int64
     header, *parts = message
