@@ -125,7 +125,7 @@ class Overlap:
 
     def _refuse_changed(self) -> None:
         changed = [self._names[i] for i, seen in self._seen.items() if not seen.same(self._parameters[i])]
-        if changed or not all(torch.equal(now, then) for now, then in self._samples):
+        if changed or not all(torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in self._samples):
             which = f"the gradient of {changed[0]}" if changed else "a gradient"
             raise OverlapError(
                 f"{which} changed after it was sent within overlap(): clip, unscale or zero gradients without overlap()"

@@ -168,10 +168,11 @@ class Replicated(Optimizer):
             optimizer.step()
 
         For the last backward before each step (with accumulation: of the last micro-batch), on all replicas or none.
-        The results are those of a step without it, and so are the bytes but for a header a bucket. Only the innermost
-        level of gradients overlaps; without one it does nothing, and in the first step, which sets up. Gradients must
-        not be changed between backward and step (clipped, unscaled), for they are on their way: that raises
-        `OverlapError`, and so does a second backward within it, or no `step()` after it.
+        The results are those of a step without it, bit for bit where the network itself does not add up more than two
+        messages; so are the bytes, but for a header a bucket. Only the innermost level of gradients overlaps; without
+        one it does nothing, and in the first step, which sets up. Gradients must not be changed between backward and
+        step (clipped, unscaled), for they are on their way: that raises `OverlapError`, and so does a second backward
+        within it, or no `step()` after it.
         """
         # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
         innermost = next(iter(self._replicators or []), None)
