@@ -136,6 +136,20 @@ def test_the_innermost_level_overlaps():
     assert all(worlds.run(in_levels, 4, 1))
 
 
+def frozen_later(mesh):
+    ends = []
+    for overlapped in (False, True):
+        model, optimizer = start(mesh, dt.demo())
+        model.wide[1].weight.requires_grad_(False)
+        train(model, optimizer, mesh.get_rank(), overlapped)
+        ends.append(outcome(model, optimizer)[:2])
+    return ends[0] == ends[1]
+
+
+def test_a_parameter_that_was_frozen_later_counts_as_zero():
+    assert all(worlds.run(frozen_later, 2, 1))
+
+
 def by_lanes(mesh):
     """Two ranks of a node hold all parameters whole and have the same gradients."""
     ends = []

@@ -75,6 +75,7 @@ class Overlap:
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad  # it may have been frozen since
         ]
         try:
             yield
