@@ -5,6 +5,7 @@ import torch
 
 import detonation as dt
 import worlds
+from detonation.checkpoint.verify import verify
 from detonation.core.flat import digest
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
@@ -49,6 +50,8 @@ def resumed(mesh, folder, schemes, base, kind, width):
             advance(model, optimizer, range(4), width)
             checkpoints.save({"name": name})
             advance(model, optimizer, range(4, 9), width)  # while it is written
+        whole = verify(folder / name / "step-000004")
+        assert whole.good, whole.line()
         other, again = start(mesh, scheme, base, kind)
         advance(other, again, range(2), width)  # what is there before loading leaves no trace
         loaded = dt.load_checkpoint(f"{folder}/{name}", other, again)
