@@ -4,7 +4,6 @@ torchrun --nproc-per-node 4 examples/fsdp2_loop.py
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import detonation as dt
@@ -23,31 +22,34 @@ class Model(nn.Module):
         return x
 
 
-mesh = dt.init_mesh(replicas=2, shards=2)  # from torchrun's environment
-model = Model().to(mesh.device_type)
-dt.shard(model, mesh)  # FSDP2 inside the node, the same weights on every replica
-optimizer = dt.replicate(
-    torch.optim.AdamW(model.parameters(), lr=3e-3), model, mesh["replicate"], dt.demo(topk=4, chunk=64)
-)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+def train() -> None:
+    mesh = dt.init_mesh(replicas=2, shards=2)  # from torchrun's environment
+    model = Model().to(mesh.device_type)
+    dt.shard(model, mesh)  # FSDP2 inside the node, the same weights on every replica
+    optimizer = dt.replicate(
+        torch.optim.AdamW(model.parameters(), lr=3e-3), model, mesh["replicate"], dt.demo(topk=4, chunk=64)
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
-torch.manual_seed(0)
-rotation = torch.linalg.qr(torch.randn(64, 64)).Q.to(mesh.device_type)
-torch.manual_seed(1 + mesh.get_rank())  # every rank sees its own data
-losses = []
-for _ in range(100):
-    target = torch.randn(32, 64, device=mesh.device_type)
-    loss = (model(target @ rotation) - target).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    schedule.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+    torch.manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(64, 64)).Q.to(mesh.device_type)
+    torch.manual_seed(1 + mesh.get_rank())  # every rank sees its own data
+    losses = []
+    for _ in range(100):
+        target = torch.randn(32, 64, device=mesh.device_type)
+        loss = (model(target @ rotation) - target).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
 
-_, equal = dt.fingerprint(model, mesh)
-if mesh.get_rank() == 0:
-    less = 100 * optimizer.dense_bytes / optimizer.bytes_sent
-    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
-dist.barrier()  # nobody leaves while others still talk
-dist.destroy_process_group()
+    _, equal = dt.fingerprint(model, mesh)
+    if mesh.get_rank() == 0:
+        less = 100 * optimizer.dense_bytes / optimizer.bytes_sent
+        print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {less:.1f} times fewer bytes, replicas equal: {equal}")
+
+
+train()
+dt.leave()  # when nothing holds the process group any more

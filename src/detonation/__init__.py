@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from detonation.checkpoint.load import load_checkpoint as load_checkpoint
     from detonation.checkpoint.writer import Checkpoints as Checkpoints
     from detonation.checkpoint.writer import save_checkpoint as save_checkpoint
+    from detonation.cluster.join import leave as leave
     from detonation.cluster.mesh import init_mesh as init_mesh
     from detonation.cluster.mesh import same_weights as same_weights
     from detonation.cluster.mesh import shard as shard
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 _HOME = {
     "detonation.checkpoint.load": ["load_checkpoint"],
     "detonation.checkpoint.writer": ["Checkpoints", "save_checkpoint"],
+    "detonation.cluster.join": ["leave"],
     "detonation.cluster.mesh": ["init_mesh", "same_weights", "shard"],
     "detonation.cluster.verify": ["fingerprint"],
     "detonation.core.checkpoint": ["TrainingState", "load_replica_state", "replica_state"],

@@ -1,5 +1,6 @@
 """A process's place in the world it was started in, and the process group that it joins there."""
 
+import gc
 import os
 import re
 from collections.abc import Mapping
@@ -105,10 +106,18 @@ def device_here() -> torch.device:
 
 
 def leave() -> None:
-    """Waits until every rank is here, then leaves the process group."""
+    """Waits until every rank is here, then leaves the process group and ends its threads. Collective.
+
+    The threads end with the last reference to the group. So call it when the function that trained has returned: an
+    interpreter that is taken down around them may abort ("terminate called without an active exception"). Some of torch
+    keep it longer: functions of torch.distributed.nn if imported after the group was made, and caches of sharded tensors.
+    """
     if _pulse is not None:
         _pulse.leave(dist.barrier)
+    else:
+        dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # meshes, models and optimizers refer to each other in circles
 
 
 def gpus_for(local_world_size: int) -> bool:
