@@ -78,8 +78,8 @@ def described(optimizer: Replicated) -> dict[str, Any]:
 
 def _option(key: str, here: Any, saved: Any) -> Any:
     """An option of a parameter group, which must be of the kind that it is here; one that is not here, a number."""
-    if isinstance(here, tuple) and isinstance(saved, list) and len(here) == len(saved):
-        return tuple(_option(key, mine, theirs) for mine, theirs in zip(here, saved, strict=True))
+    if isinstance(here, tuple | list) and isinstance(saved, list) and len(here) == len(saved):
+        return type(here)(_option(key, mine, theirs) for mine, theirs in zip(here, saved, strict=True))
     number = type(here) in (int, float) and type(saved) in (int, float)
     switch = isinstance(here, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(here, str) and isinstance(saved, str))):
