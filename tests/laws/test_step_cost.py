@@ -110,4 +110,4 @@ def test_the_plain_step_needs_one_temporary_of_the_size_of_the_model(plain):
     scheme = dt.demo(topk=4, chunk=64)
     watch, layout = watched(scheme, [(64, 8000)] * 8, kernels=False)
     flat = 4 * layout.rows * layout.chunk
-    assert flat < watch.peak < 1.6 * flat  # besides the message, its columns in eight bytes each, and a block of rows
+    assert flat < watch.peak < 1.75 * flat  # besides: the message, its columns in eight bytes each, a block of rows

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from detonation.core.bits import pack, packed_bytes, unpack
-from detonation.core.largest import rising
 from detonation.kernels import native
 
 
@@ -50,11 +49,7 @@ class Columns:
 
     def ordered(self, columns: Tensor) -> Tensor:
         """The columns in the order in which `decode` returns them."""  # [rows, kept] -> [rows, kept]
-        if not self.bitmap:
-            return columns
-        if columns.device.type == "cpu" and len(columns):
-            return torch.cat([rising(block) for block in torch.split(columns, 4096)])
-        return columns.sort(1).values
+        return columns.sort(1).values if self.bitmap else columns
 
     def encode(self, columns: Tensor | Packed) -> Tensor:
         if isinstance(columns, Packed):

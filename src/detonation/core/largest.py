@@ -1,12 +1,14 @@
 """Largest: which coefficients of every row are the largest, by a sorting network over whole columns.
 
-On a CPU torch.topk sorts row by row; a network of minima and maxima works on all rows at once.
+On a CPU torch.topk sorts row by row; a network of minima and maxima works on all rows at once, and is faster where few
+are wanted: its operations grow with their number.
 """
 
 import torch
 from torch import Tensor
 
 CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
+MOST = 8
 
 
 def largest(coefficients: Tensor, count: int) -> Tensor:
@@ -26,15 +28,6 @@ def largest(coefficients: Tensor, count: int) -> Tensor:
         groups //= 2
         best = _cleaned([torch.maximum(a[:groups], b[groups:]) for a, b in zip(best, reversed(best), strict=True)])
     return torch.cat(best[:count]).bitwise_and_(chunk - 1).neg_().add_(chunk - 1).t().to(torch.int64)
-
-
-def rising(columns: Tensor) -> Tensor:
-    """Every row sorted, the smallest first."""  # [rows, count] int64 -> [rows, count] int64
-    count = columns.shape[1]
-    lines = list(columns.t().to(torch.int32).neg_().unbind(0))
-    last = torch.full_like(lines[0], -(2**31))
-    filled = lines + [last] * ((1 << (count - 1).bit_length()) - count)
-    return torch.stack(_sorted(filled)[:count], 1).neg_().to(torch.int64)
 
 
 def _sorted(lines: list[Tensor]) -> list[Tensor]:

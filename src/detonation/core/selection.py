@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.largest import CHUNKS, largest
+from detonation.core.largest import CHUNKS, MOST, largest
 
 
 class Selection(Protocol):
@@ -58,8 +58,8 @@ class Everything:
 class TopK:
     """The `topk` coefficients of largest magnitude of every chunk.
 
-    Which of equal ones is told is open; in the fast way on the CPU those count as equal whose magnitudes agree but for
-    chunk units in the last place.
+    Which of equal ones is told is open; a CPU takes those as equal, where few are told, whose magnitudes agree but for
+    `chunk` units in the last place.
     """
 
     topk: int
@@ -78,7 +78,8 @@ class TopK:
         return self.topk
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        if coefficients.device.type == "cpu" and self.chunk in CHUNKS and len(coefficients):
+        few = self.topk <= MOST and self.chunk in CHUNKS
+        if few and coefficients.device.type == "cpu" and len(coefficients):
             blocks = torch.split(coefficients, 4096)  # as many as stay in the cache
             return torch.cat([largest(block, self.topk) for block in blocks])
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices

@@ -3,6 +3,29 @@
 #include <cstdint>
 #include <cstring>
 
+#include "columns.h"
+
+namespace {
+
+// Rows of up to 64 columns fit one word: no branch depends on what is in them.
+int check_short(const uint8_t *packed, int64_t rows, int kept, int chunk, int width) {
+  Unpacker columns(packed, (rows * kept * width + 7) / 8);
+  uint64_t all = 0, twice = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    uint64_t once = 0;
+    for (int k = 0; k < kept; ++k) {
+      const uint64_t mark = uint64_t(1) << columns.get(width);
+      twice |= once & mark;
+      once |= mark;
+    }
+    all |= once;
+  }
+  if (chunk < 64 && all >> chunk) return 1;
+  return twice ? 2 : 0;
+}
+
+}  // namespace
+
 extern "C" {
 
 void detonation_pack(const int64_t *numbers, int64_t count, int width, uint8_t *packed) {
@@ -70,6 +93,7 @@ int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t first) 
 
 // 1 where a column of `width` bits is not below `chunk`, 2 where a row has one twice, 0 where all is well.
 int detonation_check_columns(const uint8_t *packed, int64_t rows, int kept, int chunk, int width) {
+  if (chunk <= 64) return check_short(packed, rows, kept, chunk, width);
   const uint64_t mask = (uint64_t(1) << width) - 1;
   uint64_t held = 0, seen[1 << 10] = {};
   int bits = 0;
@@ -91,7 +115,13 @@ int detonation_check_columns(const uint8_t *packed, int64_t rows, int kept, int 
 int detonation_check_bitmap(const uint8_t *bitmap, int64_t rows, int kept, int chunk) {
   for (int64_t r = 0; r < rows; ++r) {
     int found = 0;
-    if (chunk % 8 == 0) {
+    if (chunk % 64 == 0) {
+      for (int word = 0; word < chunk / 64; ++word) {
+        uint64_t marks;
+        std::memcpy(&marks, bitmap + r * chunk / 8 + 8 * word, sizeof marks);
+        found += __builtin_popcountll(marks);
+      }
+    } else if (chunk % 8 == 0) {
       for (int byte = 0; byte < chunk / 8; ++byte) found += __builtin_popcount(bitmap[r * chunk / 8 + byte]);
     } else {
       for (int64_t bit = r * chunk; bit < (r + 1) * chunk; ++bit) found += bitmap[bit >> 3] >> (bit & 7) & 1;
