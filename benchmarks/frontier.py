@@ -24,6 +24,9 @@ QUICK, VIT = "recipes/quick-lm.toml", "recipes/vit-fashion.toml"
 TOTAL = {QUICK: 32, VIT: 128}
 """Examples a step over all replicas: those of the recipe at 2 replicas x 2 shards."""
 
+NOISE = 0.05
+"""What a run differs by from its twin whose last bits differ: docs/log.md."""
+
 Row = dict[str, Any]
 
 
@@ -219,27 +222,35 @@ def per_parameter(row: Row) -> float:
 
 
 def figure(found: Sequence[Row], path: Path) -> None:
-    """Loss against bytes: one point a method, mean over the seeds, with a bar from the best to the worst."""
+    """Loss against bytes on quick-lm at 2 replicas: filled points judge (mean, best to worst), hollow ones tuned.
+
+    The grey band is what single runs differ by from their twins (docs/log.md), around AdamW with full synchronisation.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     from detonation.report.figures import COLOURS
 
+    shown = [row for row in found if row["study"] in ("bytes", "tuning") and row["val_loss"]]
+    methods = list(dict.fromkeys(row["method"] for row in shown))
+    full = statistics.fmean(row["val_loss"] for row in shown if row["method"] == "AdamW, full")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 10}):
         drawing = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = drawing.add_subplot()
-        judged = groups([r for r in found if r["study"] == "bytes"], "method")
-        for i, ((method,), same) in enumerate(judged.items()):
+        axes.axhspan(full - NOISE / 2, full + NOISE / 2, color="0.92", zorder=0)
+        for (method, study, _), same in groups(shown, "method", "study", "sets").items():
             losses = [row["val_loss"] for row in same]
-            mean, colour = statistics.fmean(losses), COLOURS[i % len(COLOURS)]
+            mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), COLOURS[methods.index(method) % 6]
             bar = [[mean - min(losses)], [max(losses) - mean]]
-            x = per_parameter(same[0])
-            axes.errorbar([x], [mean], yerr=bar, fmt="os^D"[i // len(COLOURS)], color=colour, capsize=3, markersize=7)
-            axes.annotate(method, (x, mean), textcoords="offset points", xytext=(7, 5), fontsize=9)
-        full = [r["val_loss"] for r in found if r["study"] == "bytes" and r["method"] == "AdamW, full"]
-        axes.axhspan(min(full), max(full), color="0.9", zorder=0)
+            face = colour if study == "bytes" else "white"
+            axes.errorbar([x], [mean], yerr=bar, fmt="o", color=colour, markerfacecolor=face, capsize=3, markersize=7)
+        for method in methods:
+            best = min((row for row in shown if row["method"] == method), key=lambda row: row["val_loss"])
+            place = (per_parameter(best), best["val_loss"])
+            axes.annotate(method, place, textcoords="offset points", xytext=(0, -14), ha="center", fontsize=9)
         axes.set_xscale("log")
         axes.set_xlim(0.004, 12)
+        axes.margins(y=0.12)
         axes.set_xlabel("bytes a parameter and step, sent by one of 2 replicas")
         axes.set_ylabel("validation loss (nats a byte)")
         axes.spines[["top", "right"]].set_visible(False)
