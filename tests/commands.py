@@ -106,11 +106,17 @@ class Command:
 
     def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
         """Returns when it has shown that many steps."""
+        if not self.comes_to_step(step, timeout_s):
+            self.kill()
+            raise AssertionError(f"did not come to step {step}:\n{self.stdout[-1000:]}\n{self.stderr}")
+
+    def comes_to_step(self, step: int, timeout_s: float = 60) -> bool:
+        """Waits until it has shown that many steps; False where it ended or the time was over before."""
         limit = time.monotonic() + timeout_s
         while self.stdout.count("\nstep ") < step:
             if select.select([self._handle], [], [], 0.01)[0] or time.monotonic() > limit:
-                self.kill()
-                raise AssertionError(f"did not come to step {step}:\n{self.stdout[-1000:]}\n{self.stderr}")
+                return False
+        return True
 
     def kill(self) -> None:
         """Ends it, and with it its ranks, if it still runs."""

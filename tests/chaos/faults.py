@@ -1,9 +1,11 @@
 """A training run that is killed, stopped and preempted again and again, and started again each time."""
 
+import contextlib
 import json
 import os
 import random
 import resource
+import select
 import signal
 import time
 from pathlib import Path
@@ -57,66 +59,88 @@ def uninterrupted(folder: Path, steps: int = STEPS) -> Run:
     return run
 
 
+class Job:
+    """Runs one after the other, each started again until it has finished; all must end where `expected` says."""
+
+    def __init__(self, folder: Path, expected: Result, rng: random.Random, steps: int) -> None:
+        self._folder, self._expected, self._rng, self._steps = folder, expected, rng, steps
+        self._runs = [Run(folder / "run0")]
+
+    def going(self) -> Command:
+        """A start that is at a random moment of a step, a save or a validation."""
+        while True:
+            if self._runs[-1].finished:
+                self._runs.append(Run(self._folder / f"run{len(self._runs)}"))
+            command = self._runs[-1].start()
+            if command.comes_to_step(self._rng.randrange(1, self._steps), 120):
+                time.sleep(self._rng.random() * 0.05)
+                if not command.ended:
+                    return command
+            if command.wait() != 0:
+                raise AssertionError(f"could not go on: {command.stdout[-1000:]}{command.errors}")
+
+    @property
+    def finished(self) -> bool:
+        return self._runs[-1].finished
+
+    def end(self) -> list[str]:
+        """Lets the last run finish; what is wrong with the results."""
+        if not self.finished and (command := self._runs[-1].start()).wait(300) != 0:
+            return [f"could not go on: {command.errors}"]
+        return [f"{r.out} did not end as the uninterrupted run" for r in self._runs if r.result() != self._expected]
+
+
 def killed_and_stopped(folder: Path, expected: Result, seed: int, kills: int, stops: int) -> list[Row]:
     """Ranks, or the launcher, end or hang at random moments; whoever is left ends, and a new start goes on."""
     kill, stop = Row("kill -9 of a rank or the launcher"), Row("SIGSTOP of a rank")
     rng = random.Random(seed)
     faults = ["kill"] * kills + ["stop"] * stops
     rng.shuffle(faults)
-    runs = [Run(folder / "run0")]
+    job = Job(folder, expected, rng, 6)
     for fault in faults:
-        if runs[-1].finished:
-            runs.append(Run(folder / f"run{len(runs)}"))
-        command = runs[-1].start()
-        command.wait_for_step(rng.randrange(1, 6), 120)
-        time.sleep(rng.random() * 0.05)  # any moment of a step, a save or a validation
-        victims = [*command.ranks, command.pid] if fault == "kill" else command.ranks
-        if not victims:
-            command.wait()
-            continue
-        victim = rng.choice(victims)
-        since, row = time.monotonic(), kill if fault == "kill" else stop
+        command = job.going()
+        ranks, row = command.ranks, kill if fault == "kill" else stop
+        victim = rng.choice([*ranks, command.pid] if fault == "kill" else ranks)
+        since = time.monotonic()
         os.kill(victim, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         code = command.wait(60)
-        named = code == (-signal.SIGKILL if victim == command.pid else 1) or (code == 0 and runs[-1].finished)
-        row.add("" if named else f"ended with {code}: {command.errors}", since)
-    for run in runs:
-        while not run.finished:
-            command = run.start()
-            if command.wait(300) != 0:
-                kill.fails(f"could not go on: {command.errors}")
-                break
-        if run.finished and run.result() != expected:
-            kill.fails(f"{run.out} did not end where the uninterrupted run did")
+        well = code == (-signal.SIGKILL if victim == command.pid else 1) or (code == 0 and job.finished)
+        problem = "" if well else f"ended with {code}: {command.errors}"
+        row.add(problem or _left(ranks), since)
+    kill.losses += job.end()
     return [kill, stop]
+
+
+def _left(ranks: list[int]) -> str:
+    """Waits until all `ranks` are gone; says which outlived their launcher by more than 2 s."""
+    limit = time.monotonic() + 2
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            gone = select.select([handle], [], [], max(limit - time.monotonic(), 0))[0]
+            os.close(handle)
+            if not gone:
+                return f"process {pid} outlived its launcher"
+    return ""
 
 
 def preempted(folder: Path, expected: Result, seed: int, count: int) -> Row:
     """A scheduler's signals at random moments, to the launcher, to one rank or to all."""
-    row = Row("SIGTERM or SIGUSR1, then resumed")
-    rng = random.Random(seed)
-    runs = [Run(folder / "run0")]
+    row, rng = Row("SIGTERM or SIGUSR1, then resumed"), random.Random(seed)
+    job = Job(folder, expected, rng, 12)
     for _ in range(count):
-        if runs[-1].finished:
-            runs.append(Run(folder / f"run{len(runs)}"))
-        command = runs[-1].start()
-        command.wait_for_step(rng.randrange(1, 12), 120)
-        time.sleep(rng.random() * 0.05)
-        number = rng.choice([signal.SIGTERM, signal.SIGUSR1])
-        since, to = time.monotonic(), rng.choice(["launcher", "rank", "all"])
+        command = job.going()
+        number, to = rng.choice([signal.SIGTERM, signal.SIGUSR1]), rng.choice(["launcher", "rank", "all"])
+        since, ranks = time.monotonic(), command.ranks
         if to == "all":
             os.killpg(command.pid, number)
         else:
-            os.kill(rng.choice(command.ranks or [command.pid]) if to == "rank" else command.pid, number)
+            os.kill(rng.choice(ranks) if to == "rank" else command.pid, number)
         code = command.wait(60)
         last = (command.stdout.splitlines() or [""])[-1]
-        well = code == 0 and (runs[-1].finished or last.startswith(f"stopped by {number.name} after step"))
+        well = code == 0 and (job.finished or last.startswith(f"stopped by {number.name} after step"))
         row.add("" if well else f"{number.name} to {to}: ended with {code}: {command.errors}{last}", since)
-    for run in runs:
-        if not run.finished and run.start().wait(300) != 0:
-            row.fails(f"{run.out} could not go on")
-        elif run.result() != expected:
-            row.fails(f"{run.out} did not end where the uninterrupted run did")
+    row.losses += job.end()
     return row
 
 
@@ -138,7 +162,7 @@ def disk_full(folder: Path, sizes: int) -> Row:
         row.add("" if found is not None and not command.ended else f"size {index}: {command.errors}", since)
         command.wait_for_step(command.stdout.count("\nstep ") + 5, 120)
     if command.wait(300) or run.result() != expected:
-        row.fails(f"the run did not end where one with room did: {command.errors}")
+        row.losses.append(f"the run did not end where one with room did: {command.errors}")
     return row
 
 

@@ -28,10 +28,6 @@ class Row:
         if since is not None:
             self.worst_s = max(self.worst_s, time.monotonic() - since)
 
-    def fails(self, problem: str) -> None:
-        """Notes a loss that shows only at the end."""
-        self.losses.append(problem)
-
 
 def table(rows: list[Row]) -> str:
     """The table of the gate."""

@@ -109,8 +109,8 @@ def leave() -> None:
     """Waits until every rank is here, then leaves the process group and ends its threads. Collective.
 
     The threads end with the last reference to the group. So call it when the function that trained has returned: an
-    interpreter that is taken down around them may abort ("terminate called without an active exception"). Some of torch
-    keep it longer: functions of torch.distributed.nn if imported after the group was made, and caches of sharded tensors.
+    interpreter that is taken down around them may abort ("terminate called without an active exception"). torch keeps
+    some longer: in functions of torch.distributed.nn that are imported later, and in caches of sharded tensors.
     """
     if _pulse is not None:
         _pulse.leave(dist.barrier)
