@@ -100,7 +100,7 @@ def killed_and_stopped(folder: Path, expected: Result, seed: int, kills: int, st
     for fault in faults:
         command = job.going()
         ranks, row = command.ranks, kill if fault == "kill" else stop
-        victim = rng.choice([*ranks, command.pid] if fault == "kill" else ranks)
+        victim = rng.choice([*ranks, command.pid] if fault == "kill" or not ranks else ranks)
         since = time.monotonic()
         os.kill(victim, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         code = command.wait(60)
