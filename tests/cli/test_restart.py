@@ -76,6 +76,8 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, whole, s
     assert result(out) == whole
     ranks = start()
     assert [rank.wait() for rank in ranks] == [0, 0]
+    alone = Command(tmp_path, *train, env={"SLURM_RESTART_COUNT": 1})
+    assert alone.wait() == 0, alone.errors
     assert result(out) == whole
 
 

@@ -57,7 +57,11 @@ def run(request: Request, fail: Callable[[Exception], int]) -> Table:
         raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
     place = launched(os.environ)
     if place is not None:
-        return run_launched(place, lambda: _work(request, place), fail, interface=request.interface)
+        return run_launched(
+            place, lambda: _finished(request) or work(_prepare(request, place)[0]), fail, interface=request.interface
+        )
+    if finished := _finished(request):
+        return finished
     keep_to_one_interface(os.environ, True, request.interface)
     # A process that computed with several threads must not be forked: the children would wait for threads they lack.
     torch.set_num_threads(1)
@@ -97,10 +101,11 @@ def _world(mesh: Table, levels: int | None, place: Place | None) -> Table:
     return {key: value for key, value in fill({**mesh, "replicas": levels}, place).items() if key != "replicas"}
 
 
-def _work(request: Request, place: Place) -> Table:
-    if request.out is not None and restarted(os.environ) and (request.out / directory.SUMMARY).exists():
-        return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
-    return work(_prepare(request, place)[0])
+def _finished(request: Request) -> Table | None:
+    """The summary of a run that had finished when its launcher started it again."""
+    if request.out is None or not restarted(os.environ) or not (request.out / directory.SUMMARY).exists():
+        return None
+    return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
 
 
 def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
