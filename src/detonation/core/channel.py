@@ -33,11 +33,13 @@ class Carrier:
 class Flight:
     """What one replica tells at one step, on its way in one message or in several, and what all agree on.
 
+    silent: whether any of it is zeros in the place of what is not finite.
     told: what the update would be if all had told what this replica did; only for a scheme that needs it.
     """
 
     def __init__(self, scheme: Scheme, layout: Layout, step: int) -> None:
         self.told: Tensor | None = None
+        self.silent = False
         self._layout, self._step = layout, step
         self._tells = scheme.lookahead or scheme.follow != "anchor"
         self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
@@ -51,6 +53,7 @@ class Flight:
         """
         pieces = carrier.bucket.cut(signals)
         status = carrier.guard.status(pieces)
+        self.silent |= status > 0
         selected = carrier.engine.silence(self._step) if status else carrier.engine.select(pieces, self._step)
         prepared = carrier.exchange.prepare(selected, self._step, status)
         if self._tells:

@@ -125,8 +125,12 @@ class Guard:
     def open_sum(self, total: Tensor, count: int, step: int) -> Tensor:
         """The sum of the values alone, after all statuses were counted; zeros where it is not finite."""  # [count]
         values = total[:count]
-        finite = values.isfinite().all().to(torch.float32).view(1)
-        fine, *digits = torch.cat([finite, total[count:].to(torch.float32)]).tolist()
+        library = native.load_for(values)
+        if library and values.dtype == torch.float32:
+            finite = torch.tensor([library.beyond([values], torch.finfo(torch.float32).max) < 0])
+        else:
+            finite = values.isfinite().all().view(1)
+        fine, *digits = torch.cat([finite.to(torch.float32), total[count:].to(torch.float32)]).tolist()
         for sender in range(len(digits) // DIGITS):
             own = digits[DIGITS * sender : DIGITS * (sender + 1)]
             known = all(0 <= digit <= 255 and digit == int(digit) for digit in own)

@@ -30,6 +30,7 @@ class ParameterReplicator:
         self._settled_at = torch.zeros((), dtype=torch.int64)
         self._arriving: Callable[[], Tensor] | Tensor | None = None
         self._untold: Tensor | None = None
+        self._lost = False
         self._steps_left = torch.zeros((), dtype=torch.int64)  # until the message lands; 0 where none is on its way
         self._anchor = OuterSGD(self._where(), scheme.outer)
         ahead = scheme.follow == "share"
@@ -100,6 +101,7 @@ class ParameterReplicator:
         sent = self.channel.send(self.channel.layout.parts(moved), step)
         self._arriving = sent.update
         self._steps_left.fill_(self._round.delay)
+        self._lost = sent.silent
         if sent.told is not None and self._start:
             self._start.follow(self._anchor.flat, sent.told)
             copy(self._weights(), self.channel.layout.parts(self._start.flat))
@@ -114,7 +116,9 @@ class ParameterReplicator:
         if self._follows == "share":
             return
         target = self._anchor.flat
-        if self._untold is not None:
+        if self._lost:  # the weights here are not finite: nothing of where they have got to is kept
+            pass
+        elif self._untold is not None:
             target = target - self._untold
         elif self._keep:
             target = target.lerp(self._where(), self._keep)

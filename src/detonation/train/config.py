@@ -58,7 +58,9 @@ class Schedule:
 class Train:
     """How long and in what portions; `batch_size` is that of one process, `clip` 0 and `validate_every` 0 mean off.
 
-    A checkpoint is written every `checkpoint_every` steps (0: only at the end); the newest `keep` stay.
+    A checkpoint is written every `checkpoint_every` steps (0: only at the end); the newest `keep` stay. `non_finite` is
+    what happens where a replica's gradient is not finite ("stop", or "skip" its part); every `verify_every` steps (0:
+    never) what must be equal on all replicas is compared, and `on_drift` ("stop" or "repair") where it is not.
     """
 
     steps: int
@@ -71,6 +73,9 @@ class Train:
     validation_batches: int = 16
     checkpoint_every: int = 0
     keep: int = 3
+    non_finite: str = "stop"
+    verify_every: int = 100
+    on_drift: str = "stop"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches", "keep"):
@@ -81,6 +86,10 @@ class Train:
         at_end = "at least 0 (0 = only at the end)"
         require(self.checkpoint_every >= 0, "train.checkpoint_every", self.checkpoint_every, at_end)
         require(0 <= self.clip < math.inf, "train.clip", self.clip, "at least 0 (0 = off)")
+        require(self.non_finite in ("stop", "skip"), "train.non_finite", self.non_finite, "'stop' or 'skip'")
+        require(self.on_drift in ("stop", "repair"), "train.on_drift", self.on_drift, "'stop' or 'repair'")
+        least, why = (1, " to repair") if self.on_drift == "repair" else (0, " (0 = never)")
+        require(self.verify_every >= least, "train.verify_every", self.verify_every, f"at least {least}{why}")
         require(self.autocast in ("", "bf16"), "train.autocast", self.autocast, "'' or 'bf16'")
 
 

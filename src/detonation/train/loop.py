@@ -13,9 +13,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from detonation import data
 from detonation.cluster.failure import RunError
 from detonation.cluster.signals import Stop
+from detonation.core.ledger import BadPeer, Drift, NonFiniteGradient
 from detonation.train.evaluate import autocast, reshard, to, validate
 from detonation.train.metrics import Record
 from detonation.train.setup import Session, scheduler
+
+
+class Unsafe(RunError):
+    """What the optimizer will not go on with: poison, refused messages or drift; raised on all ranks."""
 
 
 class NonFiniteLoss(RunError):
@@ -121,6 +126,9 @@ def _agree(session: Session, step: int, loss: torch.Tensor, stop: Stop) -> tuple
 def _update(session: Session, schedule: LambdaLR) -> None:
     if session.config.train.clip:
         clip_grad_norm_(session.model.parameters(), session.config.train.clip)
-    session.optimizer.step()
+    try:
+        session.optimizer.step()
+    except (NonFiniteGradient, BadPeer, Drift) as error:  # on all ranks at once, in the same words
+        raise Unsafe(str(error)) from error
     session.optimizer.zero_grad()
     schedule.step()

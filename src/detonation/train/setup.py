@@ -78,7 +78,7 @@ def start(config: Config, device: torch.device) -> Session:
     base = optimizers.build(config.optimizer, model)
     schemes = [dt.scheme(level.scheme.name, level.scheme.arguments) for level in config.levels]
     levels = list(zip(axes(config, mesh), schemes, strict=True))
-    optimizer = dt.replicate(base, model, levels=levels, seed=config.seed)
+    optimizer = dt.replicate(base, model, levels=levels, seed=config.seed, safety=safety(config))
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
 
 
@@ -101,6 +101,11 @@ def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
     tiers = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     *inner, outermost = [tiers[level.axis] for level in config.levels]
     return [*inner, slowed(outermost, config.mesh.link)]
+
+
+def safety(config: Config) -> dt.Safety:
+    """What the recipe says of poison and drift."""
+    return dt.Safety(config.train.non_finite, config.train.verify_every, config.train.on_drift)  # type: ignore[arg-type]
 
 
 def between_replicas(mesh: DeviceMesh, link: str) -> Axis:

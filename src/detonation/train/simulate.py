@@ -21,7 +21,7 @@ from detonation.train.predict import predict
 from detonation.train.progress import Screen
 from detonation.train.recipe import parse_sets
 from detonation.train.run import Request, configure
-from detonation.train.setup import Session, check, load_data
+from detonation.train.setup import Session, check, load_data, safety
 from detonation.train.summary import summarise
 from detonation.train.worker import Recorder, fresh_directory
 from detonation.train.world import Alone
@@ -97,7 +97,7 @@ def virtual(config: Config, wire: VirtualWire) -> Session:
     model = models.build(config.model.name, config.model.arguments)
     base = optimizers.build(config.optimizer, model)
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    optimizer = dt.replicate(base, model, wire, scheme, seed=config.seed)
+    optimizer = dt.replicate(base, model, wire, scheme, seed=config.seed, safety=safety(config))
     return Session(config, Alone(wire), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
