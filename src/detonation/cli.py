@@ -77,6 +77,29 @@ class Simulate(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Compare(_Common):
+    """Train a recipe under several schemes, one after another on the same data and seed, and write one page.
+
+    Runs that are finished in --out are not run again.
+    """
+
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
+    """What to train, each scheme at the settings that the recipe has for it."""
+    schemes: Annotated[str, arg(metavar="NAME,NAME,...")] = dataclasses.field(kw_only=True)
+    """Schemes, such as full,demo,random,diloco."""
+    set: _Sets = ()
+    """Override the recipe, as in train."""
+    replicas: _Integer = None
+    """Copies of the model (nodes); the recipe's when left out."""
+    shards: _Integer = None
+    """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
+    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Probe(_Common):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
@@ -162,6 +185,7 @@ class Env(_Common):
 
 _Verb = (
     Annotated[Train, subcommand("train")]
+    | Annotated[Compare, subcommand("compare")]
     | Annotated[Simulate, subcommand("simulate")]
     | Annotated[Probe, subcommand("probe")]
     | Annotated[Plan, subcommand("plan")]
@@ -240,6 +264,22 @@ def _train(verb: Train) -> dict[str, Any] | None:
     page = [] if "stopped_after" in summary else [try_write([Path(summary["directory"])])]
     show(summary, page, sys.stderr if verb.json else sys.stdout)
     return summary
+
+
+def _compare(verb: Compare) -> dict[str, Any]:
+    from detonation.report.page import try_write
+    from detonation.report.table import show_all
+    from detonation.train.compare import compare
+    from detonation.train.run import Request
+
+    sets = tuple(assignment for group in verb.set for assignment in group)
+    request = Request(verb.recipe, sets, verb.replicas, verb.shards, verb.link, verb.out, to_stderr=verb.json)
+    schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
+    summaries = compare(request, schemes, lambda error: _explain(verb, error))
+    directories = [Path(summary["directory"]) for summary in summaries]
+    page = directories[0].parent / "report.html"
+    show_all(summaries, [try_write(directories, page)], sys.stderr if verb.json else sys.stdout)
+    return {"runs": summaries, "report": str(page)}
 
 
 def _simulate(verb: Simulate) -> dict[str, Any]:
@@ -340,6 +380,7 @@ def _env(verb: Env) -> dict[str, Any]:
 
 _VERBS: dict[type, Any] = {
     Train: _train,
+    Compare: _compare,
     Simulate: _simulate,
     Probe: _probe,
     Plan: _plan,

@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from detonation.report.read import Run
@@ -34,10 +35,48 @@ def against_bytes(runs: Sequence[Run]) -> str:
     senders = [run for run in runs if run.bytes_so_far()[-1]]
     if not senders:
         return ""
-    return _curves(senders, lambda run: [count / 1e6 for count in run.bytes_so_far()], "MB sent by one replica")
+    megabytes = "MB sent by one replica"  # several schemes differ by orders of magnitude
+    return _curves(senders, lambda run: [count / 1e6 for count in run.bytes_so_far()], megabytes, log=len(senders) > 1)
 
 
-def _curves(runs: Sequence[Run], across: Callable[[Run], list[float]], label: str) -> str:
+def against_seconds(runs: Sequence[Run]) -> str:
+    """Loss against the time spent in steps."""
+    return _curves(runs, lambda run: list(accumulate(run.series("seconds"))), "seconds in steps")
+
+
+def breakdown(runs: Sequence[Run]) -> str:
+    """Where a step's time goes, the median of each part: a bar a run. Empty for runs that did not write it down."""
+    timed = [run for run in runs if all("step_s" in record for record in run.records)]
+    if not timed:
+        return ""
+    parts = {
+        "forward and backward": [run.median(lambda r: r["seconds"] - r["step_s"]) for run in timed],
+        "optimizer: encode, decode, update": [run.median(lambda r: r["step_s"] - r["waited_s"]) for run in timed],
+        "waiting for the network": [run.median(lambda r: r["waited_s"]) for run in timed],
+    }
+    return _bars([run.name for run in timed], parts, "ms a step, median")
+
+
+def _bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], label: str) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 1.4 + 0.5 * len(names)), layout="constrained")
+        axes = figure.add_subplot()
+        left = [0.0] * len(names)
+        for (part, seconds), colour in zip(parts.items(), COLOURS, strict=False):
+            values = [1000 * second for second in seconds]
+            axes.barh(list(names), values, left=left, color=colour, label=part, height=0.6)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper left", frameon=False, fontsize=9, ncols=2)
+        return _svg(figure)
+
+
+def _curves(runs: Sequence[Run], across: Callable[[Run], list[float]], label: str, log: bool = False) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -48,10 +87,16 @@ def _curves(runs: Sequence[Run], across: Callable[[Run], list[float]], label: st
             _draw(axes, run, across(run), COLOURS[i % len(COLOURS)], _DASHES[i // len(COLOURS) % len(_DASHES)])
         axes.set_xlabel(label)
         axes.set_ylabel("loss (nats)")
+        if log:
+            axes.set_xscale("log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
+        return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
     return _inline(text.getvalue())
 
 

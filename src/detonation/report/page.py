@@ -1,10 +1,12 @@
 """One self-contained HTML page about one run or several: no scripts, no fonts, nothing fetched."""
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from detonation.report.figures import against_bytes, against_steps
+from detonation.report.figures import against_bytes, against_seconds, against_steps, breakdown
 from detonation.report.read import Run, read
 from detonation.report.table import rows
 
@@ -36,6 +38,10 @@ pre {{ overflow-x: auto; padding: .8rem; background: #8882; }}
 {steps}
 <h2>Loss against bytes sent</h2>
 {sent}
+<h2>Loss against time</h2>
+{seconds}
+{parts}
+<h2>Configuration</h2>
 {configs}
 </body>
 </html>
@@ -61,10 +67,10 @@ def write(directories: Sequence[Path], out: Path | None = None) -> Path:
     return target
 
 
-def try_write(directories: Sequence[Path]) -> str:
+def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
     """As `write`, but what stands in its way does not matter: returns a line that says where it is, or why not."""
     try:
-        return f"report: {write(directories)}"
+        return f"report: {write(directories, out)}"
     except (ValueError, OSError) as error:
         return str(error)
 
@@ -72,13 +78,15 @@ def try_write(directories: Sequence[Path]) -> str:
 def page(runs: Sequence[Run]) -> str:
     """The page as HTML."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    configs = "\n".join(f"<h2>Configuration of {escape(r.name)}</h2>\n<pre>{escape(r.config)}</pre>" for r in runs)
+    parts = breakdown(runs)
     return _PAGE.format(
         title=escape(title),
         table=_table(runs),
         steps=against_steps(runs),
         sent=against_bytes(runs) or "<p>Nothing was sent.</p>",
-        configs=configs,
+        seconds=against_seconds(runs),
+        parts=f"<h2>Where a step's time goes</h2>\n{parts}" if parts else "",
+        configs=_differences(runs) + "\n".join(_config(run) for run in runs),
     )
 
 
@@ -89,3 +97,27 @@ def _table(runs: Sequence[Run]) -> str:
     cells = [(label, [escape(column.get(label, "-")) for column in columns]) for label in labels]
     body = "".join(f"<tr><th>{label}</th>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for label, row in cells)
     return f"<table>\n{head}{body}</table>"
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """What the configurations do not have in common, side by side."""
+    if len(runs) == 1:
+        return ""
+    flat = [_flat(tomllib.loads(run.config)) for run in runs]
+    keys = [key for key in dict.fromkeys(k for one in flat for k in one) if len({one.get(key) for one in flat}) > 1]
+    head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+    rows = [(key, [escape(one.get(key, "-")) for one in flat]) for key in keys]
+    body = "".join(f"<tr><th>{escape(k)}</th>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for k, row in rows)
+    return f'<p>What differs:</p>\n<div class="wide"><table>\n{head}{body}</table></div>\n'
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: str(value)}
+    return found
+
+
+def _config(run: Run) -> str:
+    summary = f"{escape(run.name)}, whole"
+    return f"<details><summary>{summary}</summary>\n<pre>{escape(run.config)}</pre></details>"

@@ -1,6 +1,8 @@
 """A finished run as the report sees it: plain values read from its directory. Imports nothing else of this package."""
 
 import json
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +25,10 @@ class Run:
     def bytes_so_far(self) -> list[float]:
         """What one replica has sent up to and including each step."""
         return list(accumulate(self.series("bytes_sent")))
+
+    def median(self, value: Callable[[dict[str, Any]], float]) -> float:
+        """The median of `value` over the steps."""
+        return statistics.median(value(record) for record in self.records)
 
     def validations(self) -> list[tuple[int, float]]:
         """Index into the records, and validation loss, wherever it was measured."""

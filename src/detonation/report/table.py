@@ -1,12 +1,12 @@
 """The summary of a run as rows for people, and on a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from detonation.report.words import factor, size
+from detonation.report.words import duration, factor, size
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -49,6 +49,25 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
     for note in notes:
         console.print(note)
     console.print(f"run directory: {summary['directory']}")
+
+
+def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
+    """Prints several runs in one table, a row each, and `notes`."""
+    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    table = Table("scheme", "optimizer", "validation loss", "sent a step", "less", "a step", "replicas equal")
+    for summary in summaries:
+        table.add_row(
+            summary["scheme"],
+            summary["optimizer"],
+            f"{summary['val_loss']:.4f}",
+            size(summary["bytes_sent_per_step"]),
+            factor(summary["reduction"]),
+            duration(summary["median_step_seconds"]),
+            "yes" if summary["replicas_equal"] else "no",
+        )
+    console.print(table)
+    for note in notes:
+        console.print(note)
 
 
 def _virtual(summary: dict[str, Any]) -> str:

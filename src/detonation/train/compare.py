@@ -1,0 +1,44 @@
+"""What `detonation compare` does: one recipe under several schemes, one run after another on the same data and seed."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from detonation.choices import unknown
+from detonation.cluster.join import launched
+from detonation.core.schemes import SCHEMES
+from detonation.train import directory, toml
+from detonation.train.config import Config, Table, to_table
+from detonation.train.run import Request, configure, run
+from detonation.train.setup import check
+
+
+def compare(request: Request, schemes: Sequence[str], explain: Callable[[Exception], int]) -> list[Table]:
+    """Trains as `request` says under each of `schemes`, at the settings that the recipe has for it; their summaries.
+
+    Each run has a directory of its own in `request.out`; those that are finished there are not run again. Raises
+    `ValueError` for bad input of any before the first one starts.
+    """
+    if launched(os.environ) is not None:
+        raise ValueError("compare starts its own processes: under a launcher use train, once for each scheme")
+    if len(schemes) < 2 or len(set(schemes)) < len(schemes):
+        raise ValueError(f"--schemes is {','.join(schemes)!r}, must be two different schemes or more: full,demo,random")
+    out = request.out or Path("runs") / f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = []
+    for name in schemes:
+        if name not in SCHEMES:
+            raise unknown("scheme", name, SCHEMES)
+        one = replace(request, overrides=(*request.overrides, f"scheme.name={name}"), out=out / name)
+        runs.append((one, check(configure(one, None))))
+    return [_finished(out / config.scheme.name, config) or run(one, explain) for one, config in runs]
+
+
+def _finished(path: Path, config: Config) -> Table | None:
+    """The summary of the run at `path`, where it is finished and was of the same configuration."""
+    try:
+        same = (path / directory.CONFIG).read_text(encoding="utf-8") == toml.dumps(to_table(config))
+        return {**directory.read_json(path / directory.SUMMARY), "directory": str(path)} if same else None
+    except (OSError, ValueError):
+        return None

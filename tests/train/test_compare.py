@@ -1,0 +1,40 @@
+"""Comparing schemes: a run each on the same data, one page, and nothing that is finished is done twice."""
+
+import json
+from pathlib import Path
+
+from detonation.cli import main
+
+QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
+SHORT = ("--set", "train.steps=2", "train.validation_batches=1", "--replicas", "2", "--shards", "1")
+
+
+def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capfd):
+    arguments = ["compare", QUICK, "--schemes", "full,random_sign", *SHORT, "--out", str(tmp_path), "--json"]
+    assert main(arguments) == 0
+    printed = capfd.readouterr()
+    found = json.loads(printed.out)
+    assert [run["scheme"] for run in found["runs"]] == ["full", "random_sign"]
+    assert [run["optimizer"] for run in found["runs"]] == ["AdamW", "SignSGD"]  # each as the recipe has tuned it
+    assert found["runs"][0]["bytes_sent_per_step"] > 100 * found["runs"][1]["bytes_sent_per_step"]
+    page = Path(found["report"]).read_text()
+    assert page.count("<svg") == 4 and "<script" not in page
+    assert "What differs" in page and "scheme.name" in page and "scheme.rate" in page
+    assert "train.steps</th>" not in page  # the same in both
+
+    assert main(arguments) == 0
+    again = capfd.readouterr()
+    assert json.loads(again.out) == found and "step 2/2" not in again.err
+
+
+def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for schemes, line in {
+        "full": "error: --schemes is 'full', must be two different schemes or more: full,demo,random",
+        "full,full": "error: --schemes is 'full,full', must be two different schemes or more",
+        "full,dem": "error: unknown scheme 'dem', did you mean 'demo'?",
+    }.items():
+        assert main(["compare", QUICK, "--schemes", schemes]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(line) and len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
