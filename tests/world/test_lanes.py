@@ -7,8 +7,9 @@ from torch.distributed.fsdp import fully_shard
 import detonation as dt
 import worlds
 from detonation.core import traffic, wire
+from detonation.core.drift import differences, mended
 from detonation.core.flat import digest, local
-from detonation.core.link import Mismatch
+from detonation.core.link import Link, Mismatch
 from zoo import Menagerie, Plain, batch, built
 
 STEPS = 4
@@ -140,6 +141,23 @@ def awkward(mesh):
 def test_shares_that_do_not_divide():
     results = worlds.run(awkward, 2, 3)
     assert len(set(results)) == 1 and results[0][1] > 0
+
+
+def drifted(mesh):
+    """One lane of one node has come to hold something else: every rank learns which replica and what."""
+    link = Link(mesh["replicate"], mesh["shard"])
+    tensors = {"a": torch.ones(3), "b": torch.ones(100), "c": torch.ones(5)}
+    before = differences(link, tensors, torch.device("cpu"))
+    if mesh.get_rank() == 3:
+        tensors["a"][2] = 2  # its word would be carried by the other lane
+    (found,) = differences(link, tensors, torch.device("cpu"))
+    return before, str(found), bool(mended(link, found, tensors["a"]).eq(1).all()), link.bytes_sent
+
+
+def test_a_lane_that_drifts_is_found_by_all_and_mended():
+    found = worlds.run(drifted, 2, 2)
+    assert len({str(rank) for rank in found}) == 1
+    assert found[0][:3] == ([], "replica 1 differs from replica 0 in a", True)
 
 
 def unequal(mesh):

@@ -65,11 +65,15 @@ class Link:
         return lambda: [_unpack(row, slices[0]) for row in arrived()]
 
     def collect(self, words: Tensor) -> Tensor:
-        """Everyone's `words`, of which all have equally many, in replica order. Not counted as sent."""
-        counted, waited = self.bytes_sent, self.waited_s  # [n] -> [replicas, n]
-        everyone = self.gather([words])()
-        self.bytes_sent, self.waited_s = counted, waited
-        return torch.stack([row[0] for row in everyone])
+        """Everyone's `words`, of which all have equally many, in replica order. Not counted as sent.
+
+        Lanes may differ here, where their messages must not: those of a replica are mixed into one word, so that all
+        ranks learn of it.
+        """  # [n] int64 -> [replicas, n]
+        if self._fast is not None:
+            lanes = _everyones(self._fast, words)  # [lanes, n]
+            words = (lanes * torch.arange(1, 2 * len(lanes), 2, device=words.device)[:, None]).sum(0)
+        return _everyones(self._slow, words)
 
     def agree(self, description: Mapping[str, str], device: torch.device, notes: Mapping[str, str]) -> None:
         """Raises `Mismatch` on every rank where descriptions differ, naming what does. Not counted as sent.
@@ -105,6 +109,11 @@ class Link:
 
 def _wire(axis: Axis) -> Wire:
     return Group(axis) if isinstance(axis, DeviceMesh) else axis
+
+
+def _everyones(wire: Wire, words: Tensor) -> Tensor:
+    """What each end of the wire says in place of `words`."""  # [n] -> [ends, n]
+    return wire.gather(words.contiguous().view(torch.uint8))().reshape(-1).view(words.dtype).view(wire.size(), -1)
 
 
 def _told(wire: Wire, value: Any, device: torch.device) -> list[Any]:
