@@ -10,15 +10,16 @@ from detonation.core.traffic import Kind
 from detonation.plan.cost import Cost, Network, Work, cost
 from detonation.train.config import Config
 from detonation.train.plan import shard_shapes
+from detonation.train.run import Request, configure
 
 RINGS: tuple[Kind, ...] = ("all-reduce", "all-gather")
 
 
-def predict(config: Config, recipe: Path, recipe_batch: int, path: Path) -> Cost:
-    """What one step of `config` costs by the profile at `path`; forward and backward in proportion to the batch.
+def predict(config: Config, recipe: Path, path: Path) -> Cost:
+    """What one step of `config` costs by the profile at `path`, which was measured with `recipe` as it stands.
 
-    recipe_batch: the examples of a process that the profile was measured with. Raises `ValueError` where the profile
-    cannot say: of another recipe, without compute, of more than one shard, or with the operation not measured.
+    Forward and backward are taken to be in proportion to the batch. Raises `ValueError` where the profile cannot say:
+    of another recipe, without compute, of more than one shard or of a single replica.
     """
     profile = Profile.read(path)
     compute = profile.compute
@@ -28,7 +29,9 @@ def predict(config: Config, recipe: Path, recipe_batch: int, path: Path) -> Cost
     if profile.shards != 1 or profile.replicas < 2:
         world = f"{profile.replicas} replicas x {profile.shards} shards"
         raise ValueError(f"{path} was measured with {world}, but a simulated replica has one shard: probe with 2 x 1")
-    seconds = compute.forward_backward_s * config.train.batch_size / recipe_batch
+    measured = configure(Request(recipe), None).train
+    examples = config.train.batch_size * config.train.accumulate / (measured.batch_size * measured.accumulate)
+    seconds = compute.forward_backward_s * examples
     work = Work(shard_shapes(config), seconds, compute.steps, overlap=not config.train.clip)
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
     return cost(scheme, work, among(Network.of_profile(profile), config.mesh.replicas))

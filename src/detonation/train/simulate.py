@@ -50,7 +50,7 @@ def simulate(request: Simulation) -> Table:
     numbers in another order. Raises `ValueError` for bad input before anything is written.
     """
     config = configured(request)
-    predicted = _predicted(request, config)
+    predicted = predict(config, request.recipe, request.profile) if request.profile else None
     if request.out is not None:
         directory.check_free(request.out, resume=False)
     out = request.out or fresh_directory(f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}")
@@ -99,13 +99,6 @@ def virtual(config: Config, wire: VirtualWire) -> Session:
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
     optimizer = dt.replicate(base, model, wire, scheme, seed=config.seed, safety=safety(config))
     return Session(config, Alone(wire), torch.device("cpu"), load_data(config.data), model, base, optimizer)
-
-
-def _predicted(request: Simulation, config: Config) -> Cost | None:
-    if request.profile is None:
-        return None
-    alone = configured(replace(request, total_batch=None))
-    return predict(config, request.recipe, alone.train.batch_size, request.profile)
 
 
 def train_virtual(session: Session, recorder: Recorder | None = None, predicted: Cost | None = None) -> dict[str, Any]:
