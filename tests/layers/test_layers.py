@@ -88,7 +88,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1 or p.stem in ("cli", "__main__")], ids=str)
+@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1 or p.stem == "__main__"], ids=str)
 def test_packages_import_downwards(path):
     package = path.parts[0].removesuffix(".py")
     ours = {name.split(".")[1] for name in imports(path) if name.startswith("detonation.")}

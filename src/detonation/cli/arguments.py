@@ -1,22 +1,17 @@
-"""The command `detonation`: parse, call, print. Heavy imports wait until a verb needs them."""
+"""The verbs of the command line and their flags, as tyro reads them. Imports nothing heavy."""
 
 import dataclasses
-import json
-import os
-import sys
-import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 _Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
 _Integer = Annotated[int | None, arg(metavar="INT")]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Common:
+class Common:
     json: bool = False
     """Print exactly one JSON object last on stdout; what people read goes to stderr."""
     debug: bool = False
@@ -24,7 +19,7 @@ class _Common:
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(_Common):
+class Train(Common):
     """Train a model as a recipe says.
 
     Starts replicas x shards processes on this machine, or joins those that torchrun or srun started.
@@ -55,7 +50,7 @@ class Train(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulate(_Common):
+class Simulate(Common):
     """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
 
     Each has its own model, memory and data, and runs the code of a real replica of one shard: the result is that of a
@@ -77,7 +72,7 @@ class Simulate(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Compare(_Common):
+class Compare(Common):
     """Train a recipe under several schemes, one after another on the same data and seed, and write one page.
 
     Runs that are finished in --out are not run again.
@@ -100,7 +95,7 @@ class Compare(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe(_Common):
+class Probe(Common):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
     Starts replicas x shards processes on this machine, or joins those that torchrun or srun started.
@@ -121,7 +116,7 @@ class Probe(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(_Common):
+class Plan(Common):
     """Rank the schemes for a cluster: seconds a step, bytes, memory, and what their loss was measured to cost."""
 
     recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
@@ -143,7 +138,7 @@ class Plan(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(_Common):
+class Report(Common):
     """Write a page that shows a run, or one that compares several."""
 
     directories: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR...")]] = dataclasses.field(kw_only=True)
@@ -153,7 +148,7 @@ class Report(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(_Common):
+class Verify(Common):
     """Say whether checkpoints are whole and replicas agree in them; exit code 1 where not."""
 
     directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
@@ -161,7 +156,7 @@ class Verify(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Export(_Common):
+class Export(Common):
     """Write the model of a run's newest whole checkpoint for transformers' from_pretrained."""
 
     directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
@@ -171,7 +166,7 @@ class Export(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fetch(_Common):
+class Fetch(Common):
     """Bring data sets to this machine."""
 
     names: Positional[Annotated[tuple[str, ...], arg(metavar="NAME...")]] = dataclasses.field(kw_only=True)
@@ -179,11 +174,11 @@ class Fetch(_Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Env(_Common):
+class Env(Common):
     """Print versions and platform, to paste into a bug report."""
 
 
-_Verb = (
+Verb = (
     Annotated[Train, subcommand("train")]
     | Annotated[Compare, subcommand("compare")]
     | Annotated[Simulate, subcommand("simulate")]
@@ -195,222 +190,3 @@ _Verb = (
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Env, subcommand("env")]
 )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, 2 for bad input, 130 for Ctrl-C.
-
-    A rank of a launcher's world ends here, without a return: see `end_now`.
-    """
-    verb: Any = tyro.cli(
-        _Verb,
-        prog="detonation",
-        description="Train PyTorch models over slow links: sharded inside the node, in touch between nodes.",
-        args=arguments,
-        config=(FlagCreatePairsOff,),
-    )
-    # Both are read when torch is imported, and only then.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
-    code = _run(verb)
-    if isinstance(verb, Train | Probe) and _in_launched_world():
-        from detonation.cluster.end import end_now
-
-        end_now(code)
-    return code
-
-
-def _run(verb: Any) -> int:
-    try:
-        result = _VERBS[type(verb)](verb)
-    except KeyboardInterrupt:
-        return _fail(verb, "interrupted", 130)
-    except Exception as error:
-        return _explain(verb, error)
-    if verb.json and result is not None:
-        print(json.dumps(result))
-    return 1 if result is not None and result.get("good") is False else 0
-
-
-def _in_launched_world() -> bool:
-    from detonation.cluster.join import launched
-
-    return launched(os.environ) is not None
-
-
-def _train(verb: Train) -> dict[str, Any] | None:
-    from detonation.report.page import try_write
-    from detonation.report.table import show
-    from detonation.train.run import Request, is_first, run
-
-    sets = tuple(assignment for group in verb.set for assignment in group)
-    request = Request(
-        verb.recipe,
-        sets,
-        verb.replicas,
-        verb.shards,
-        verb.link,
-        verb.out,
-        verb.resume,
-        verb.stop_after,
-        verb.checkpoint_every,
-        verb.keep,
-        verb.interface,
-        to_stderr=verb.json,
-    )
-    summary = run(request, lambda error: _explain(verb, error))
-    if not is_first():
-        return None
-    page = [] if "stopped_after" in summary else [try_write([Path(summary["directory"])])]
-    show(summary, page, sys.stderr if verb.json else sys.stdout)
-    return summary
-
-
-def _compare(verb: Compare) -> dict[str, Any]:
-    from detonation.report.page import try_write
-    from detonation.report.table import show_all
-    from detonation.train.compare import compare
-    from detonation.train.run import Request
-
-    sets = tuple(assignment for group in verb.set for assignment in group)
-    request = Request(verb.recipe, sets, verb.replicas, verb.shards, verb.link, verb.out, to_stderr=verb.json)
-    schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
-    summaries = compare(request, schemes, lambda error: _explain(verb, error))
-    directories = [Path(summary["directory"]) for summary in summaries]
-    page = directories[0].parent / "report.html"
-    show_all(summaries, [try_write(directories, page)], sys.stderr if verb.json else sys.stdout)
-    return {"runs": summaries, "report": str(page)}
-
-
-def _simulate(verb: Simulate) -> dict[str, Any]:
-    from detonation.report.page import try_write
-    from detonation.report.table import show
-    from detonation.train.simulate import Simulation, simulate
-
-    sets = tuple(assignment for group in verb.set for assignment in group)
-    summary = simulate(
-        Simulation(verb.recipe, sets, verb.replicas, verb.total_batch, verb.profile, verb.out, to_stderr=verb.json)
-    )
-    show(summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout)
-    return summary
-
-
-def _probe(verb: Probe) -> dict[str, Any] | None:
-    from detonation.report.links import show_profile
-    from detonation.train.probe import probe
-
-    sets = tuple(assignment for group in verb.set for assignment in group)
-    profile = probe(verb.recipe, sets, verb.replicas, verb.shards, verb.link, lambda error: _explain(verb, error))
-    if profile is None:
-        return None
-    table = profile.write(verb.out)
-    show_profile(table, sys.stderr if verb.json else sys.stdout)
-    _say(verb, f"profile: {verb.out}")
-    return table
-
-
-def _plan(verb: Plan) -> dict[str, Any]:
-    from detonation.report.plan import show_plan
-    from detonation.train.plan import Question, plan
-
-    sets = tuple(assignment for group in verb.set for assignment in group)
-    found = plan(
-        Question(
-            verb.recipe,
-            sets,
-            verb.profile,
-            verb.link,
-            verb.step_time,
-            verb.replicas,
-            verb.shards,
-            verb.parameters,
-        )
-    )
-    show_plan(found, sys.stderr if verb.json else sys.stdout)
-    return found
-
-
-def _report(verb: Report) -> dict[str, Any]:
-    from detonation.report.page import write
-
-    path = write(list(verb.directories), verb.out)
-    _say(verb, str(path))
-    return {"report": str(path)}
-
-
-def _verify(verb: Verify) -> dict[str, Any]:
-    from detonation.checkpoint.verify import checkpoints, verify
-
-    verdicts = [verify(path) for path in checkpoints(verb.directory)]
-    for verdict in verdicts:
-        _say(verb, verdict.line())
-    found = [{"path": str(v.path), "good": v.good, "faults": v.faults, "differences": v.differences} for v in verdicts]
-    return {"good": all(verdict.good for verdict in verdicts), "checkpoints": found}
-
-
-def _export(verb: Export) -> dict[str, Any]:
-    from detonation.train.export import export
-
-    exported = export(verb.directory, verb.out)
-    _say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}")
-    return exported
-
-
-def _fetch(verb: Fetch) -> dict[str, Any]:
-    from detonation.data import SOURCES
-    from detonation.data.fetch import fetch
-
-    if not verb.names:
-        raise ValueError(f"fetch needs at least one name: {', '.join(SOURCES)}")
-    paths = {}
-    for name in verb.names:
-        paths[name] = str(fetch(name))
-        _say(verb, f"{name}: {paths[name]}")
-    return paths
-
-
-def _env(verb: Env) -> dict[str, Any]:
-    from detonation.train.environment import environment, lines
-
-    found = environment()
-    for line in lines(found):
-        _say(verb, line)
-    return found
-
-
-_VERBS: dict[type, Any] = {
-    Train: _train,
-    Compare: _compare,
-    Simulate: _simulate,
-    Probe: _probe,
-    Plan: _plan,
-    Report: _report,
-    Verify: _verify,
-    Export: _export,
-    Fetch: _fetch,
-    Env: _env,
-}
-
-
-def _say(verb: _Common, line: str) -> None:
-    print(line, file=sys.stderr if verb.json else sys.stdout)
-
-
-def _explain(verb: _Common, error: Exception) -> int:
-    from detonation.cluster.failure import WorldError, describe
-
-    world = error if isinstance(error, WorldError) else None
-    if verb.debug:
-        trace = world.failure.trace if world else ""
-        print(trace or "".join(traceback.format_exception(error)), file=sys.stderr, end="")
-    if world and world.told:
-        return 2 if world.failure.bad_input else 1
-    bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
-    return _fail(verb, describe(error), 2 if bad_input else 1)
-
-
-def _fail(verb: _Common, line: str, code: int) -> int:
-    print(f"error: {line}", file=sys.stderr)
-    if verb.json:
-        print(json.dumps({"error": line, "code": code}))
-    return code

@@ -1,0 +1,34 @@
+"""How a command speaks to people: lines, errors in one line, and exit codes."""
+
+import json
+import sys
+import traceback
+
+from detonation.cli.arguments import Common
+
+
+def say(verb: Common, line: str) -> None:
+    """Prints a line for people: to stderr where stdout is for a program."""
+    print(line, file=sys.stderr if verb.json else sys.stdout)
+
+
+def explain(verb: Common, error: Exception) -> int:
+    """Says in one line what went wrong, unless another rank has; returns the exit code: 2 for bad input, else 1."""
+    from detonation.cluster.failure import WorldError, describe
+
+    world = error if isinstance(error, WorldError) else None
+    if verb.debug:
+        trace = world.failure.trace if world else ""
+        print(trace or "".join(traceback.format_exception(error)), file=sys.stderr, end="")
+    if world and world.told:
+        return 2 if world.failure.bad_input else 1
+    bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
+    return fail(verb, describe(error), 2 if bad_input else 1)
+
+
+def fail(verb: Common, line: str, code: int) -> int:
+    """Prints the line of an error, for a program too; returns `code`."""
+    print(f"error: {line}", file=sys.stderr)
+    if verb.json:
+        print(json.dumps({"error": line, "code": code}))
+    return code
