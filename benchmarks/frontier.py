@@ -243,11 +243,21 @@ def figure(found: Sequence[Row], path: Path) -> None:
             mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), COLOURS[methods.index(method) % 6]
             bar = [[mean - min(losses)], [max(losses) - mean]]
             face = colour if study == "bytes" else "white"
-            axes.errorbar([x], [mean], yerr=bar, fmt="o", color=colour, markerfacecolor=face, capsize=3, markersize=7)
+            axes.errorbar(
+                [x],
+                [mean],
+                yerr=bar,
+                fmt="os"[methods.index(method) // 6],
+                color=colour,
+                markerfacecolor=face,
+                capsize=3,
+                markersize=7,
+            )
         for method in methods:
             best = min((row for row in shown if row["method"] == method), key=lambda row: row["val_loss"])
             place = (per_parameter(best), best["val_loss"])
-            axes.annotate(method, place, textcoords="offset points", xytext=(0, -14), ha="center", fontsize=9)
+            side = -14 if methods.index(method) % 2 else 8
+            axes.annotate(method, place, textcoords="offset points", xytext=(0, side), ha="center", fontsize=8)
         axes.set_xscale("log")
         axes.set_xlim(0.004, 12)
         axes.margins(y=0.12)
