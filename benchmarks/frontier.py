@@ -252,12 +252,10 @@ def figure(found: Sequence[Row], path: Path) -> None:
                 markerfacecolor=face,
                 capsize=3,
                 markersize=7,
+                label=method,
             )
-        for method in methods:
-            best = min((row for row in shown if row["method"] == method), key=lambda row: row["val_loss"])
-            place = (per_parameter(best), best["val_loss"])
-            side = -14 if methods.index(method) % 2 else 8
-            axes.annotate(method, place, textcoords="offset points", xytext=(0, side), ha="center", fontsize=8)
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        axes.legend(handles.values(), handles.keys(), frameon=False, loc="upper right")
         axes.set_xscale("log")
         axes.set_xlim(0.004, 12)
         axes.margins(y=0.12)
