@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_what_a_person_sees_and_the_report(tmp_path):
     assert lines[-1] == f"run directory: {out}"
     assert any("replicas equal" in line and "yes, bitwise" in line for line in lines)
     page = (out / "report.html").read_text()
-    assert page.count("<svg") == 2 and "http-equiv" not in page and "<script" not in page
+    assert page.count("<svg") == 4 and "http-equiv" not in page and "<script" not in page
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
 
     both = detonation("report", out, out, "--out", tmp_path / "both.html", "--json")
@@ -112,6 +113,7 @@ def test_when_the_command_ends_all_its_ranks_do(tmp_path, stop, code, says):
         text=True,
         start_new_session=True,
         env=env,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     ) as process:
         assert any(line.startswith("step") for line in iter(process.stdout.readline, ""))
         stop(process.pid)

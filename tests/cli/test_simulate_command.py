@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, line):
 def test_ctrl_c_ends_it(tmp_path):
     command = [sys.executable, "-m", "detonation", "simulate", QUICK, "--out", str(tmp_path / "run")]
     sets = ["--set", "train.log_every=1", "train.batch_size=1"]
-    with subprocess.Popen([*command, *sets], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored where tests run in the background
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, *sets], **pipes, text=True, preexec_fn=heard) as process:
         assert any(line.startswith("step") for line in iter(process.stdout.readline, ""))
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=20)
