@@ -21,7 +21,7 @@ def losses(scheme: str, out: Path) -> list[float]:
     """The mean training loss of each of six steps as 2 x 2, a round of DiLoCo included."""
     short = ["train.steps=6", "train.validation_batches=1", "schedule.warmup=2", f"scheme.name={scheme}"]
     rounds = ["scheme.every=3"] if scheme == "diloco" else []
-    run(Request(RECIPE, (*short, *rounds), out=out, to_stderr=True))
+    run(Request(RECIPE, (*short, *rounds), out=out, to_stderr=True), lambda error: pytest.fail(str(error)))
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import detonation as dt
 import worlds
 from detonation.core import traffic
+from detonation.core.envelope import HEADER_BYTES
 from detonation.core.flat import Layout, local
 from detonation.core.memory import Feedback, Memory
 from zoo import GRADIENT, batch, decode, encode
@@ -119,7 +120,7 @@ def test_a_step_is_a_pure_function_of_seed_and_step():
 def test_the_meter_counts_what_goes_to_every_peer():
     """Published: its own payload once, whatever the number of peers and the collective."""
     layout = Layout.of({"w": (640, 64)}, 64)
-    message = 640 * 4 * (32 + 6) // 8
+    message = 640 * 4 * (32 + 6) // 8 + HEADER_BYTES
     gathered = [traffic.bytes_sent(dt.demo(link="all-gather"), layout, replicas, 0) for replicas in (1, 2, 8)]
     assert gathered == [0, message, 7 * message]
     dense = 4 * layout.numel

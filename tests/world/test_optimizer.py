@@ -280,23 +280,24 @@ def test_replicas_started_differently_are_told_what_differs(how, named):
 
 
 def poisoned(mesh):
-    """NaN in one element on one replica: caught there, by name, before the memory."""
+    """NaN in one element on one replica: it never reaches the memory, and all stop at that step."""
     model, optimizer = start(mesh)
     advance(model, optimizer, range(2))
     before = dt.replica_state(optimizer)
     model(batch(0, 9, 32)).mean().backward()
-    outcome = None
-    if mesh.get_local_rank("replicate") == 1:
+    poisoned = mesh.get_local_rank("replicate") == 1
+    if poisoned:
         local(model.layers[1].weight.grad)[3, 4] = float("nan")
-        outcome = caught(optimizer.step)
-        assert all(torch.equal(v, before[k]) for k, v in dt.replica_state(optimizer).items())
+    outcome = caught(optimizer.step)
+    after = dt.replica_state(optimizer)
+    assert not poisoned or all(torch.equal(after[key], before[key]) for key in before)
     return outcome
 
 
 def test_a_non_finite_gradient_is_caught_before_the_memory():
-    kind, text = worlds.run(poisoned, 2, 1)[1]
-    assert kind == NonFiniteGradient.__name__
-    assert text == "the gradient of layers.1.weight is not finite on replica 1 at step 2"
+    for kind, text in worlds.run(poisoned, 2, 1):
+        assert kind == NonFiniteGradient.__name__
+        assert text.startswith("the gradient of layers.1.weight is not finite on replica 1 at step 2")
 
 
 def refusals(mesh):
