@@ -42,6 +42,15 @@ def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: An
     return [result for _, result in outcomes]
 
 
+def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
+    """The class and the text of what `function(*arguments)` raises."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 def _receive(receiver: Connection) -> tuple[bool, Any]:
     if not receiver.poll(TIMEOUT_S):
         return False, f"no answer within {TIMEOUT_S} s"

@@ -22,6 +22,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["engine", "exchange", "private", "channel", "trial"],
     [
         "place",
+        "closure",
         "signsgd",
         "signals",
         "muon",

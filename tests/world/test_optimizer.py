@@ -13,6 +13,7 @@ from detonation.core.flat import digest, local
 from detonation.core.ledger import NonFiniteGradient
 from detonation.core.link import Mismatch
 from detonation.core.traffic import LargerThanDense
+from worlds import caught
 from zoo import SCHEMES, Plain, batch, built
 
 BASES = {
@@ -243,14 +244,6 @@ def test_state_of_another_model_is_refused():
     shape, keys = worlds.run(state_that_does_not_fit, 2, 1)[0]
     assert "0.residual.layers.0.bias was saved with shape (3,), is (64,) here" in shape
     assert "another model or scheme" in keys
-
-
-def caught(function, *arguments):
-    try:
-        function(*arguments)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def started_differently(mesh, how):

@@ -12,6 +12,7 @@ from detonation.core.engine import Plain as PlainEngine
 from detonation.core.flat import digest, local
 from detonation.core.ledger import BadPeer, Drift, NonFiniteGradient
 from detonation.core.link import Mismatch
+from worlds import caught
 from zoo import TALKING, Plain, batch, built
 
 SKIP = dt.Safety(non_finite="skip")
@@ -32,14 +33,6 @@ def advance(mesh, model, optimizer, steps, bad=lambda step, gradient: None):
             bad(step, local(model.layers[1].weight.grad))
         optimizer.step()
         optimizer.zero_grad()
-
-
-def caught(function, *arguments):
-    try:
-        function(*arguments)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def poison(value, at):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from detonation.core.closure import evaluated
 from detonation.core.flat import local
 
 
@@ -48,10 +49,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all parameters that have a gradient; returns what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             present = [p for p in group["params"] if p.grad is not None]
             matrices = [p for p in present if p.ndim == 2 and group["orthogonal"]]

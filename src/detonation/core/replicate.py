@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
+from detonation.core.closure import evaluated
 from detonation.core.flat import local
 from detonation.core.gradient_replicator import GradientReplicator
 from detonation.core.lanes import ways
@@ -139,10 +140,7 @@ class Replicated(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of training, on all ranks at once; returns what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if self._only_creates_state():
             self.base.step()
             return loss

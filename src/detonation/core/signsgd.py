@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.core.closure import evaluated
 from detonation.core.flat import local
 from detonation.kernels import native
 
@@ -38,10 +39,7 @@ class SignSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all parameters that have a gradient; returns what `closure` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None and local(p).numel()]
             if not parameters:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from detonation import models
 from detonation.cluster.profile import Profile
 from detonation.core.pace import Pace
 from detonation.plan.advice import advise
@@ -17,7 +14,7 @@ from detonation.plan.search import candidates, options
 from detonation.train.config import Config, require
 from detonation.train.run import Request, configure
 from detonation.train.setup import check
-from detonation.train.sizes import local_shapes
+from detonation.train.sizes import shard_shapes
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -48,13 +45,6 @@ def plan(question: Question) -> dict[str, Any]:
     work = _work(question, profile, config, network.shards)
     found = options(candidates(), work, network)
     return {**advise(found, work, network), "parameters": sum(numel(shapes) for shapes in work.shards)}
-
-
-def shard_shapes(config: Config) -> list[Shapes]:
-    """The local shapes of a recipe's trained parameters on each rank of a node."""
-    with torch.device("meta"):
-        model = models.build(config.model.name, config.model.arguments)
-    return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
 
 
 def numel(shapes: Shapes) -> int:

@@ -9,8 +9,8 @@ from detonation.core.pace import hops
 from detonation.core.traffic import Kind
 from detonation.plan.cost import Cost, Network, Work, cost
 from detonation.train.config import Config
-from detonation.train.plan import shard_shapes
 from detonation.train.run import Request, configure
+from detonation.train.sizes import shard_shapes
 
 RINGS: tuple[Kind, ...] = ("all-reduce", "all-gather")
 

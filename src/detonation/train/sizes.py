@@ -11,12 +11,18 @@ from detonation.train.config import Config
 
 def check_sizes(config: Config) -> None:
     """Raises `LargerThanDense`, as the first step would, where a level would send more than full synchronisation."""
-    with torch.device("meta"):
-        model = models.build(config.model.name, config.model.arguments)
+    shards = shard_shapes(config)
     for level in config.levels:
         scheme = dt.scheme(level.scheme.name, level.scheme.arguments)
-        for shard in range(config.mesh.shards if scheme.signal != "nothing" else 0):
-            check(scheme, scheme.codec.layout(local_shapes(model, shard, config.mesh.shards)), level.replicas)
+        for shapes in shards if scheme.signal != "nothing" else []:
+            check(scheme, scheme.codec.layout(shapes), level.replicas)
+
+
+def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of a recipe's trained parameters on each rank of a node, without a model in memory."""
+    with torch.device("meta"):
+        model = models.build(config.model.name, config.model.arguments)
+    return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
 
 
 def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:

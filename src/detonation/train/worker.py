@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from detonation.checkpoint.world import gather
 from detonation.cluster.join import device_here, expect
 from detonation.cluster.signals import Stop, stoppable
 from detonation.core.channel import Channel
@@ -160,7 +160,7 @@ def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
         directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
         directory.write_json(path / directory.ENVIRONMENT, environment())
     try:
-        yield Path(_share(str(held.path) if held else "", session))
+        yield Path(gather(str(held.path) if held else "", session.device)[0])
     finally:
         if held is not None:
             held.close()
@@ -172,14 +172,3 @@ def fresh_directory(name: str) -> Path:
     while (path := Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}").exists():
         now += 1
     return path
-
-
-def _share(text: str, session: Session) -> str:
-    """Rank 0's `text`, on all ranks."""
-    data = text.encode()
-    count = torch.tensor(len(data), device=session.device)
-    dist.broadcast(count, 0)
-    padded = data or bytes(int(count))
-    buffer = torch.tensor(list(padded), dtype=torch.uint8, device=session.device)
-    dist.broadcast(buffer, 0)
-    return bytes(buffer.tolist()).decode()
