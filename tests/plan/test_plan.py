@@ -11,6 +11,7 @@ import detonation as dt
 import worlds
 from detonation.cli import main
 from detonation.cluster.profile import Step
+from detonation.core import buckets
 from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
 from detonation.core.traffic import exchanged
@@ -27,20 +28,29 @@ SLOW = Network.of_pace(Pace(1e6, 0.01), 2, 1)
 
 def sends(mesh, scheme):
     """Bytes that a replica's links counted in two rounds, after a first one in which fragments may not take part."""
-    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in WIDE.items()})
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], scheme)
+    optimizer.set_up()
     first = 0
     for step in range(3 * scheme.round.every):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
+        with optimizer.overlap():
+            sum(parameter.square().sum() for parameter in model.parameters()).backward()
         optimizer.step()
+        optimizer.zero_grad()
         first = optimizer.bytes_sent if step + 1 == scheme.round.every else first
     return optimizer.bytes_sent - first
 
 
-@pytest.mark.parametrize("scheme", [dt.full(), dt.demo(), dt.random_sign(), dt.diloco(4), dt.streaming_diloco(8, 2)])
-def test_planned_bytes_are_those_that_links_count(scheme):
-    planned = cost(scheme, WORK, Network.of_pace(Pace(1e9), 2, 1)).bytes_sent
+WIDE = {"w": (600, 140), "b": (140,), "scale": (1,)}
+PLANNED = [dt.full(), dt.demo(), dt.demo(link="owner"), dt.random_sign(), dt.diloco(4), dt.streaming_diloco(8, 2)]
+
+
+@pytest.mark.parametrize("scheme", PLANNED)
+@pytest.mark.parametrize("smallest", [2**20, 2**13])  # bytes of a bucket: one for all of the model, and several
+def test_planned_bytes_are_those_that_links_count(scheme, smallest, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", smallest)  # also in the ranks, which are forks
+    planned = cost(scheme, Work([WIDE], 0.1), Network.of_pace(Pace(1e9), 2, 1)).bytes_sent
+    assert (len(buckets.cut(scheme.codec.layout(WIDE), scheme, 2)) > 1) == (smallest < 2**20)
     assert worlds.run(sends, 2, 1, scheme)[0] == pytest.approx(2 * scheme.round.every * planned)
 
 
@@ -60,6 +70,14 @@ def test_a_delay_hides_what_fits_into_the_steps_between():
     sent = cost(dt.demo(), WORK, SLOW)
     late = cost(dt.demo(delay=1), WORK, SLOW)
     assert late.exposed_s == pytest.approx(max(0.0, sent.exposed_s - 0.1))
+
+
+def test_what_is_sent_faster_than_the_link_takes_it_is_waited_for_however_late_it_may_come():
+    """In the long run a step takes at least as long as its message is on the link."""
+    network = Network.of_pace(Pace(1e5), 2, 1)
+    now, *late = (cost(dt.demo(delay=delay), WORK, network) for delay in (0, 1, 2, 50))
+    assert now.exposed_s > 0.1
+    assert [each.total_s for each in late] == [pytest.approx(now.exposed_s)] * 3
 
 
 def test_shards_of_a_node_share_its_link():

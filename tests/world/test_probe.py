@@ -1,6 +1,7 @@
 """The probe finds the link that it is given: an emulated one on a clock of the test's own, and odd pairs by name."""
 
 import pytest
+import torch
 
 import worlds
 from detonation.cluster import probe
@@ -11,7 +12,7 @@ from detonation.core.pace import Pace
 
 def probed(mesh, pace):
     axis = mesh["replicate"]
-    return probe.probe_axis(axis, Emulated(axis, pace) if pace else axis, budget_s=2.0)
+    return probe.probe_axis(Emulated(axis, pace) if pace else axis, torch.device("cpu"), budget_s=2.0)
 
 
 def test_a_probe_measures_an_emulated_link():

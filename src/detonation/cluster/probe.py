@@ -19,15 +19,14 @@ _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 
 
-def probe_axis(axis: DeviceMesh, wire: Joined, budget_s: float = 6.0) -> Axis:
-    """What `wire`, which joins the places of `axis`, does, in about `budget_s` seconds. Collective over all ranks.
+def probe_axis(axis: Joined, device: torch.device, budget_s: float = 6.0) -> Axis:
+    """What `axis` does with messages of `device`, in about `budget_s` seconds. Collective over all ranks.
 
     All groups of the axis talk at the same time, and each rank sends and receives at once, as in training. A size is
     left out where the time would not do for it; two at least are measured.
     """
     per_node = dist.get_world_size() // axis.size()
-    device = torch.device(axis.device_type)
-    operations, link = {}, Link(wire)
+    operations, link = {}, Link(axis)
     if axis.size() > 1:
         starts: dict[str, Callable[[int], Callable[[], object]]] = {
             "all-reduce": lambda n: link.reduce(torch.zeros(n // 4, device=device)),
@@ -38,8 +37,9 @@ def probe_axis(axis: DeviceMesh, wire: Joined, budget_s: float = 6.0) -> Axis:
         }
         for name, start in starts.items():
             operations[name] = fit(_samples(link, start, budget_s / (len(starts) + 1)))
-    paired = axis.size() > 2 and isinstance(wire, DeviceMesh)  # an emulated link is the same between all
-    return Axis(axis.size(), per_node, operations, _pairs(axis) if paired else ())
+    # an emulated link is the same between all
+    pairs = _pairs(axis) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
+    return Axis(axis.size(), per_node, operations, pairs)
 
 
 def fit(samples: Sequence[Sample]) -> Operation:

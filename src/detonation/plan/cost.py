@@ -10,6 +10,7 @@ from detonation.core.buckets import cut
 from detonation.core.flat import Layout
 from detonation.core.pace import Pace, hops
 from detonation.core.scheme import Scheme
+from detonation.plan.spelling import spelled
 
 BACKWARD = 2 / 3
 """The part of forward and backward during which gradients become ready, one after another."""
@@ -41,6 +42,12 @@ class Network:
         """Nodes as they were measured."""
         return cls(profile.replicas, profile.shards, profile.axes["replicate"].operations)
 
+    @property
+    def rate_bits_per_s(self) -> float:
+        """What a node can send, by the slowest of the operations that most schemes use."""
+        used = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
+        return self.shards * min(used, default=float("inf"))
+
     def faster(self, times: float) -> "Network":
         """The same with `times` the rate."""
         operations = {
@@ -63,7 +70,8 @@ class Work:
     """A step of training without the network.
 
     shards: the local shapes of the parameters on each rank of a node. compute_s: forward and backward. steps: what the
-    optimizer's step takes under each scheme, by its name; of one that is not there nothing is known, and 0 assumed.
+    optimizer's step takes under a scheme as it is `spelled`, or else under one of its name; of one that is not there
+    nothing is known, and 0 assumed. overlap: whether gradients leave while backward still runs.
     """
 
     shards: Sequence[Shapes]
@@ -109,20 +117,27 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
     whole = [scheme.codec.layout(shapes) for shapes in work.shards]
     largest = max(whole, key=lambda layout: layout.rows)
     traffic.check(scheme, largest, network.replicas)
-    sent = sum(_round_bytes(scheme, layout, network.replicas) for layout in whole) / scheme.round.every
+    sent = sum(_round_bytes(scheme, layout, work, network.replicas) for layout in whole) / scheme.round.every
     step_s = _own(scheme, work)
     exposed = _exposed(scheme, largest, work, step_s, network) / scheme.round.every
     return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory(scheme, largest, network.replicas))
 
 
-def _round_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
+def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
+    if _overlaps(scheme, work):
+        return traffic.overlapped_bytes(scheme, layout, replicas)
     fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
     return sum(traffic.message_bytes(scheme, fragment, replicas) for fragment in fragments)
 
 
+def _overlaps(scheme: Scheme, work: Work) -> bool:
+    """Whether messages leave while backward runs, bucket by bucket."""
+    return scheme.signal == "gradients" and work.overlap
+
+
 def _own(scheme: Scheme, work: Work) -> float:
     """The optimizer's own work in a step, on average: with a message where there is one."""
-    step = work.steps.get(scheme.name)
+    step = work.steps.get(spelled(scheme), work.steps.get(scheme.name))
     if step is None:
         return 0.0
     sending = min(1.0, scheme.fragments / scheme.round.every)
@@ -137,26 +152,36 @@ def _exposed(scheme: Scheme, layout: Layout, work: Work, step_s: float, network:
         kind = traffic.kind(scheme, fragment.rows, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         if scheme.round.delay:
-            waits += max(0.0, network.seconds(kind, nbytes) - scheme.round.delay * (work.compute_s + step_s))
-        elif scheme.signal == "gradients" and work.overlap:
-            parts = len(cut(fragment, scheme, network.replicas))
+            waits += _late(scheme, network.seconds(kind, nbytes), network.seconds(kind, 0), work.compute_s + step_s)
+        elif _overlaps(scheme, work):
             latency = network.seconds(kind, 0)
-            waits += latency + _behind(parts, network.seconds(kind, nbytes / parts) - latency, work.compute_s)
+            rows = [bucket.layout.rows for bucket in reversed(cut(fragment, scheme, network.replicas))]
+            sent = [traffic.exchanged(kind, scheme.codec, count, network.replicas) for count in rows]
+            parts = [(n / sum(rows), network.seconds(kind, b) - latency) for n, b in zip(rows, sent, strict=True)]
+            waits += latency + _behind(parts, work.compute_s)
         else:
             waits += network.seconds(kind, nbytes)
     return waits
 
 
-def _behind(parts: int, each_s: float, compute_s: float) -> float:
-    """How long after a backward pass the last of `parts` messages has left, each as soon as its gradients are made.
+def _late(scheme: Scheme, whole_s: float, latency_s: float, local_s: float) -> float:
+    """How long a message is waited for that has `delay` steps of `local_s` to arrive, and follows on the one before."""
+    between = scheme.round.every / scheme.fragments * local_s
+    return max(0.0, whole_s - scheme.round.delay * local_s, whole_s - latency_s - between)
 
-    >>> _behind(1, 2.0, 3.0), _behind(2, 1.0, 3.0), _behind(4, 0.1, 3.0)
+
+def _behind(parts: Sequence[tuple[float, float]], compute_s: float) -> float:
+    """How long after a backward pass the last of `parts` has left, each as soon as its gradients are made.
+
+    parts: in the order in which they leave, the part of all gradients that each tells, and the seconds that it takes.
+
+    >>> _behind([(1, 2.0)], 3.0), _behind([(0.5, 1.0)] * 2, 3.0), _behind([(0.25, 0.1)] * 4, 3.0)
     (2.0, 1.0, 0.1)
     """
-    left = 0.0
-    for part in range(1, parts + 1):
-        made = compute_s * (1 - BACKWARD * (1 - part / parts))
-        left = max(left, made) + each_s
+    left = done = 0.0
+    for part, seconds in parts:
+        done += part
+        left = max(left, compute_s * (1 - BACKWARD * (1 - done))) + seconds
     return round(left - compute_s, 12)
 
 

@@ -21,7 +21,7 @@ from detonation.cluster.probe import probe_axis, slowest
 from detonation.cluster.profile import Compute, Profile, Step
 from detonation.core.schemes import SCHEMES
 from detonation.train import optimizers, recipe
-from detonation.train.config import Mesh, Table, from_table, require, to_table
+from detonation.train.config import Config, Mesh, Table, from_table, require, to_table
 from detonation.train.environment import environment
 from detonation.train.loop import backward
 from detonation.train.run import Request, configure, fill
@@ -89,34 +89,40 @@ def _prepare(
 def work(task: Table) -> Table:
     """Measures a `Task`, given as a table, on this rank; returns the profile as a table. Collective."""
     todo = Task(**task)
-    mesh = dt.init_mesh(todo.mesh["replicas"], todo.mesh["shards"], device_here().type)
+    device = device_here()
+    mesh = dt.init_mesh(todo.mesh["replicas"], todo.mesh["shards"], device.type)
     axes = {
-        "replicate": probe_axis(mesh["replicate"], between_replicas(mesh, todo.mesh["link"]), _AXIS_S),
-        "shard": probe_axis(mesh["shard"], mesh["shard"], _AXIS_S / 2),
+        "replicate": probe_axis(between_replicas(mesh, todo.mesh["link"]), device, _AXIS_S),
+        "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
     }
     compute = None
     if todo.config is not None and todo.tables is not None:
-        compute = _compute(start(from_table(todo.config), device_here()), todo.name, todo.tables)
+        compute = _compute(start(from_table(todo.config), device), todo.name, todo.tables)
     replicas, shards = mesh.shape
     return asdict(Profile(replicas, shards, dist.get_backend(), axes, compute, environment()))
 
 
 def _compute(session: Session, name: str, tables: Mapping[str, Any]) -> Compute:
-    backward(session, 0)
-    times = _times(lambda: backward(session, 0))
-    low, median, high = statistics.quantiles(times, n=4)
-    steps = {scheme: step for scheme in SCHEMES if (step := _step(session, tables, scheme)) is not None}
+    median, spread = forward_backward(session)
+    mesh = asdict(session.config.mesh)
+    every = {s: optimizer_step(session, recipe.resolve(tables, {"scheme": {"name": s}, "mesh": mesh})) for s in SCHEMES}
+    steps = {scheme: step for scheme, step in every.items() if step is not None}
     numel = sum(parameter.numel() for parameter in session.model.parameters())
-    return Compute(name, numel, median, (high - low) / median, steps)
+    return Compute(name, numel, median, spread, steps)
 
 
-def _step(session: Session, tables: Mapping[str, Any], name: str) -> Step | None:
-    """The step under scheme `name` as the recipe tunes it, among replicas that all say the same.
+def forward_backward(session: Session) -> tuple[float, float]:
+    """The median time of the forward and backward passes of a step, and their spread (IQR / median). Collective."""
+    backward(session, 0)
+    low, median, high = statistics.quantiles(_times(lambda: backward(session, 0)), n=4)
+    return median, (high - low) / median
+
+
+def optimizer_step(session: Session, config: Config) -> Step | None:
+    """The optimizer's step of `config` on the model of `session`, among replicas that all say the same. Collective.
 
     None where that is refused: larger than dense, or look-ahead with an optimizer that cannot do it.
     """
-    mesh = asdict(session.config.mesh)
-    config = recipe.resolve(tables, {"scheme": {"name": name}, "mesh": mesh})
     scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
     base = optimizers.build(config.optimizer, session.model)
     optimizer = dt.replicate(base, session.model, Echo(session.config.mesh.replicas), scheme)

@@ -1,0 +1,158 @@
+"""Predicted against measured step time: how far `detonation plan` is from what `detonation train` does.
+
+    python benchmarks/predictions.py run --recipes quick-lm --rates 10 100     appends a row for each scheme and rate
+    python benchmarks/predictions.py table > benchmarks/results/2026-11-20-predictions.md
+
+For each rate a world of 2 x 2 local ranks emulates the link (`--link`) and measures it as `detonation probe` does.
+Then, scheme by scheme, it measures the compute of a step as the probe does, and trains some steps by the code of
+`detonation train`. The prediction is made from what the probe measured alone.
+Measured is the median step; under a scheme with rounds that of steps with an exchange and of those without, weighted.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("benchmarks/results/2026-11-20-predictions.jsonl")
+RECIPES = {
+    "quick-lm": ("recipes/quick-lm.toml", []),
+    "vit-fashion": ("recipes/vit-fashion.toml", []),
+    "t5": ("recipes/t5-translation.toml", ["model.hidden_size=256", "model.layers=4", "model.feed_forward=1024"]),
+}
+SIGN = "scheme.name=demo scheme.topk=1 scheme.decay=0.95 scheme.precision=sign scheme.error=drop"
+SCHEMES = {
+    "full": "scheme.name=full",
+    "demo": "scheme.name=demo",
+    "demo, 1 bit": SIGN,
+    "random": "scheme.name=random",
+    "striding": "scheme.name=striding",
+    "diloco": "scheme.name=diloco",
+}
+WORLD = {"replicas": 2, "shards": 2}
+STEPS, LONGEST_S = 20, 16.0
+"""Steps that are trained, and less where they would take longer; a round at least."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run")
+    run.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES)[:2])
+    run.add_argument("--rates", nargs="+", type=int, default=[10, 100, 1000, 10000], help="Mbit/s")
+    run.add_argument("--results", type=Path, default=RESULTS)
+    verbs.add_parser("table").add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.verb == "table":
+        return table([json.loads(line) for line in args.results.read_text().splitlines()])
+    return measure_all(args.recipes, args.rates, args.results)
+
+
+def measure_all(names: list[str], rates: list[int], results: Path) -> None:
+    import torch
+
+    from detonation.cluster.launch import run_local
+    from detonation.train.setup import load_data
+
+    torch.set_num_threads(1)
+    for name in names:
+        load_data(configured(name, "full", rates[0]).data)  # once, for all ranks are forks
+        for rate in rates:
+            rows = run_local(measure, 4, [name, rate])[0]
+            with results.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            for row in rows:
+                print(json.dumps(row), flush=True)
+
+
+def configured(name: str, scheme: str, rate: int) -> Any:
+    """The checked configuration of a recipe under a scheme, over an emulated link of `rate` Mbit/s."""
+    from detonation.train.run import Request, configure
+    from detonation.train.setup import check
+
+    path, sets = RECIPES[name]
+    sets = (*sets, *SCHEMES[scheme].split(), "train.validate_every=0", "train.steps=100000")
+    return check(configure(Request(Path(path), sets, link=f"{rate}mbit,1ms", **WORLD), None))
+
+
+def measure(name: str, rate: int) -> list[dict[str, Any]]:
+    """One row for each scheme. Runs on every rank."""
+    import torch
+
+    import detonation as dt
+    from detonation.cluster.probe import probe_axis
+    from detonation.plan.cost import Network, Work, cost
+    from detonation.train.probe import forward_backward, optimizer_step
+    from detonation.train.setup import between_replicas, start
+    from detonation.train.sizes import shard_shapes
+
+    device = torch.device("cpu")
+    configs = {scheme: configured(name, scheme, rate) for scheme in SCHEMES}
+    mesh = dt.init_mesh(WORLD["replicas"], WORLD["shards"], "cpu")
+    axis = probe_axis(between_replicas(mesh, configs["full"].mesh.link), device, budget_s=4.0)
+    network = Network(*WORLD.values(), axis.operations)
+    session = start(configs["full"], device)
+    rows = []
+    for scheme, config in configs.items():
+        compute_s, _ = forward_backward(session)  # each time: what else the machine does changes within minutes
+        step = optimizer_step(session, config)
+        chosen = dt.scheme(config.scheme.name, config.scheme.arguments)
+        work = Work(shard_shapes(config), compute_s, {config.scheme.name: step}, overlap=not config.train.clip)
+        predicted = cost(chosen, work, network)
+        rows.append(
+            {
+                "recipe": name,
+                "mbit": rate,
+                "scheme": scheme,
+                "predicted": predicted.total_s,
+                "compute": predicted.compute_s,
+                "step": predicted.step_s,
+                "exposed": predicted.exposed_s,
+                "planned_bytes": predicted.bytes_sent,
+                **trained(config, chosen.round.every, predicted.total_s),
+            }
+        )
+    return rows
+
+
+def trained(config: Any, every: int, expected_s: float) -> dict[str, Any]:
+    """What training measured: seconds and bytes of a step, on average over a round."""
+    import torch
+
+    from detonation.cluster.signals import Stop
+    from detonation.train.loop import fit
+    from detonation.train.setup import start
+
+    session = start(config, torch.device("cpu"))
+    session.optimizer.set_up()
+    steps = max(7, min(STEPS, int(LONGEST_S / expected_s)))
+    records: list[Any] = []
+    fit(session, 0, -(-steps // every) * every, records.append, Stop())
+    kinds = [[r for r in records[2:] if (r.step % every == 0) == sends] for sends in (False, True)]
+    shares = [(every - 1) / every, 1 / every]
+
+    def typical(value: str) -> float:
+        pairs = zip(shares, kinds, strict=True)
+        return sum(share * statistics.median(getattr(r, value) for r in kind) for share, kind in pairs if kind)
+
+    told = {"measured": typical("seconds"), "waited": typical("waited_s"), "in_step": typical("step_s")}
+    return {**told, "bytes": typical("bytes_sent"), "steps": len(records)}
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    latest = {(row["recipe"], row["mbit"], row["scheme"]): row for row in rows}
+    print("| recipe | Mbit/s | scheme | predicted, ms | measured, ms | off by | bytes: planned / counted |")
+    print("|---|---|---|---|---|---|---|")
+    errors = []
+    for (recipe, rate, scheme), row in sorted(latest.items(), key=lambda item: item[0][:2]):
+        error = row["predicted"] / row["measured"] - 1
+        errors.append(abs(error))
+        times = f"{1e3 * row['predicted']:.0f} | {1e3 * row['measured']:.0f} | {error:+.0%}"
+        print(f"| {recipe} | {rate} | {scheme} | {times} | {row['planned_bytes']:.0f} / {row['bytes']:.0f} |")
+    within = sum(error <= 0.15 for error in errors)
+    print(f"\nMedian error {statistics.median(errors):.1%}; {within} of {len(errors)} within 15 %.")
+
+
+if __name__ == "__main__":
+    main()
