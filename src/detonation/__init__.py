@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from detonation.core.schemes import scheme as scheme
     from detonation.core.signsgd import SignSGD as SignSGD
     from detonation.core.watch import Safety as Safety
+    from detonation.plan.auto import auto as auto
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ _HOME = {
     "detonation.core.schemes": ["scheme"],
     "detonation.core.signsgd": ["SignSGD"],
     "detonation.core.watch": ["Safety"],
+    "detonation.plan.auto": ["auto"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

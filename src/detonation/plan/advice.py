@@ -4,12 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from detonation.core.schemes import scheme
+from detonation.plan.choice import BUDGET, choose
 from detonation.plan.cost import Network, Work
 from detonation.plan.search import TOLERANCE, Option, break_even, options
+from detonation.plan.spelling import spelled
 
 
 def advise(found: Sequence[Option], work: Work, network: Network) -> dict[str, Any]:
-    """The plan: a row for each of `found`, why the first is first, and what would change that."""
+    """The plan: a row for each of `found`, why the first is first, and what would change that.
+
+    auto: what the choice would be that `scheme = "auto"` makes within its default budget.
+    """
     best = found[0]
     return {
         "options": [row(option) for option in found],
@@ -20,7 +25,8 @@ def advise(found: Sequence[Option], work: Work, network: Network) -> dict[str, A
         "break_even_times": break_even(best.cost.scheme, scheme("full", {}), work, network),
         "replicas": network.replicas,
         "shards": network.shards,
-        "rate_bits_per_s": rate(network),
+        "rate_bits_per_s": network.rate_bits_per_s,
+        "auto": row(choose(found, BUDGET)),
     }
 
 
@@ -29,7 +35,7 @@ def row(option: Option) -> dict[str, Any]:
     cost, loss = option.cost, option.loss
     return {
         "scheme": cost.scheme.name,
-        "spelled": spelled(option),
+        "spelled": spelled(cost.scheme),
         "arguments": dict(cost.scheme.arguments),
         "seconds": cost.total_s,
         "compute_s": cost.compute_s,
@@ -48,7 +54,7 @@ def reason(best: Option, found: Sequence[Option], network: Network) -> str:
     """Why `best` comes first, in a sentence or two."""
     full = next((o for o in found if o.cost.scheme.name == "full" and o.cost.scheme.codec.precision.summable), None)
     cost = best.cost
-    text = f"{spelled(best)} waits {cost.exposed_s:.3g} s for the network in a step of {cost.total_s:.3g} s"
+    text = f"{spelled(best.cost.scheme)} waits {cost.exposed_s:.3g} s for the network in a step of {cost.total_s:.3g} s"
     if full is not None and full is not best:
         text += f", {full.cost.total_s / cost.total_s:.3g} times as fast as full synchronisation"
     if best.loss is not None:
@@ -58,27 +64,12 @@ def reason(best: Option, found: Sequence[Option], network: Network) -> str:
         first = min(quicker, key=lambda option: option.cost.total_s)
         why = f"cost {first.loss.cost:+.1%} in loss" if first.loss else "have an unknown cost in loss"
         times = cost.total_s / first.cost.total_s
-        text += f". {len(quicker)} would be quicker, such as {spelled(first)} ({times:.2f} times), but {why}"
+        text += (
+            f". {len(quicker)} would be quicker, such as {spelled(first.cost.scheme)} ({times:.2f} times), but {why}"
+        )
     return text + f". No more than {TOLERANCE:.0%} in loss is tolerated."
-
-
-def spelled(option: Option) -> str:
-    """The scheme with the arguments that differ from its defaults."""
-    made, plain = option.cost.scheme.arguments, scheme(option.cost.scheme.name, {}).arguments
-    said = ", ".join(f"{name}={_short(value)}" for name, value in made.items() if plain.get(name) != value)
-    return f"{option.cost.scheme.name}({said})"
-
-
-def rate(network: Network) -> float:
-    """What a node can send, by the slowest of the operations that schemes use."""
-    used = [o.rate_bits_per_s for name, o in network.operations.items() if name != "all-to-all"]
-    return network.shards * min(used, default=float("inf"))
 
 
 def _elsewhere(found: Sequence[Option], work: Work, network: Network, times: float) -> dict[str, Any]:
     """The first choice on a link with `times` the rate."""
     return row(options([option.cost.scheme for option in found], work, network.faster(times))[0])
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

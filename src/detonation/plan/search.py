@@ -13,9 +13,11 @@ from detonation.plan.losses import Loss, loss_of
 TOLERANCE = 0.02
 """How much more loss than full synchronisation, in parts of it, a first choice may have been measured to cost."""
 
-_SETTINGS: dict[str, list[dict[str, Any]]] = {
+_SIGN = {"precision": "sign", "error": "drop"}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
     "demo": [
-        {"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, {"precision": "sign", "error": "drop"})
+        *({"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, _SIGN)),
+        {"topk": 1, "decay": 0.95, **_SIGN},
     ],
     "random": [{"rate": 1 / n} for n in (4, 16, 64)],
     "random_sign": [{"rate": 1 / n} for n in (2, 4, 8, 16)],
@@ -39,7 +41,7 @@ class Option:
 
 def candidates() -> list[Scheme]:
     """Every scheme as it comes, and at other settings where they matter most."""
-    found = [scheme(name, arguments) for name in SCHEMES for arguments in ({}, *_SETTINGS.get(name, []))]
+    found = [scheme(name, arguments) for name in SCHEMES for arguments in ({}, *SETTINGS.get(name, []))]
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 
