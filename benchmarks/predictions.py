@@ -83,9 +83,9 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
     import detonation as dt
     from detonation.cluster.probe import probe_axis
     from detonation.plan.cost import Network, Work, cost
-    from detonation.train.probe import forward_backward, optimizer_step
     from detonation.train.setup import between_replicas, start
     from detonation.train.sizes import shard_shapes
+    from detonation.train.timing import forward_backward, optimizer_step
 
     device = torch.device("cpu")
     configs = {scheme: configured(name, scheme, rate) for scheme in SCHEMES}

@@ -1,9 +1,11 @@
 """Choice: the one scheme that is expected to cost least loss, of those that wait for the network within a budget."""
 
+import math
 from collections.abc import Sequence
 
 from detonation.core.pace import Pace
 from detonation.plan.cost import Network
+from detonation.plan.losses import expected
 from detonation.plan.search import Option
 from detonation.plan.spelling import spelled
 
@@ -21,9 +23,8 @@ def check_budget(budget: float) -> float:
 def choose(found: Sequence[Option], budget: float) -> Option:
     """The option of `found` with the least expected loss of those that wait no more than `budget` of a step.
 
-    Measured losses come before unknown ones, and none counts as less than that of full synchronisation: what is below
-    is noise. Among equals, and among unknown ones, the scheme that tells most. Where nothing fits, the one that waits
-    least. The same options always give the same choice.
+    Of those that cost the same it is full synchronisation, or else the one that tells most. Where nothing fits, the one
+    that waits least. The same options always give the same choice.
     """
     talking = [option for option in found if option.cost.scheme.signal != "nothing"]
     within = [option for option in talking if waiting(option) <= budget]
@@ -39,18 +40,26 @@ def waiting(option: Option) -> float:
 
 def why(chosen: Option, found: Sequence[Option], network: Network, budget: float) -> str:
     """The reason for `chosen`, in one line."""
-    cost, loss = chosen.cost, chosen.loss
+    cost = chosen.cost
     fits = sum(waiting(option) <= budget and option.cost.scheme.signal != "nothing" for option in found)
     pace = f"at {Pace(network.rate_bits_per_s)} a node"
     share = f"waits {waiting(chosen):.1%} of a step of {cost.total_s:.3g} s {pace}"
     if not fits:
         return f"{spelled(cost.scheme)} {share}, the least of all: none stays within the budget of {budget:.0%}"
-    known = f"measured loss {loss}" if loss else "its loss was not measured"
     full = next((o for o in found if spelled(o.cost.scheme) == "full()"), chosen)
-    text = f"{spelled(cost.scheme)} {share}; of {fits} within the budget of {budget:.0%} it costs least loss: {known}"
+    best = "the only one" if fits == 1 else f"of {fits} the one that should cost least loss,"
+    text = f"{spelled(cost.scheme)} {share}; {best} within the budget of {budget:.0%}: {_known(chosen)}"
     return text if full is chosen else f"{text}; full() would wait {waiting(full):.0%}"
 
 
-def _order(option: Option) -> tuple[bool, float, bool, float, str]:
-    chosen, loss = option.cost.scheme, max(0.0, option.loss.cost) if option.loss else 0.0
-    return option.loss is None, loss, chosen.name != "full", -option.cost.bytes_sent, spelled(chosen)
+def _known(option: Option) -> str:
+    """What is known of the loss."""
+    if option.loss is not None:
+        return f"measured {option.loss}"
+    guess = expected(option.cost.scheme)
+    return f"{guess:+.1%} expected, from other settings of it" if guess < math.inf else "nobody has measured it"
+
+
+def _order(option: Option) -> tuple[float, bool, float, str]:
+    chosen = option.cost.scheme
+    return expected(chosen), chosen.name != "full", -option.cost.bytes_sent, spelled(chosen)

@@ -1,6 +1,7 @@
 """Losses: what schemes were measured to cost in loss, with where that stands."""
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -32,6 +33,23 @@ def loss_of(scheme: Scheme) -> Loss | None:
     """The largest loss that `scheme` was measured to cost at these settings; None where nobody has measured it."""
     found = [loss for loss in table() if loss.scheme == scheme.name and _same(loss, scheme)]
     return max(found, key=lambda loss: loss.cost, default=None)
+
+
+UNTRIED = 0.02
+"""What is added, in parts of the loss, to what a scheme was measured to cost at other settings than these."""
+
+
+def expected(scheme: Scheme) -> float:
+    """The loss that `scheme` is expected to cost, at least 0: what is below full synchronisation's is noise.
+
+    What it was measured to cost; else the most that it was at other settings, and a little more; infinite where nobody
+    has measured any.
+    """
+    measured = loss_of(scheme)
+    if measured is not None:
+        return max(0.0, measured.cost)
+    relatives = [loss.cost for loss in table() if loss.scheme == scheme.name]
+    return max(0.0, *relatives) + UNTRIED if relatives else math.inf
 
 
 def _same(loss: Loss, scheme: Scheme) -> bool:

@@ -10,6 +10,7 @@ from detonation.choices import unknown
 from detonation.cluster.join import launched
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, toml
+from detonation.train.auto import NAME
 from detonation.train.config import Config, Table, to_table
 from detonation.train.run import Request, configure, run
 from detonation.train.setup import check
@@ -27,6 +28,8 @@ def compare(request: Request, schemes: Sequence[str], explain: Callable[[Excepti
         raise ValueError(f"--schemes is {','.join(schemes)!r}, must be two different schemes or more: full,demo,random")
     out = request.out or Path("runs") / f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
     runs = []
+    if NAME in schemes:
+        raise ValueError("compare takes schemes by name: use train for scheme auto, or ask detonation plan")
     for name in schemes:
         if name not in SCHEMES:
             raise unknown("scheme", name, SCHEMES)

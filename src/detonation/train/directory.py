@@ -14,6 +14,7 @@ CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
 
 

@@ -12,7 +12,7 @@ from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.search import candidates, options
 from detonation.train.config import Config, require
-from detonation.train.run import Request, configure
+from detonation.train.run import Request, standing
 from detonation.train.setup import check
 from detonation.train.sizes import shard_shapes
 
@@ -76,7 +76,7 @@ def _config(question: Question, profile: Profile | None) -> Config:
                 measured_with = f"{question.profile} was measured with {measured}"
                 raise ValueError(f"--{name} is {given}, but {measured_with}: measure again with detonation probe")
         replicas, shards = profile.replicas, profile.shards
-    return check(configure(Request(question.recipe, question.overrides, replicas, shards), None))
+    return check(standing(Request(question.recipe, question.overrides, replicas, shards), None))
 
 
 def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:

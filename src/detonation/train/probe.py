@@ -1,8 +1,6 @@
 """What `detonation probe` measures: every axis of the world, and a recipe's training step without the network."""
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,21 +11,19 @@ import torch
 import torch.distributed as dist
 
 import detonation as dt
-from detonation.cluster.echo import Echo
 from detonation.cluster.join import Place, device_here, launched
 from detonation.cluster.launch import run_local
 from detonation.cluster.launched import run_launched
-from detonation.cluster.probe import probe_axis, slowest
-from detonation.cluster.profile import Compute, Profile, Step
+from detonation.cluster.probe import probe_axis
+from detonation.cluster.profile import Compute, Profile
 from detonation.core.schemes import SCHEMES
-from detonation.train import optimizers, recipe
-from detonation.train.config import Config, Mesh, Table, from_table, require, to_table
+from detonation.train import recipe
+from detonation.train.config import Mesh, Table, from_table, require, to_table
 from detonation.train.environment import environment
-from detonation.train.loop import backward
-from detonation.train.run import Request, configure, fill
+from detonation.train.run import Request, fill, standing
 from detonation.train.setup import Session, between_replicas, check, start
+from detonation.train.timing import forward_backward, optimizer_step
 
-_REPEATS = 5
 _AXIS_S = 4.0
 
 
@@ -79,7 +75,7 @@ def _prepare(
         mesh = Mesh(**fill({key: value for key, value in given.items() if value is not None}, place))
         task = Task(asdict(mesh))
     else:
-        config = check(configure(Request(path, tuple(overrides), replicas, shards, link), place))
+        config = check(standing(Request(path, tuple(overrides), replicas, shards, link), place))
         require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
         mesh = config.mesh
         task = Task(asdict(mesh), path.stem, recipe.read(path), to_table(config))
@@ -109,48 +105,3 @@ def _compute(session: Session, name: str, tables: Mapping[str, Any]) -> Compute:
     steps = {scheme: step for scheme, step in every.items() if step is not None}
     numel = sum(parameter.numel() for parameter in session.model.parameters())
     return Compute(name, numel, median, spread, steps)
-
-
-def forward_backward(session: Session) -> tuple[float, float]:
-    """The median time of the forward and backward passes of a step, and their spread (IQR / median). Collective."""
-    backward(session, 0)
-    low, median, high = statistics.quantiles(_times(lambda: backward(session, 0)), n=4)
-    return median, (high - low) / median
-
-
-def optimizer_step(session: Session, config: Config) -> Step | None:
-    """The optimizer's step of `config` on the model of `session`, among replicas that all say the same. Collective.
-
-    None where that is refused: larger than dense, or look-ahead with an optimizer that cannot do it.
-    """
-    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    base = optimizers.build(config.optimizer, session.model)
-    optimizer = dt.replicate(base, session.model, Echo(session.config.mesh.replicas), scheme)
-    try:
-        optimizer.step()
-    except ValueError:
-        return None
-
-    def at(step: int) -> float:
-        def again() -> None:
-            optimizer.step_count = step
-            optimizer.step()
-
-        return statistics.median(_times(again))
-
-    last = scheme.round.every - 1
-    return Step(at(last), at(last - 1) if last else 0.0)
-
-
-def _times(function: Callable[[], object]) -> list[float]:
-    """How long `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
-    times = []
-    for _ in range(_REPEATS):
-        dist.barrier()
-        began = time.perf_counter()
-        function()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    agreed: list[float] = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
-    return agreed

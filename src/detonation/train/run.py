@@ -15,6 +15,7 @@ from detonation.cluster.meet import keep_to_one_interface
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, recipe
 from detonation.train.attempt import restartable, restarted
+from detonation.train.auto import Asked, Auto
 from detonation.train.config import Config, Table, require, to_table
 from detonation.train.progress import show_cursor
 from detonation.train.setup import check
@@ -80,6 +81,18 @@ def is_first() -> bool:
 
 def configure(request: Request, place: Place | None) -> Config:
     """The configuration of the recipe with what the launcher and the command line say, the latter last."""
+    return recipe.resolve(*layers(request, place))
+
+
+def standing(request: Request, place: Place | None) -> Config:
+    """The same, with full synchronisation in the place of a scheme that is still to be chosen."""
+    config, layered = configure(request, place), layers(request, place)
+    asked = Auto.of(config)
+    return config if asked is None else Asked(asked, *layered).under("full", {})
+
+
+def layers(request: Request, place: Place | None) -> tuple[Table, Table]:
+    """The recipe's tables, and those of the launcher and the command line to lay over them."""
     overrides = recipe.parse_sets(request.overrides)
     flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
@@ -91,7 +104,7 @@ def configure(request: Request, place: Place | None) -> Config:
         if scheme not in SCHEMES:
             raise unknown("scheme in [tuned]", scheme, SCHEMES)
     mesh = _world(mesh, recipe.replicas_of_levels(table, overrides), place)
-    return recipe.resolve(table, {**overrides, "mesh": mesh})
+    return table, {**overrides, "mesh": mesh}
 
 
 def _world(mesh: Table, levels: int | None, place: Place | None) -> Table:
@@ -110,12 +123,16 @@ def _finished(request: Request) -> Table | None:
 
 def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
     """The task that every rank will do, and how many ranks; whatever can be checked before is checked here."""
-    config = check(configure(request, place))
-    check_sizes(config)
+    config = configure(request, place)
+    chosen = Auto.of(config)
+    asked = None if chosen is None else Asked(chosen, *layers(request, place))
+    config = check(config) if asked is None else asked.check()
+    if asked is None:
+        check_sizes(config)
     if request.out is not None and (place is None or place.rank == 0):
         again = restartable(os.environ)
         directory.check_free(request.out, request.resume or restarted(os.environ), may_start=again)
-    return asdict(_task(request, config)), config.mesh.replicas * config.mesh.shards
+    return asdict(_task(request, config, asked)), config.mesh.replicas * config.mesh.shards
 
 
 def fill(mesh: Table, place: Place | None) -> Table:
@@ -133,9 +150,10 @@ def fill(mesh: Table, place: Place | None) -> Table:
     return {**mesh, "replicas": replicas, "shards": shards}
 
 
-def _task(request: Request, config: Config) -> Task:
+def _task(request: Request, config: Config, asked: Asked | None) -> Task:
     return Task(
         config=to_table(config),
+        asked=None if asked is None else asdict(asked),
         name=request.recipe.stem,
         out="" if request.out is None else str(request.out),
         resume=request.resume or restarted(os.environ),

@@ -14,6 +14,7 @@ from detonation.cluster.signals import Stop
 from detonation.cluster.virtual import VirtualWire, play
 from detonation.plan.cost import Cost
 from detonation.train import directory, metrics, optimizers, toml
+from detonation.train.auto import Auto
 from detonation.train.config import Config, Table, require, to_table
 from detonation.train.environment import environment
 from detonation.train.loop import fit
@@ -76,6 +77,8 @@ def configured(request: Simulation) -> Config:
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
     world = Request(request.recipe, request.overrides, replicas=request.replicas, shards=1)
     config = configure(world, None)
+    if Auto.of(config) is not None:
+        raise ValueError("scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo")
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
     require(not config.mesh.link, "mesh.link", config.mesh.link, "'' in a simulation, where nothing is sent")
     return check(config if request.total_batch is None else share(config, request.total_batch))

@@ -15,7 +15,9 @@ from detonation.core.channel import Channel
 from detonation.core.pace import Pace
 from detonation.core.traffic import message_bytes
 from detonation.train import directory, metrics, toml
-from detonation.train.config import Table, from_table, to_table
+from detonation.train.auto import Asked
+from detonation.train.config import Config, Table, from_table, to_table
+from detonation.train.decide import Chosen, again, decide
 from detonation.train.environment import environment
 from detonation.train.loop import NonFiniteLoss, Stopped, fit
 from detonation.train.progress import Screen
@@ -28,7 +30,8 @@ from detonation.train.summary import summarise
 class Task:
     """What to run, in plain values that can travel to another process. `out` "" means a new directory in `runs`.
 
-    may_start: `resume` starts from the beginning where no checkpoint was saved yet.
+    may_start: `resume` starts from the beginning where no checkpoint was saved yet. asked: where the scheme is still to
+    be chosen, how (`auto.Asked`); `config` then has another in its place.
     """
 
     config: Table
@@ -38,6 +41,7 @@ class Task:
     may_start: bool = False
     stop_after: int = 0
     to_stderr: bool = False
+    asked: Table | None = None
 
 
 def work(task: Table) -> Table:
@@ -51,12 +55,15 @@ def work(task: Table) -> Table:
 
 
 def _work(todo: Task, stop: Stop) -> Table:
-    session = start(from_table(todo.config), device_here())
+    config, chosen = _chosen(todo)
+    session = start(config, device_here())
     # The replicas compare notes, and sizes are checked, before anything is written.
     replicators = session.optimizer.set_up()
     _expect(session, [replicator.channel for replicator in replicators])
     screen = Screen(session.rank != 0, todo.to_stderr)
-    with _run_directory(session, todo) as path, screen:
+    with _run_directory(session, todo, chosen) as path, screen:
+        if chosen is not None:
+            screen.line(chosen.line)
         checkpoints = path / directory.CHECKPOINTS
         loaded, told = resume(session, checkpoints, todo.may_start) if todo.resume else (None, [])
         done = loaded.step if loaded else 0
@@ -64,6 +71,18 @@ def _work(todo: Task, stop: Stop) -> Table:
             for line in told:
                 screen.line(line)
             return _train(session, path, recorder, done, todo.stop_after, stop)
+
+
+def _chosen(todo: Task) -> tuple[Config, Chosen | None]:
+    """The configuration, and how its scheme was chosen where that was asked for and had not been done before."""
+    if todo.asked is None:
+        return from_table(todo.config), None
+    asked, out = Asked.of(todo.asked), Path(todo.out) if todo.resume and todo.out else None
+    before = again(asked, out, device_here())
+    if before is not None:
+        return before, None
+    chosen = decide(asked, device_here())
+    return chosen.config, chosen
 
 
 def _expect(session: Session, channels: Sequence[Channel]) -> None:
@@ -150,7 +169,7 @@ def _title(session: Session, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
+def _run_directory(session: Session, todo: Task, chosen: Chosen | None) -> Iterator[Path]:
     """The run's directory, the same on all ranks; rank 0 makes it, writes down what runs, and holds its lock."""
     held = None
     if session.rank == 0:
@@ -159,6 +178,8 @@ def _run_directory(session: Session, todo: Task) -> Iterator[Path]:
         held = directory.RunDirectory(path)
         directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
         directory.write_json(path / directory.ENVIRONMENT, environment())
+        if chosen is not None:
+            directory.write_json(path / directory.PLAN, chosen.plan)
     try:
         yield Path(gather(str(held.path) if held else "", session.device)[0])
     finally:

@@ -10,6 +10,7 @@ from detonation.core.pace import Pace
 from detonation.plan import auto
 from detonation.plan.choice import choose, waiting, why
 from detonation.plan.cost import Network, Work
+from detonation.plan.losses import expected, loss_of, table
 from detonation.plan.search import candidates, options
 
 WORK = Work([{"w": (600, 700), "b": (700,)}], compute_s=0.1)
@@ -20,11 +21,6 @@ def found_at(rate, replicas=2):
     return options(candidates(), WORK, Network.of_pace(Pace(rate, 1e-4), replicas, 1))
 
 
-def expected(option):
-    """Loss in the order of the choice: measured before unknown, and nothing below full synchronisation's."""
-    return (option.loss is None, max(0.0, option.loss.cost) if option.loss else 0.0)
-
-
 @pytest.mark.parametrize("budget", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("rate", PACES)
 def test_nothing_within_the_budget_is_expected_to_cost_less_loss(rate, budget):
@@ -32,10 +28,17 @@ def test_nothing_within_the_budget_is_expected_to_cost_less_loss(rate, budget):
     best = choose(found_at(rate), budget)
     within = [option for option in found if waiting(option) <= budget]
     if within:
-        assert waiting(best) <= budget and all(expected(best) <= expected(option) for option in within)
+        assert waiting(best) <= budget and all(expected(best.cost.scheme) <= expected(o.cost.scheme) for o in within)
     else:
         assert all(best.cost.exposed_s <= option.cost.exposed_s for option in found)
     assert choose(list(reversed(found_at(rate))), budget).cost.scheme == best.cost.scheme
+
+
+def test_what_nobody_has_measured_is_expected_to_cost_more_than_what_somebody_has():
+    known, relative, strange = dt.demo(), dt.demo(topk=3), dt.slicing()
+    assert loss_of(relative) is None and not [loss for loss in table() if loss.scheme == "slicing"]
+    assert 0 <= expected(known) < expected(relative) < expected(strange)
+    assert min(loss.cost for loss in table()) < 0 == expected(dt.demo(1, decay=0.95, precision="sign", error="drop"))
 
 
 def test_a_fast_link_gets_full_synchronisation_and_a_slow_one_a_scheme_that_fits():

@@ -1,0 +1,94 @@
+"""`scheme.name=auto`: measured, chosen, written down, and taken again by whoever resumes."""
+
+import json
+import tomllib
+
+import pytest
+
+from commands import RECIPE, launched
+from detonation.cli import main
+from detonation.train import decide, toml
+from detonation.train.config import from_table
+from detonation.train.recipe import parse_sets, resolve
+
+SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
+TUNED = {name: {"optimizer": {"name": "AdamW", "lr": 0.0125}} for name in ("demo", "random_sign", "diloco", "random")}
+LEVELS = [{"axis": axis, "replicas": 2, "name": name} for axis, name in (("rack", "full"), ("site", "auto"))]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """The tiny recipe as a file, with rates of its own for some schemes; links are probed for a short time."""
+    monkeypatch.setattr(decide, "PROBE_S", 0.3)  # also in the ranks, which are forks
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.toml"
+    tables = {f"tuned.{name}.optimizer": tables["optimizer"] for name, tables in TUNED.items()}
+    path.write_text(toml.dumps(RECIPE) + "".join(f"\n[{k}]\n{toml.dumps(v)}" for k, v in tables.items()))
+    return path
+
+
+def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd):
+    """Ranks of a launcher choose together; others go on with that, as a run that names the scheme does."""
+    out = tmp_path / "run"
+    train = ["train", str(recipe), *SLOW, "train.steps=4", "--replicas", "2", "--shards", "1", "--out", str(out)]
+    ranks = launched(tmp_path / "ranks", 2, *train, "--stop-after", "2")
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    plan, config = json.loads((out / "plan.json").read_text()), tomllib.loads((out / "config.toml").read_text())
+    assert f"auto: {plan['why']}\n" in ranks[0].stdout and "auto:" not in ranks[1].stdout
+    # on such a link nothing dense is within a tenth of a step, however slow the machine
+    assert config["scheme"]["name"] == plan["chosen"]["scheme"] != "full"
+    assert plan["budget"] == 0.1 and plan["link"]["operations"]["all-gather"]["rate_bits_per_s"] < 1.5e6
+    assert len(plan["options"]) > 10 and plan["chosen"] in plan["options"]
+    # all of it, the optimizer tuned for the scheme too, is the recipe under the scheme that was chosen
+    overrides = {**parse_sets(["train.steps=4", "mesh.link=1mbit,1ms"]), "scheme": config["scheme"]}
+    assert from_table(config).optimizer == resolve({**RECIPE, "tuned": TUNED}, overrides).optimizer
+
+    assert main([*train, "--resume"]) == 0
+    told = capfd.readouterr().out
+    assert "resumed after step 2, exactly as saved" in told and "auto:" not in told
+    assert tomllib.loads((out / "config.toml").read_text()) == config
+
+    assert main(["train", str(out / "config.toml"), "--out", str(tmp_path / "again")]) == 0
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (out, tmp_path / "again")]
+    assert summaries[0]["fingerprint"] == summaries[1]["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "--set", "scheme.name=auto", "scheme.budget=2"], "budget is 2, must be a part of a step that may"),
+        (["train", "--set", "scheme.name=auto", "scheme.budget=-0.1"], "budget is -0.1, must be a part of a step"),
+        (["train", "--set", "scheme.name=auto", "scheme.adapt=3"], "scheme.adapt is 3, but must be true or false"),
+        (
+            ["train", "--set", "scheme.name=auto", "scheme.budgt=0.2"],
+            "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: adapt, budget",
+        ),
+        (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
+        (["train", "--set", "scheme.name=auto", "--link", "100"], "a link is '100', must be a rate above 0"),
+        (["train", "--set", "scheme.name=auto", "model.layers=two"], "model.layers is 'two', but must be a whole"),
+        (["simulate", "--set", "scheme.name=auto"], "scheme auto needs a link to measure, and a simulation has none"),
+        (["compare", "--schemes", "full,auto"], "compare takes schemes by name: use train for scheme auto"),
+    ],
+)
+def test_what_cannot_be_chosen_is_one_line(recipe, tmp_path, capsys, arguments, line):
+    verb, *rest = arguments
+    assert main([verb, str(recipe), *rest]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_levels_name_their_schemes(tmp_path, capsys):
+    path = tmp_path / "levels.toml"
+    path.write_text(toml.dumps({**RECIPE, "scheme": LEVELS, "mesh": {"shards": 1}}))
+    assert main(["train", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        "error: scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]\n"
+    )
+
+
+def test_a_recipe_that_leaves_the_choice_open_can_be_planned_for(recipe, capsys):
+    plan = ["plan", str(recipe), "--set", "scheme.name=auto", "--link", "1mbit", "--step-time", "0.1", "--json"]
+    assert main(plan) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["auto"] in found["options"] and found["auto"]["exposed_s"] <= 0.1 * found["auto"]["seconds"]
