@@ -1,6 +1,8 @@
 """The command line as a process of its own: a fork of this one, where torch is imported already."""
 
+import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -52,6 +54,7 @@ class Command:
 
     def _run(self, arguments: Sequence[str]) -> None:
         code = 70
+        gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
         try:
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -148,6 +151,18 @@ def launched(
         )
         for rank in range(world_size)
     ]
+
+
+def outliving(pids: Sequence[int], timeout_s: float) -> list[int]:
+    """Waits until these processes have ended; returns those that have not after `timeout_s` seconds in all."""
+    limit, found = time.monotonic() + timeout_s, []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            if not select.select([handle], [], [], max(limit - time.monotonic(), 0))[0]:
+                found.append(pid)
+            os.close(handle)
+    return found
 
 
 def _enter(network: str) -> None:

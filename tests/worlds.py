@@ -1,5 +1,6 @@
 """Worlds of real gloo ranks for tests: torch is imported once, here, and every rank is a fork of this process."""
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -61,6 +62,7 @@ def _rank(
     rank: int, folder: str, pipe: Connection, replicas: int, shards: int, function: Callable[..., Any], arguments: Any
 ) -> None:
     world = replicas * shards
+    gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), world)

@@ -5,19 +5,20 @@ import json
 import os
 import random
 import resource
-import select
 import signal
+import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rows import Row
 
-from commands import Command, write_recipe
+from commands import Command, outliving, write_recipe
 from detonation.checkpoint.verify import newest
 
-SETS = ("peers.silence_s=1.5", "train.validate_every=50")
+SETS = ("peers.silence_s=1.5", "train.validate_every=20")
 WORLD = ("--replicas", 2, "--shards", 2, "--checkpoint-every", 4)
-STEPS = 60
 SAME = ("fingerprint", "train_loss", "val_loss", "bytes_sent_per_step", "steps")
 
 
@@ -27,8 +28,8 @@ Result = tuple[dict[str, object], list[float]]
 class Run:
     """One run in `folder`, started as often as it takes."""
 
-    def __init__(self, folder: Path, steps: int = STEPS) -> None:
-        self.folder, self.out = folder, folder / "run"
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.out, self.steps = folder, folder / "run", steps
         self._sets = (*SETS, f"train.steps={steps}")
         folder.mkdir(parents=True)
         self._recipe = write_recipe(folder / "tiny.toml")
@@ -51,7 +52,7 @@ class Run:
         return (self.out / "summary.json").exists()
 
 
-def uninterrupted(folder: Path, steps: int = STEPS) -> Run:
+def uninterrupted(folder: Path, steps: int) -> Run:
     """A run that nothing happens to."""
     run = Run(folder, steps)
     command = run.start()
@@ -60,19 +61,22 @@ def uninterrupted(folder: Path, steps: int = STEPS) -> Run:
 
 
 class Job:
-    """Runs one after the other, each started again until it has finished; all must end where `expected` says."""
+    """Runs one after the other, each started again until it has finished; all must end where `whole` did.
 
-    def __init__(self, folder: Path, expected: Result, rng: random.Random, steps: int) -> None:
-        self._folder, self._expected, self._rng, self._steps = folder, expected, rng, steps
-        self._runs = [Run(folder / "run0")]
+    within: of how many steps after its start a fault hits one.
+    """
+
+    def __init__(self, folder: Path, whole: Run, rng: random.Random, within: int) -> None:
+        self._folder, self._whole, self._rng, self._within = folder, whole, rng, within
+        self._runs = [Run(folder / "run0", whole.steps)]
 
     def going(self) -> Command:
         """A start that is at a random moment of a step, a save or a validation."""
         while True:
             if self._runs[-1].finished:
-                self._runs.append(Run(self._folder / f"run{len(self._runs)}"))
+                self._runs.append(Run(self._folder / f"run{len(self._runs)}", self._whole.steps))
             command = self._runs[-1].start()
-            if command.comes_to_step(self._rng.randrange(1, self._steps), 120):
+            if command.comes_to_step(self._rng.randrange(1, self._within), 120):
                 time.sleep(self._rng.random() * 0.05)
                 if not command.ended:
                     return command
@@ -87,16 +91,17 @@ class Job:
         """Lets the last run finish; what is wrong with the results."""
         if not self.finished and (command := self._runs[-1].start()).wait(300) != 0:
             return [f"could not go on: {command.errors}"]
-        return [f"{r.out} did not end as the uninterrupted run" for r in self._runs if r.result() != self._expected]
+        expected = self._whole.result()
+        return [f"{r.out} did not end as the uninterrupted run" for r in self._runs if r.result() != expected]
 
 
-def killed_and_stopped(folder: Path, expected: Result, seed: int, kills: int, stops: int) -> list[Row]:
+def killed_and_stopped(folder: Path, whole: Run, seed: int, kills: int, stops: int) -> list[Row]:
     """Ranks, or the launcher, end or hang at random moments; whoever is left ends, and a new start goes on."""
     kill, stop = Row("kill -9 of a rank or the launcher"), Row("SIGSTOP of a rank")
     rng = random.Random(seed)
     faults = ["kill"] * kills + ["stop"] * stops
     rng.shuffle(faults)
-    job = Job(folder, expected, rng, 6)
+    job = Job(folder, whole, rng, 6)
     for fault in faults:
         command = job.going()
         ranks, row = command.ranks, kill if fault == "kill" else stop
@@ -106,28 +111,16 @@ def killed_and_stopped(folder: Path, expected: Result, seed: int, kills: int, st
         code = command.wait(60)
         well = code == (-signal.SIGKILL if victim == command.pid else 1) or (code == 0 and job.finished)
         problem = "" if well else f"ended with {code}: {command.errors}"
-        row.add(problem or _left(ranks), since)
+        left = outliving(ranks, 2)
+        row.add(problem or (f"processes {left} outlived their launcher" if left else ""), since)
     kill.losses += job.end()
     return [kill, stop]
 
 
-def _left(ranks: list[int]) -> str:
-    """Waits until all `ranks` are gone; says which outlived their launcher by more than 2 s."""
-    limit = time.monotonic() + 2
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(pid)
-            gone = select.select([handle], [], [], max(limit - time.monotonic(), 0))[0]
-            os.close(handle)
-            if not gone:
-                return f"process {pid} outlived its launcher"
-    return ""
-
-
-def preempted(folder: Path, expected: Result, seed: int, count: int) -> Row:
+def preempted(folder: Path, whole: Run, seed: int, count: int) -> Row:
     """A scheduler's signals at random moments, to the launcher, to one rank or to all."""
     row, rng = Row("SIGTERM or SIGUSR1, then resumed"), random.Random(seed)
-    job = Job(folder, expected, rng, 12)
+    job = Job(folder, whole, rng, 12)
     for _ in range(count):
         command = job.going()
         number, to = rng.choice([signal.SIGTERM, signal.SIGUSR1]), rng.choice(["launcher", "rank", "all"])
@@ -144,29 +137,71 @@ def preempted(folder: Path, expected: Result, seed: int, count: int) -> Row:
     return row
 
 
-def disk_full(folder: Path, sizes: int) -> Row:
-    """The files of a checkpoint may not grow beyond a size, for many sizes in one run; in between there is room."""
-    row = Row("disk full while saving")
-    expected = uninterrupted(folder / "whole", 15 * sizes + 10).result()
-    largest = max(path.stat().st_size for path in (folder / "whole").rglob("*.safetensors"))
-    run = Run(folder / "run", 15 * sizes + 10)
+def disk_full(folder: Path, sizes: int) -> list[Row]:
+    """A disk that is full again and again while a run saves, each time at another size; in between there is room."""
+    whole = uninterrupted(folder / "whole", 15 * sizes + 10)
+    saved = [file.bytes for file in newest(whole.out / "checkpoints")[1].files.values()]
+    files, disk = Row("disk full: no file may grow"), Row("disk full: a file system of 64 MB")
+    widen = partial(_limit, resource.RLIM_INFINITY)
+    _squeezed(files, Run(folder / "files", whole.steps), whole, sizes, partial(_limit_files, max(saved)), widen)
+    run = Run(folder / "disk", whole.steps)
+    run.out.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", run.out], capture_output=True).returncode:
+        disk.note = "not tried: only root can mount a file system"
+        return [files, disk]
+    try:
+        _squeezed(disk, run, whole, sizes, partial(_fill, run.out, sum(saved)), partial(_empty, run.out))
+    finally:
+        subprocess.run(["umount", "--lazy", run.out], check=True)
+    return [files, disk]
+
+
+def _squeezed(
+    row: Row,
+    run: Run,
+    whole: Run,
+    sizes: int,
+    squeeze: Callable[[Command, float], None],
+    relieve: Callable[[Command], None],
+) -> None:
+    """Takes room from a run until it has told that it could not save, `sizes` times.
+
+    squeeze: leaves a share of the room that a checkpoint needs.
+    """
     command = run.start()
     command.wait_for_step(5, 120)  # there is a checkpoint
     for index in range(sizes):
         since, told = time.monotonic(), command.stdout.count("; training goes on")
-        _limit(command, 64_000 + (largest - 64_000) * index // sizes)
         while command.stdout.count("; training goes on") == told and not command.ended:
+            squeeze(command, index / sizes)
             time.sleep(0.01)
         found = newest(run.out / "checkpoints")
-        _limit(command, resource.RLIM_INFINITY)
+        relieve(command)
         row.add("" if found is not None and not command.ended else f"size {index}: {command.errors}", since)
         command.wait_for_step(command.stdout.count("\nstep ") + 5, 120)
-    if command.wait(300) or run.result() != expected:
+    if command.wait(300) or run.result() != whole.result():
         row.losses.append(f"the run did not end where one with room did: {command.errors}")
-    return row
 
 
-def _limit(command: Command, size: int) -> None:
+def _limit_files(largest: int, command: Command, share: float) -> None:
+    """Less than the `largest` file of a checkpoint, and more than any other file."""
+    _limit(64_000 + int((largest - 64_000) * share), command)
+
+
+def _limit(size: int, command: Command) -> None:
     for pid in command.ranks:
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+
+def _fill(out: Path, saved: int, command: Command, share: float) -> None:
+    """Leaves a share of the `saved` bytes that a checkpoint takes; once more when old ones have gone."""
+    with (out / "checkpoints" / "filling").open("ab") as filling, contextlib.suppress(OSError):
+        room = os.statvfs(out)
+        over = room.f_bavail * room.f_frsize - int(saved * share)
+        if over > 0:
+            os.posix_fallocate(filling.fileno(), os.fstat(filling.fileno()).st_size, over)
+
+
+def _empty(out: Path, command: Command) -> None:
+    (out / "checkpoints" / "filling").unlink()

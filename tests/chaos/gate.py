@@ -20,8 +20,9 @@ from payloads import CLASSES, fuzz
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of each kind of fault; `messages` of each class of bad ones."""
+    """How much of each kind of fault, to runs of `steps`; `messages` of each class of bad ones."""
 
+    steps: int
     kills: int
     stops: int
     signals: int
@@ -31,20 +32,20 @@ class Amount:
     messages: int
 
 
-FULL = Amount(40, 20, 10, ("demo", "diloco", "full"), 1000, 20, 28)
-SHORT = Amount(3, 1, 1, ("demo",), 100, 2, 2)
+FULL = Amount(60, 40, 20, 10, ("demo", "diloco", "full"), 1000, 20, 28)
+SHORT = Amount(24, 3, 1, 1, ("demo",), 100, 2, 2)
 
 
 def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
     """All rows of the table."""
-    whole = uninterrupted(folder / "whole")
+    whole = uninterrupted(folder / "whole", amount.steps)
     newest = max((whole.out / "checkpoints").iterdir())
     return [
-        *killed_and_stopped(folder / "killed", whole.result(), seed, amount.kills, amount.stops),
-        preempted(folder / "preempted", whole.result(), seed, amount.signals),
+        *killed_and_stopped(folder / "killed", whole, seed, amount.kills, amount.stops),
+        preempted(folder / "preempted", whole, seed, amount.signals),
         crash_points(folder / "crashed", amount.schemes),
         corruptions(newest, folder / "corrupted", seed, amount.corruptions),
-        disk_full(folder / "full", amount.sizes),
+        *disk_full(folder / "full", amount.sizes),
         bad_messages(seed, amount.messages),
     ]
 

@@ -2,35 +2,49 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from commands import Command, launched, outliving
+
 ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "recipes" / "quick-lm.toml")
+SHORT = ("--set", "train.steps=2", "train.validation_batches=1")
 TIMEOUT_S = 240
 
 
-def detonation(*arguments, **options):
+def detonation(folder, *arguments):
     """The finished command `detonation arguments...`."""
-    command = [sys.executable, "-m", "detonation", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **options)
+    command = Command(folder, *arguments)
+    command.wait(TIMEOUT_S)
+    return command
 
 
 def last_line(text):
     return json.loads(text.splitlines()[-1])
 
 
+def test_the_command_of_the_package_is_this_one(tmp_path):
+    """All others here are forks of a process that has imported what takes long."""
+    command = [sys.executable, "-m", "detonation", "train", QUICK, *SHORT, "--replicas", "1", "--shards", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"run directory: {tmp_path / 'run'}"
+
+
 @pytest.mark.parametrize("recipe", ["quick-lm", "vit-fashion", "vit-cifar10", "t5-translation"])
 def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, tmp_path):
     short = ["train.steps=3", "train.log_every=1", "train.validation_batches=1"]
     out = tmp_path / "run"
-    done = detonation("train", ROOT / "recipes" / f"{recipe}.toml", "--set", *short, "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
+    done = detonation(tmp_path, "train", ROOT / "recipes" / f"{recipe}.toml", "--set", *short, "--out", out, "--json")
+    assert done.code == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1, "only the object goes to stdout"
     assert "Warning" not in done.stderr
     summary = last_line(done.stdout)
@@ -49,8 +63,8 @@ def test_three_tiers_of_network_train_as_one_model_and_each_says_what_it_sent(tm
     """Gradients in full in the rack, DCT coefficients across racks, parameters across sites: eight processes."""
     short = ["train.steps=6", "scheme.site.every=4", "train.validation_batches=1"]
     recipe = ROOT / "recipes" / "three-tiers.toml"
-    done = detonation("train", recipe, "--set", *short, "--out", tmp_path / "run")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = detonation(tmp_path, "train", recipe, "--set", *short, "--out", tmp_path / "run")
+    assert (done.code, done.errors) == (0, "")
     assert done.stdout.startswith("full+demo+diloco over 8 replicas x 1 shards: olmo2 with")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["replicas_equal"] and [level["axis"] for level in summary["levels"]] == ["node", "rack", "site"]
@@ -63,8 +77,8 @@ def test_three_tiers_of_network_train_as_one_model_and_each_says_what_it_sent(tm
 def test_what_a_person_sees_and_the_report(tmp_path):
     out = tmp_path / "run"
     sets = ["scheme.name=diloco", "scheme.every=2", "train.steps=2", "train.validation_batches=1"]
-    done = detonation("train", QUICK, "--set", *sets, "--replicas", 2, "--shards", 1, "--out", out)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = detonation(tmp_path, "train", QUICK, "--set", *sets, "--replicas", 2, "--shards", 1, "--out", out)
+    assert (done.code, done.errors) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("diloco over 2 replicas x 1 shards: olmo2 with")
     assert lines[-1] == f"run directory: {out}"
@@ -73,25 +87,23 @@ def test_what_a_person_sees_and_the_report(tmp_path):
     assert page.count("<svg") == 4 and "http-equiv" not in page and "<script" not in page
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
 
-    both = detonation("report", out, out, "--out", tmp_path / "both.html", "--json")
+    both = detonation(tmp_path, "report", out, out, "--out", tmp_path / "both.html", "--json")
     assert last_line(both.stdout) == {"report": str(tmp_path / "both.html")}
     assert "2 runs" in (tmp_path / "both.html").read_text()
 
 
-def test_it_joins_the_world_of_torchrun_and_an_error_is_told_once(tmp_path):
-    def torchrun(*arguments):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "detonation"]
-        command = [*launcher, "train", QUICK, "--set", "train.steps=2", "train.validation_batches=1", *arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
+def test_it_joins_the_world_of_a_launcher_and_an_error_is_told_once(tmp_path):
+    def ended(*arguments):
+        ranks = launched(tmp_path, 2, "train", QUICK, *SHORT, *arguments)
+        return ranks, [rank.wait(TIMEOUT_S) for rank in ranks]
 
-    done = torchrun("--shards", "1", "--json", "--out", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    summary = last_line(done.stdout)
+    (first, _), codes = ended("--shards", 1, "--json", "--out", tmp_path / "run")
+    assert codes == [0, 0], first.errors
+    summary = last_line(first.stdout)
     assert (summary["replicas"], summary["shards"]) == (2, 1)
-    failed = torchrun("scheme.topk=99", "--out", str(tmp_path / "bad"))
-    assert failed.returncode != 0
-    assert failed.stderr.count("error: topk is 99, must be from 1 to chunk (64)") == 1
+    ranks, codes = ended("scheme.topk=99", "--out", tmp_path / "bad")
+    assert codes == [2, 2]
+    assert sum(rank.errors.count("error: topk is 99, must be from 1 to chunk (64)") for rank in ranks) == 1
     assert not (tmp_path / "bad").exists()
 
 
@@ -104,33 +116,23 @@ def test_it_joins_the_world_of_torchrun_and_an_error_is_told_once(tmp_path):
     ids=["ctrl-c", "killed"],
 )
 def test_when_the_command_ends_all_its_ranks_do(tmp_path, stop, code, says):
-    train = ["train", QUICK, "--out", str(tmp_path / "run"), "--set", "train.log_every=1"]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}  # what a killed command cannot remove
-    with subprocess.Popen(
-        [sys.executable, "-m", "detonation", *train],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=env,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
-    ) as process:
-        assert any(line.startswith("step") for line in iter(process.stdout.readline, ""))
-        stop(process.pid)
-        # The ranks hold the other end of the pipes: these are at their end when the last rank is.
-        _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (code, says)
+    env = {"TMPDIR": tmp_path}  # what a killed command cannot remove
+    command = Command(tmp_path, "train", QUICK, "--out", tmp_path / "run", "--set", "train.log_every=1", env=env)
+    command.wait_for_step(1)
+    ranks = command.ranks
+    assert len(ranks) == 4
+    stop(command.pid)
+    assert (command.wait(20), command.errors) == (code, says)
+    assert outliving(ranks, 2) == []
 
 
 def test_a_full_disk_is_one_line(tmp_path):
     out = tmp_path / "run"
-    train = f"{sys.executable} -m detonation train {QUICK} --set train.steps=1 train.validation_batches=1 --out {out}"
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f 600; {train}"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot write {out}/checkpoints/step-000001: ")
-    assert len(done.stderr.splitlines()) == 1
+    command = Command(tmp_path, "train", QUICK, "--set", "train.steps=1", "train.validation_batches=1", "--out", out)
+    resource.prlimit(command.pid, resource.RLIMIT_FSIZE, (600_000, 600_000))  # its ranks inherit it
+    assert command.wait(TIMEOUT_S) == 1
+    assert command.errors.startswith(f"error: cannot write {out}/checkpoints/step-000001: ")
+    assert len(command.errors.splitlines()) == 1
     assert list((out / "checkpoints").iterdir()) == [], "nothing half-written"
 
 

@@ -23,18 +23,23 @@ def result(run):
 
 
 @pytest.fixture
-def whole(tmp_path):
+def recipe(tmp_path):
+    return write_recipe(tmp_path / "tiny.toml")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
     """The result of the uninterrupted run."""
-    recipe = write_recipe(tmp_path / "tiny.toml")
-    command = Command(tmp_path / "whole", "train", recipe, "--out", tmp_path / "whole" / "run", *SETS)
+    folder = tmp_path_factory.mktemp("whole")
+    command = Command(folder, "train", write_recipe(folder / "tiny.toml"), "--out", folder / "run", *SETS)
     assert command.wait() == 0, command.stderr
-    return result(tmp_path / "whole" / "run")
+    return result(folder / "run")
 
 
-def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(tmp_path, whole):
+def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(tmp_path, recipe, whole):
     out = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "detonation"]
-    train = ["train", tmp_path / "tiny.toml", "--out", out, *SETS]
+    train = ["train", recipe, "--out", out, *SETS]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, *launcher, *map(str, train)],
@@ -57,8 +62,8 @@ def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
-def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, whole, saved):
-    recipe, out = tmp_path / "tiny.toml", tmp_path / "run"
+def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, whole, saved):
+    out = tmp_path / "run"
     train = ("train", recipe, "--out", out, *SETS) if saved else ("train", recipe, "--out", out, *SETS[:4], *SETS[6:])
     restarts = iter(range(3))
 
@@ -81,8 +86,8 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, whole, s
     assert result(out) == whole
 
 
-def test_what_is_there_is_kept_from_a_run_that_may_start(tmp_path):
-    recipe, out = write_recipe(tmp_path / "tiny.toml"), tmp_path / "run"
+def test_what_is_there_is_kept_from_a_run_that_may_start(tmp_path, recipe):
+    out = tmp_path / "run"
     out.mkdir()
     (out / "thesis.tex").touch()
     train = ("train", recipe, "--out", out, "--resume", "--replicas", 1, "--shards", 1)

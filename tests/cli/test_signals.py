@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from commands import Command, write_recipe
+from commands import Command, outliving, write_recipe
 from detonation.checkpoint import manifest, shelf
 from detonation.train import metrics
 
@@ -27,18 +27,6 @@ def start(tmp_path):
         command.kill()
 
 
-def gone(pids):
-    """Have all these processes ended?"""
-    for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        os.close(handle)
-        return False
-    return True
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("to", ["the launcher", "one rank", "everyone"])
 def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name, to):
@@ -56,7 +44,7 @@ def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name,
     assert saved.step == last >= 2
     says = f"stopped by {name} after step {last}; continue with --out {tmp_path / 'run'} --resume"
     assert command.stdout.splitlines()[-1] == says
-    assert gone(ranks)
+    assert outliving(ranks, 0) == []
 
 
 @pytest.mark.parametrize("how", ["twice", "ctrl-c"])
@@ -74,6 +62,6 @@ def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, 
     else:
         os.killpg(command.pid, signal.SIGINT)
         assert (command.wait(), command.stderr) == (130, "error: interrupted\n")
-    assert gone(ranks)
+    assert outliving(ranks, 0) == []
     assert manifest.read(shelf.candidates(tmp_path / "run" / "checkpoints")[0]).step == 2
     assert start("--resume", "--set", "train.steps=3").wait() == 0

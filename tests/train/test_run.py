@@ -189,5 +189,5 @@ def test_an_emulated_link_changes_the_waiting_alone(train, tmp_path):
     fast, slow = (train(out, *sets)[0] for out, sets in {"fast": [], "slow": ["mesh.link=2mbit,10ms"]}.items())
     assert slow["fingerprint"] == fast["fingerprint"] and slow["bytes_sent_per_step"] == fast["bytes_sent_per_step"]
     for record in metrics.read(tmp_path / "slow" / "metrics.jsonl"):
-        assert record.waited_s >= 8 * record.bytes_sent / 2e6  # the link is free when a step begins
-        assert record.seconds >= record.step_s >= record.waited_s
+        assert record.seconds >= 8 * record.bytes_sent / 2e6 + 0.01  # the message leaves and arrives within the step
+        assert record.seconds >= record.step_s >= record.waited_s > 0

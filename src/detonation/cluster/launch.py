@@ -1,5 +1,6 @@
 """Starts a local world of processes, waits for it, and ends all of it when one of them fails."""
 
+import gc
 import importlib
 import os
 import shutil
@@ -65,6 +66,7 @@ def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any]
         pid = os.fork()
     if pid == 0:
         code = 1
+        gc.freeze()  # what the parent holds is never garbage here: to look through it would copy all of its memory
         try:
             code = _child(rank, world_size, folder, function, arguments, parent)
         finally:
