@@ -6,11 +6,12 @@ import shutil
 import threading
 
 import pytest
+import torch.distributed as dist
 from test_exact import BASES, advance, everything, start
 
 import detonation as dt
 import worlds
-from detonation.checkpoint import disk
+from detonation.checkpoint import disk, writer
 from detonation.checkpoint.saving import NotSaved
 
 DEMO = dt.demo(topk=4, chunk=16)
@@ -125,6 +126,27 @@ def test_where_one_rank_cannot_write_all_know_and_nothing_is_left_of_it(tmp_path
         assert len(news) == 1 and news[0].startswith("checkpoint step-000002 failed: No space left on device (need ")
         assert news[0].endswith(" free); step-000001 is still whole")
         assert left == ["step-000001"]
+
+
+def one_never_comes(mesh, folder):
+    """What rank 0 is told while rank 1 waits in the middle of its file."""
+    told = threading.Event()
+    writer.PATIENCE_S = 0.5
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, range(1))
+    if mesh.get_rank() == 1:
+        disk.observer = lambda operation, path: told.wait() if operation == "write" else None
+    checkpoints = dt.Checkpoints(folder, model, optimizer)
+    checkpoints.save()
+    name, text = worlds.caught(checkpoints.wait) if mesh.get_rank() == 0 else ("", "")
+    dist.barrier()  # the ranks' own group is as it was
+    told.set()
+    return name, text
+
+
+def test_a_writer_waits_no_longer_than_it_says(tmp_path):
+    (name, text), _ = worlds.run(one_never_comes, 2, 1, tmp_path)
+    assert name == "RuntimeError" and "timed out" in text.lower()
 
 
 def kept(mesh, folder):

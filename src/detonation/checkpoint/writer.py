@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from detonation.checkpoint.saving import Job, job_of, save
 from detonation.checkpoint.world import device_of, gather
@@ -18,6 +20,10 @@ from detonation.core.replicate import Replicated
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
+PATIENCE_S = 300.0
+"""How long a writer waits for those of other ranks that are alive; what a slow disk takes for a file comes on top."""
+LOWEST_BYTES_PER_S = 10e6
+"""What one rank writes a second at least."""
 
 
 class Checkpoints:
@@ -46,8 +52,11 @@ class Checkpoints:
         self._finish()
         if self._group is None and dist.get_world_size() > 1:
             # collectives of the writing thread must not mix with those of training
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
         job = job_of(self._model, self._optimizer, extra)
+        if self._group is not None:
+            patience = timedelta(seconds=PATIENCE_S + job.bytes / LOWEST_BYTES_PER_S)
+            distributed_c10d._set_pg_timeout(patience, self._group)
         # daemon: after a failure elsewhere nobody may wait for a thread that waits for a rank that is gone
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
