@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_exact import BASES, advance, start
+from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
 import worlds
@@ -20,7 +22,7 @@ from detonation.checkpoint.saved import File
 from detonation.checkpoint.shardfile import fault
 from detonation.checkpoint.verify import checkpoints, verify
 from detonation.cli import main
-from zoo import SCHEMES
+from zoo import SCHEMES, Plain, built
 
 
 def saved(mesh, folder, name):
@@ -58,6 +60,34 @@ def test_a_file_is_what_safetensors_reads(whole):
     assert {"model.layers.0.weight", "optimizer.layers.0.weight.exp_avg", "generator.cpu"} <= tensors.keys()
 
 
+LEVELS = {
+    "replicas equal in 8 tensors a shard": (dt.full(), dt.diloco(every=3)),
+    "not compared, because replicas of these levels agree within a tier of the network only": (
+        dt.local_sgd(every=2),
+        dt.diloco(every=3),
+    ),
+    "replicas train alone": (dt.none(), dt.none()),
+}
+
+
+def verdicts_on_levels(mesh, folder):
+    racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
+    found = {}
+    for words, (inner, outer) in LEVELS.items():
+        model = built(Plain)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(base, model, levels=[(racks["rack"], inner), (racks["site"], outer)])
+        advance(model, optimizer, range(4))
+        found[words] = verify(dt.save_checkpoint(folder / inner.name, model, optimizer)).line()
+    return found
+
+
+def test_of_several_levels_it_says_what_was_compared(tmp_path):
+    for found in worlds.run(verdicts_on_levels, 4, 1, tmp_path):
+        for words, line in found.items():
+            assert line.endswith(f"step-000004: whole, {words}")
+
+
 def test_every_corruption_is_found(copy):
     rng = random.Random(0)
     for _ in range(150):
@@ -92,6 +122,15 @@ def test_replicas_that_differ_are_named(copy):
     sign(copy, said, name)
     verdict = verify(copy)
     assert verdict.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+
+
+def test_a_key_that_no_version_writes_breaks_nothing(copy):
+    said = manifest.read(copy)
+    for name in said.files:
+        rest = {"json": json.dumps(rest_of(copy / name))}
+        save_file(load_file(copy / name) | {"replica.0": torch.zeros(1)}, copy / name, rest)
+    sign(copy, said, *said.files)
+    assert verify(copy).good
 
 
 def rest_of(path):

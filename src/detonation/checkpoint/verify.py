@@ -1,5 +1,7 @@
 """Verify: are checkpoints on disk whole, and do the replicas in them hold the same. Needs no other process."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,21 +10,24 @@ from torch import Tensor
 
 from detonation.checkpoint import manifest, shelf
 from detonation.checkpoint.manifest import Manifest, Untrustworthy
-from detonation.checkpoint.saved import Saved
+from detonation.checkpoint.saved import File, Saved
 from detonation.checkpoint.shardfile import fault
+
+_AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.(?P<parameter>.+)")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What was found of one checkpoint: `faults` in words, none if it is whole; `differences` between replicas.
 
-    compared: how many tensors of each shard had to be equal on all replicas; 0 where they train alone.
+    compared: how many tensors of each shard had to be equal on all replicas; uncompared: where there are none, why.
     """
 
     path: Path
     faults: list[str]
     differences: list[str]
     compared: int = 0
+    uncompared: str = ""
 
     @property
     def good(self) -> bool:
@@ -34,8 +39,7 @@ class Verdict:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         if self.differences:
             return f"{self.path}: whole, but replicas differ: {'; '.join(self.differences)}"
-        equal = f"replicas equal in {self.compared} tensors a shard" if self.compared else "replicas train alone"
-        return f"{self.path}: whole, {equal}"
+        return f"{self.path}: whole, {self.uncompared or f'replicas equal in {self.compared} tensors a shard'}"
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -65,7 +69,7 @@ def verify(checkpoint: Path) -> Verdict:
         differences, compared = _compare(Saved(checkpoint, said))
     except Untrustworthy as error:
         return Verdict(checkpoint, [str(error)], [])
-    return Verdict(checkpoint, [], differences, compared)
+    return Verdict(checkpoint, [], differences, compared, "" if compared else _uncompared(said))
 
 
 def newest(directory: Path) -> tuple[Path, Manifest]:
@@ -77,12 +81,19 @@ def newest(directory: Path) -> tuple[Path, Manifest]:
     raise ValueError(f"no checkpoint in {directory} is whole: {verify(found[0]).line()}")
 
 
+def _uncompared(said: Manifest) -> str:
+    """Why nothing of the replicas was compared."""
+    if all(level["scheme"] == "none" for level in said.levels):
+        return "replicas train alone"
+    return "not compared, because replicas of these levels agree within a tier of the network only"
+
+
 def _compare(saved: Saved) -> tuple[list[str], int]:
     """Which tensors differ between replicas that should not, in words, and how many of a shard were compared."""
     differences, compared = [], 0
     for shard in range(saved.manifest.shards):
         first = saved.file(0, shard)
-        keys = [key for key in first.keys if _shared(key, key in first.boxes, saved.manifest)]
+        keys = _must_agree(first, saved.manifest)
         compared = max(compared, len(keys))
         for replica in range(1, saved.manifest.replicas):
             other = saved.file(replica, shard)
@@ -95,12 +106,16 @@ def _compare(saved: Saved) -> tuple[list[str], int]:
     return differences, compared
 
 
-def _shared(key: str, cut: bool, manifest: Manifest) -> bool:
-    """Whether all replicas must hold the same under `key` after any step."""
-    if manifest.alike:
-        return key.startswith("optimizer.") or (key.startswith("model.") and cut)
-    one_level = len(manifest.levels) == 1  # the anchors of an inner level agree within one tier of the network only
-    return one_level and key.startswith("replica.") and key.split(".")[2] in ("anchor", "momentum_buffer", "arriving")
+def _must_agree(file: File, said: Manifest) -> list[str]:
+    """The keys of a shard under which all replicas must hold the same after any step."""
+    if said.alike:
+        return [k for k in file.keys if k.startswith("optimizer.") or (k.startswith("model.") and k in file.boxes)]
+    agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
+    anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
+    # of several levels, those that exchange gradients keep a tier equal; one that exchanges nothing, or parameters
+    # of its own, lets each member of the tier have other anchors
+    apart = any(level["scheme"] == "none" for level in said.levels) or max(anchors.values(), default=0) > 1
+    return [] if len(said.levels) > 1 and apart else [match[0] for match in agreed]
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
