@@ -30,8 +30,9 @@ class Drift(RuntimeError):
 class Ledger:
     """Counts what the replicas of one level could not tell, from what all of them see alike.
 
-    skipped: contributions left out because a gradient was not finite; refused: messages that were not what they had to
-    be; both over all replicas. fatal: 0, or a number that says why all must stop, which `error` reads on any rank.
+    skipped: contributions left out because a gradient was not finite, by_parameter: those of each; refused: messages
+    that were not what they had to be; all over all replicas. fatal: 0, or a number that says why all must stop, which
+    `error` reads on any rank.
     news: something arrived since `Watch` looked.
     """
 
@@ -44,6 +45,7 @@ class Ledger:
         what: str = "the gradient",
     ) -> None:
         self.skipped = self.refused = self.fatal = 0
+        self.by_parameter: Counter[str] = Counter()
         self.news = False
         self._names, self._replica, self._what = list(names), replica, what
         self._policy, self._repairs = policy, repairs
@@ -58,6 +60,7 @@ class Ledger:
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
         """`sender` tells nothing there at `step`, because what it has of `name` is not finite."""
         self.skipped += 1
+        self.by_parameter[name] += 1
         self._row[sender, place] += 1
         allowed = IN_A_ROW if self._policy == "skip" else 0
         if self._row[sender, place] > allowed:

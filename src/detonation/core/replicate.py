@@ -1,5 +1,6 @@
 """`replicate`: any torch optimizer, and the replicas that it shall agree with."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -115,6 +116,12 @@ class Replicated(Optimizer):
     def skipped(self) -> int:
         """Contributions of any replica left out so far, because a gradient was not finite."""
         return sum(ledger.skipped for ledger in self._watch.ledgers) if self._watch else 0
+
+    @property
+    def skipped_by_parameter(self) -> dict[str, int]:
+        """The same by the parameter whose gradient it was."""
+        ledgers = self._watch.ledgers if self._watch else []
+        return dict(sum((ledger.by_parameter for ledger in ledgers), Counter()))
 
     @property
     def refused(self) -> int:

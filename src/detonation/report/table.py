@@ -29,6 +29,8 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
         ("full synchronisation", f"{size(summary['bytes_full_sync_per_step'])} a step"),
         ("reduction", factor(less)),
+        ("skipped", _skipped(summary.get("skipped", {}))),
+        ("refused", f"{summary['refused']:,} messages" if summary.get("refused") else ""),
         ("replicas equal", "yes, bitwise" if summary["replicas_equal"] else "no"),
         ("fingerprint", summary["fingerprint"][:16]),
     ]
@@ -76,6 +78,14 @@ def _virtual(summary: dict[str, Any]) -> str:
 
 def _predicted(summary: dict[str, Any]) -> str:
     return "predicted " if summary.get("seconds_predicted") else ""
+
+
+def _skipped(by_parameter: dict[str, int]) -> str:
+    """Contributions that were left out, and whose they were; "" for none."""
+    if not by_parameter:
+        return ""
+    names = list(by_parameter)[:3] + ["..."] * (len(by_parameter) > 3)
+    return f"{sum(by_parameter.values()):,} contributions that were not finite, of {', '.join(names)}"
 
 
 def _bigram(summary: dict[str, Any]) -> str:

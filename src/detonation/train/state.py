@@ -1,6 +1,7 @@
 """A run's checkpoints: the library's, with the recipe beside the state."""
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 from detonation.checkpoint.load import Loaded, NoCheckpoint, find, load
@@ -8,6 +9,7 @@ from detonation.checkpoint.saving import NotSaved
 from detonation.checkpoint.shelf import title
 from detonation.checkpoint.writer import Checkpoints
 from detonation.train.config import Table, to_table
+from detonation.train.counts import Counts, counted
 from detonation.train.directory import Unwritable
 from detonation.train.setup import Session
 
@@ -20,14 +22,14 @@ def opened(session: Session, directory: Path) -> Checkpoints:
     return Checkpoints(directory, session.model, session.optimizer, session.config.train.keep)
 
 
-def save(session: Session, checkpoints: Checkpoints) -> None:
-    """Starts saving. All ranks call it."""
-    checkpoints.save({"config": to_table(session.config)})
+def save(session: Session, checkpoints: Checkpoints, before: Counts) -> None:
+    """Starts saving. All ranks call it. before: what the run went on without in earlier starts."""
+    checkpoints.save({"config": to_table(session.config), **asdict(counted(session, before))})
 
 
-def save_now(session: Session, checkpoints: Checkpoints) -> Path:
+def save_now(session: Session, checkpoints: Checkpoints, before: Counts) -> Path:
     """Saves and waits until it is done. Raises `Unwritable` on all ranks where one cannot write."""
-    save(session, checkpoints)
+    save(session, checkpoints, before)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:

@@ -2,16 +2,18 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from detonation import data
+from detonation.train.counts import NOTHING, Counts, counted
 from detonation.train.metrics import Record, reduction
 from detonation.train.setup import Session
 
 _LATEST = 20
 
 
-def summarise(session: Session, records: Sequence[Record]) -> dict[str, Any]:
+def summarise(session: Session, records: Sequence[Record], before: Counts = NOTHING) -> dict[str, Any]:
     """The run in numbers, the same on every rank. Collective; `records` are those of all steps.
 
     `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
@@ -44,6 +46,7 @@ def summarise(session: Session, records: Sequence[Record]) -> dict[str, Any]:
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),
+        **asdict(counted(session, before)),
         "replicas_equal": equal,
         "fingerprint": fingerprint,
     }

@@ -14,7 +14,7 @@ from detonation.cluster.signals import Stop, stoppable
 from detonation.core.channel import Channel
 from detonation.core.pace import Pace
 from detonation.core.traffic import message_bytes
-from detonation.train import directory, metrics, toml
+from detonation.train import counts, directory, metrics, toml
 from detonation.train.auto import Asked
 from detonation.train.config import Config, Table, from_table, to_table
 from detonation.train.decide import Chosen, again, decide
@@ -67,7 +67,8 @@ def _work(todo: Task, stop: Stop) -> Table:
         checkpoints = path / directory.CHECKPOINTS
         loaded, told = resume(session, checkpoints, todo.may_start) if todo.resume else (None, [])
         done = loaded.step if loaded else 0
-        with contextlib.closing(Recorder(session, path, screen, done)) as recorder:
+        before = counts.saved(loaded.extra if loaded else {})
+        with contextlib.closing(Recorder(session, path, screen, done, before)) as recorder:
             for line in told:
                 screen.line(line)
             return _train(session, path, recorder, done, todo.stop_after, stop)
@@ -96,9 +97,15 @@ def _expect(session: Session, channels: Sequence[Channel]) -> None:
 
 
 class Recorder:
-    """Keeps every step's record; rank 0 also writes it down, and shows the ones to be logged."""
+    """Keeps every step's record; rank 0 also writes it down, and shows the ones to be logged.
 
-    def __init__(self, session: Session, path: Path, screen: Screen, done: int) -> None:
+    done: steps of earlier starts; before: what they went on without.
+    """
+
+    def __init__(
+        self, session: Session, path: Path, screen: Screen, done: int, before: counts.Counts = counts.NOTHING
+    ) -> None:
+        self.before = before
         self._train, self._screen = session.config.train, screen
         self._full_sync = session.world.over_shards(session.optimizer.dense_bytes)
         file = path / directory.METRICS
@@ -141,21 +148,21 @@ def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_aft
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
-            save(session, checkpoints)
+            save(session, checkpoints, recorder.before)
 
     try:
         fit(session, done, until, after_step, stop)
     except NonFiniteLoss as error:
-        saved = save_now(session, checkpoints)
+        saved = save_now(session, checkpoints, recorder.before)
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
     except Stopped as stopped:
-        save_now(session, checkpoints)
+        save_now(session, checkpoints, recorder.before)
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
-    save_now(session, checkpoints)
+    save_now(session, checkpoints, recorder.before)
     recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
-    summary = summarise(session, recorder.records)
+    summary = summarise(session, recorder.records, recorder.before)
     if session.rank == 0:
         directory.write_json(path / directory.SUMMARY, summary)
     return {**summary, "directory": str(path)}

@@ -1,0 +1,48 @@
+"""What a run goes on without is counted: by parameter, over all shards, over all its starts, and shown."""
+
+import json
+
+import pytest
+
+from detonation.checkpoint import manifest, shelf
+from detonation.core.flat import local
+from detonation.report.table import rows
+from detonation.train import counts, worker
+
+NAME = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """The gradient of one parameter is not finite on the second replica."""
+    started = worker.start
+
+    def poisoned(config, device):
+        session = started(config, device)
+        if session.rank // config.mesh.shards == 1:
+            name = next(name for name, _ in session.model.named_parameters() if name.endswith(NAME))
+            parameter = session.model.get_parameter(name)
+            parameter.register_post_accumulate_grad_hook(lambda p: local(p.grad).mul_(float("nan")))
+        return session
+
+    monkeypatch.setattr(worker, "start", poisoned)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_path, poison, shards):
+    sets = [f"mesh.shards={shards}", "train.non_finite=skip", "train.steps=5"]
+    train("run", *sets, stop_after=2)
+    summaries = train("run", *sets, resume=True)
+    for summary in summaries:
+        ((name, count),) = summary["skipped"].items()
+        assert name.endswith(NAME) and (count, summary["refused"]) == (5 * shards, 0)
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert dict(rows(written))["skipped"] == f"{5 * shards} contributions that were not finite, of {name}"
+    assert "refused" not in dict(rows(written))
+    last = manifest.read(shelf.candidates(tmp_path / "run" / "checkpoints")[0])
+    assert counts.saved(last.extra) == counts.Counts(summary["skipped"])
+
+
+@pytest.mark.parametrize("extra", [{}, {"skipped": 3, "refused": "x"}, {"skipped": {"a": "b"}, "refused": None}])
+def test_what_a_checkpoint_says_in_other_than_numbers_counts_as_nothing(extra):
+    assert counts.saved(extra) == counts.NOTHING
