@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 import detonation as dt
 import worlds
@@ -15,7 +16,7 @@ from detonation.core.flat import digest, local
 from detonation.core.ledger import NonFiniteGradient
 from detonation.core.overlap import OverlapError
 from detonation.core.traffic import message_bytes, overlapped_bytes
-from zoo import GRADIENT, Menagerie, batch, built
+from zoo import GRADIENT, Menagerie, Plain, batch, built
 
 STEPS = 2
 SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding", "slicing"}  # by the network
@@ -257,6 +258,22 @@ def wrongly(mesh):
         torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(0.5))
         optimizer.step()
 
+    def scaled(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu")
+        with optimizer.overlap():
+            scaler.scale(model(x).mean()).backward()
+        scaler.step(optimizer)
+
+    def left_out(model, optimizer):
+        """The scale is so large that the scaler leaves the step out."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+        for _ in range(2):
+            with optimizer.overlap():
+                scaler.scale(1e3 * model(x).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
     def twice(model, optimizer):
         loss = model(x).mean()
         with optimizer.overlap():
@@ -288,7 +305,7 @@ def wrongly(mesh):
         optimizer.step()
 
     x, errors = batch(0, 0, 257), []
-    for wrong in (clipped, unscaled, twice, skipped, saved, settled, forgotten):
+    for wrong in (clipped, unscaled, scaled, twice, skipped, left_out, saved, settled, forgotten):
         model, optimizer = start(mesh, dt.demo())
         with pytest.raises(OverlapError) as caught:
             wrong(model, optimizer)
@@ -299,12 +316,33 @@ def wrongly(mesh):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
     for rank in worlds.run(wrongly, 1, shards):
-        clipped, unscaled, twice, skipped, saved, settled, forgotten = rank
-        for changed in (clipped, unscaled, forgotten):
+        clipped, unscaled, scaled, twice, skipped, left_out, saved, settled, forgotten = rank
+        for changed in (clipped, unscaled, scaled, forgotten):
             assert "changed after it was sent within overlap(): clip, unscale or zero gradients without" in changed
         assert "came twice within overlap(): put one backward into it" in twice
-        for half_done in (skipped, saved, settled):
+        for half_done in (skipped, left_out, saved, settled):
             assert "gradients of step 0 left within overlap(), but no step() followed" in half_done
+
+
+def by_ddp(mesh):
+    """DDP makes the gradients of a node equal: before the step in time, but after the hooks of an overlap."""
+    told = []
+    for overlapped in (False, True):
+        model = built(Plain)
+        wrapped = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
+        base = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo(chunk=16))
+        optimizer.set_up()
+        with optimizer.overlap() if overlapped else nullcontext():
+            wrapped(batch(mesh.get_rank(), 0, 32)).mean().backward()
+        told.append(worlds.caught(optimizer.step))
+    return told
+
+
+def test_ddp_inside_the_node_goes_without_overlap_and_is_refused_with_it():
+    for plain, overlapped in worlds.run(by_ddp, 2, 2):
+        assert plain == ("nothing", "")
+        assert overlapped[0] == "OverlapError" and "changed after it was sent within overlap()" in overlapped[1]
 
 
 def not_finite(mesh):
