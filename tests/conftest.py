@@ -1,5 +1,6 @@
 """Settings that every test needs before torch starts threads."""
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -15,3 +16,9 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=500)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: no collection looks through it again, here or in a fork."""
+    gc.collect()
+    gc.freeze()

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commands import outliving
 from detonation.cluster import launch
+from detonation.cluster.end import die_with_agent
 from detonation.cluster.failure import WorldError
 from detonation.cluster.join import Place, launched
 from detonation.cluster.launch import run_local
@@ -123,3 +125,20 @@ def test_processes_that_are_not_forked_find_the_function_by_name(monkeypatch):
     monkeypatch.setattr(launch, "gpus_for", lambda local_world_size: True)
     pids = run_local(os.getpid, 2, timeout_s=120)
     assert len({*pids, os.getpid()}) == 3
+
+
+def test_a_rank_of_torchrun_ends_with_its_agent():
+    receiver, sender = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        if os.fork() == 0:
+            die_with_agent({"TORCHELASTIC_RUN_ID": "1"})
+            os.write(sender, str(os.getpid()).encode())
+        signal.pause()
+    rank = int(os.read(receiver, 20))
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    left = outliving([rank], 2)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []

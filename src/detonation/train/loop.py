@@ -57,9 +57,10 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         waited = session.optimizer.waited_s - waited
         now = session.optimizer.bytes_sent_by_level
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
-        due = train.validate_every and (step + 1) % train.validate_every == 0
-        with session.optimizer.settled():
-            held_out = validate(session) if due or step + 1 == train.steps else {}
+        held_out = {}
+        if step + 1 == train.steps or (train.validate_every and (step + 1) % train.validate_every == 0):
+            with session.optimizer.settled():
+                held_out = validate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
         report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out))
         if asked and step + 1 < until:
