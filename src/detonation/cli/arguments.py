@@ -90,6 +90,8 @@ class Compare(Common):
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
     link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
+    lab: bool = False
+    """Give each node a network namespace, with links that the kernel slows down to --link. Needs Linux and root."""
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 

@@ -57,7 +57,16 @@ def _compare(verb: Compare) -> dict[str, Any]:
     from detonation.train.compare import compare
     from detonation.train.run import Request
 
-    request = Request(verb.recipe, flat(verb.set), verb.replicas, verb.shards, verb.link, verb.out, to_stderr=verb.json)
+    request = Request(
+        verb.recipe,
+        flat(verb.set),
+        verb.replicas,
+        verb.shards,
+        verb.link,
+        verb.out,
+        lab=verb.lab,
+        to_stderr=verb.json,
+    )
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
     summaries = compare(request, schemes, lambda error: explain(verb, error))
     directories = [Path(summary["directory"]) for summary in summaries]

@@ -27,12 +27,18 @@ _POLL_S = 0.02
 
 
 def run_local(
-    function: Callable[..., Any], world_size: int, arguments: Sequence[Any] = (), *, timeout_s: float | None = None
+    function: Callable[..., Any],
+    world_size: int,
+    arguments: Sequence[Any] = (),
+    *,
+    timeout_s: float | None = None,
+    enter: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Calls `function(*arguments)` on `world_size` processes of this machine that share a process group.
 
     Returns each rank's result (JSON values and tensors), by rank. On CPU the processes are forked, so `function` may be
     anything; where each gets a GPU they start afresh, so `function` must be importable and `arguments` plain values.
+    enter: called with its rank in each process before it has sockets and threads; for processes that are forked.
     Raises `WorldError` when a rank fails or `timeout_s` passes; no process outlives the call. SIGTERM and SIGUSR1 are
     passed on to all ranks; a second one, or ranks that do not know what to do with the first, end it as `SystemExit`.
     """
@@ -41,7 +47,9 @@ def run_local(
     try:
         with _passed_on(pids) as stop:
             fork = hasattr(os, "fork") and not gpus_for(world_size)
-            start = _fork if fork else _spawn
+            if enter is not None and not fork:
+                raise ValueError("ranks with a GPU each start afresh and enter nothing: hide the GPUs")
+            start = partial(_fork, enter) if fork else _spawn
             for rank in range(world_size):
                 with _held_back(stop, pids):
                     pids[rank] = start(rank, world_size, folder, function, arguments)
@@ -56,7 +64,14 @@ def run_local(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> int:
+def _fork(
+    enter: Callable[[int], None] | None,
+    rank: int,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -68,7 +83,7 @@ def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any]
         code = 1
         gc.freeze()  # what the parent holds is never garbage here: to look through it would copy all of its memory
         try:
-            code = _child(rank, world_size, folder, function, arguments, parent)
+            code = _child(rank, world_size, folder, function, arguments, parent, enter)
         finally:
             # Never back into the parent's stack: its finally clauses and atexit hooks are not the child's.
             os._exit(code)
@@ -82,7 +97,13 @@ def _spawn(rank: int, world_size: int, folder: Path, function: Callable[..., Any
 
 
 def _child(
-    rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any], parent: int
+    rank: int,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    parent: int,
+    enter: Callable[[int], None] | None = None,
 ) -> int:
     die_with(parent)
     # The parent decides what Ctrl-C does; a second traceback from each child would help nobody.
@@ -93,6 +114,8 @@ def _child(
     pulse = None
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+        if enter is not None:
+            enter(rank)
         pulse = join(Place(rank, world_size, rank, world_size), partial(_lost, rank, folder), folder)
         parcel.write(folder / f"result-{rank}.json", function(*arguments))
         leave()

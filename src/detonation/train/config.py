@@ -98,17 +98,25 @@ class Mesh:
     """`replicas` copies of the model (nodes), each cut into `shards` (accelerators in a node).
 
     link: an emulated pace of what joins the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
+    lab: the nodes are network namespaces of this machine, and the kernel slows their links down to `link` instead.
     """
 
     replicas: int = 2
     shards: int = 2
     link: str = ""
+    lab: bool = False
 
     def __post_init__(self) -> None:
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
         if self.link:
             Pace.parse(self.link)
+        require(bool(self.link) or not self.lab, "mesh.link", self.link, "a rate such as '100mbit' in a lab (--link)")
+
+    @property
+    def emulated(self) -> str:
+        """The pace that ranks keep to by themselves."""
+        return "" if self.lab else self.link
 
 
 @dataclass(frozen=True)
@@ -286,8 +294,8 @@ def _needed(key: str, name: str, values: Table) -> Any:
 
 
 def _typed(kind: Any, what: str, value: Any) -> Any:
-    names = {int: "a whole number", float: "a number", str: "text in quotes"}
+    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    require(isinstance(value, kind) and not isinstance(value, bool), what, value, names[kind])
+    require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), what, value, names[kind])
     return value

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import detonation as dt
 from detonation.cluster.join import Place, device_here, launched
-from detonation.cluster.launch import run_local
 from detonation.cluster.launched import run_launched
 from detonation.cluster.probe import probe_axis
 from detonation.cluster.profile import Compute, Profile
@@ -20,7 +19,7 @@ from detonation.core.schemes import SCHEMES
 from detonation.train import recipe
 from detonation.train.config import Mesh, Table, from_table, require, to_table
 from detonation.train.environment import environment
-from detonation.train.run import Request, fill, standing
+from detonation.train.run import Request, check_lab, fill, on_ranks, standing
 from detonation.train.setup import Session, between_replicas, check, start
 from detonation.train.timing import forward_backward, optimizer_step
 
@@ -53,10 +52,11 @@ def probe(
     place = launched(os.environ)
     if place is None:
         torch.set_num_threads(1)  # a process that computed with several threads must not be forked
-        task, world_size = _prepare(path, overrides, replicas, shards, link, None)
-        return Profile.of(run_local(work, world_size, [task])[0])
+        task = _prepare(path, overrides, replicas, shards, link, None)
+        mesh = Mesh(**task["mesh"])
+        return Profile.of(on_ranks(work, task, mesh, nodes=mesh.replicas)[0])
     prepare = partial(_prepare, path, overrides, replicas, shards, link, place)
-    profile = run_launched(place, lambda: Profile.of(work(prepare()[0])), fail)
+    profile = run_launched(place, lambda: Profile.of(work(prepare())), fail)
     return profile if place.rank == 0 else None
 
 
@@ -67,7 +67,7 @@ def _prepare(
     shards: int | None,
     link: str | None,
     place: Place | None,
-) -> tuple[Table, int]:
+) -> Table:
     if path is None:
         if overrides:
             raise ValueError("--set changes a recipe: name one")
@@ -77,9 +77,9 @@ def _prepare(
     else:
         config = check(standing(Request(path, tuple(overrides), replicas, shards, link), place))
         require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
-        mesh = config.mesh
-        task = Task(asdict(mesh), path.stem, recipe.read(path), to_table(config))
-    return asdict(task), mesh.replicas * mesh.shards
+        task = Task(asdict(config.mesh), path.stem, recipe.read(path), to_table(config))
+        check_lab(config.mesh, place)
+    return asdict(task)
 
 
 def work(task: Table) -> Table:
@@ -88,7 +88,7 @@ def work(task: Table) -> Table:
     device = device_here()
     mesh = dt.init_mesh(todo.mesh["replicas"], todo.mesh["shards"], device.type)
     axes = {
-        "replicate": probe_axis(between_replicas(mesh, todo.mesh["link"]), device, _AXIS_S),
+        "replicate": probe_axis(between_replicas(mesh, Mesh(**todo.mesh).emulated), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
     }
     compute = None

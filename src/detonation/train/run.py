@@ -4,19 +4,22 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from detonation.choices import unknown
+from detonation.cluster import lab
 from detonation.cluster.join import Place, launched
 from detonation.cluster.launch import run_local
 from detonation.cluster.launched import run_launched
 from detonation.cluster.meet import keep_to_one_interface
+from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, recipe
 from detonation.train.attempt import restartable, restarted
 from detonation.train.auto import Asked, Auto
-from detonation.train.config import Config, Table, require, to_table
+from detonation.train.config import Config, Mesh, Table, require, to_table
 from detonation.train.progress import show_cursor
 from detonation.train.setup import check
 from detonation.train.sizes import check_sizes
@@ -38,6 +41,7 @@ class Request:
     checkpoint_every: int | None = None
     keep: int | None = None
     interface: str = ""
+    lab: bool = False
     to_stderr: bool = False
 
 
@@ -59,18 +63,27 @@ def run(request: Request, fail: Callable[[Exception], int]) -> Table:
     place = launched(os.environ)
     if place is not None:
         return run_launched(
-            place, lambda: _finished(request) or work(_prepare(request, place)[0]), fail, interface=request.interface
+            place, lambda: _finished(request) or work(_prepared(request, place)[0]), fail, interface=request.interface
         )
     if finished := _finished(request):
         return finished
     keep_to_one_interface(os.environ, True, request.interface)
     # A process that computed with several threads must not be forked: the children would wait for threads they lack.
     torch.set_num_threads(1)
-    task, world_size = _prepare(request, None)
+    task, config = _prepared(request, None)
     try:
-        return dict(run_local(work, world_size, [task])[0])
+        return dict(on_ranks(work, task, config.mesh, nodes=config.levels[-1].replicas)[0])
     finally:
         show_cursor(request.to_stderr)
+
+
+def on_ranks(work: Callable[[Table], Any], task: Table, mesh: Mesh, nodes: int) -> list[Any]:
+    """What `work(task)` returns on each rank of a world on this machine; in a lab of so many nodes, if `mesh` asks."""
+    size = mesh.replicas * mesh.shards
+    if not mesh.lab:
+        return run_local(work, size, [task])
+    with lab.lab(nodes, Pace.parse(mesh.link)) as made:
+        return run_local(work, size, [task], enter=lambda rank: made.enter(rank * nodes // size))
 
 
 def is_first() -> bool:
@@ -94,7 +107,7 @@ def standing(request: Request, place: Place | None) -> Config:
 def layers(request: Request, place: Place | None) -> tuple[Table, Table]:
     """The recipe's tables, and those of the launcher and the command line to lay over them."""
     overrides = recipe.parse_sets(request.overrides)
-    flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
+    flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link, "lab": request.lab or None}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
     saving = {"checkpoint_every": request.checkpoint_every, "keep": request.keep}
     given = {key: value for key, value in saving.items() if value is not None}
@@ -121,9 +134,10 @@ def _finished(request: Request) -> Table | None:
     return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
 
 
-def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
-    """The task that every rank will do, and how many ranks; whatever can be checked before is checked here."""
+def _prepared(request: Request, place: Place | None) -> tuple[Table, Config]:
+    """The task that every rank will do, and its configuration; whatever can be checked before is checked here."""
     config = configure(request, place)
+    check_lab(config.mesh, place)
     chosen = Auto.of(config)
     asked = None if chosen is None else Asked(chosen, *layers(request, place))
     config = check(config) if asked is None else asked.check()
@@ -132,7 +146,15 @@ def _prepare(request: Request, place: Place | None) -> tuple[Table, int]:
     if request.out is not None and (place is None or place.rank == 0):
         again = restartable(os.environ)
         directory.check_free(request.out, request.resume or restarted(os.environ), may_start=again)
-    return asdict(_task(request, config, asked)), config.mesh.replicas * config.mesh.shards
+    return asdict(_task(request, config, asked)), config
+
+
+def check_lab(mesh: Mesh, place: Place | None) -> None:
+    """Raises `ValueError` where `mesh` asks for a lab that there cannot be."""
+    if mesh.lab and place is not None:
+        raise ValueError("a lab has processes of its own: leave mesh.lab out under a launcher")
+    if mesh.lab:
+        lab.check(Pace.parse(mesh.link))
 
 
 def fill(mesh: Table, place: Place | None) -> Table:

@@ -94,13 +94,13 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 
 def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
-    """The axis of each level, from the innermost outwards; `mesh.link` slows the outermost down. Collective."""
+    """The axis of each level, from the innermost outwards; an emulated link slows the outermost down. Collective."""
     if len(config.levels) == 1:
-        return [between_replicas(mesh, config.mesh.link)]
+        return [between_replicas(mesh, config.mesh.emulated)]
     sizes = {level.axis: level.replicas for level in reversed(config.levels)} | {"shard": config.mesh.shards}
     tiers = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     *inner, outermost = [tiers[level.axis] for level in config.levels]
-    return [*inner, slowed(outermost, config.mesh.link)]
+    return [*inner, slowed(outermost, config.mesh.emulated)]
 
 
 def safety(config: Config) -> dt.Safety:

@@ -1,0 +1,203 @@
+"""The emulated link against a lab, where the kernel slows real interfaces down: step times, and bytes.
+
+    sudo python benchmarks/lab.py
+
+Two nodes of two ranks, each node a network namespace, the T5 of benchmarks/step_time.py, steps as `detonation train`
+takes them. Every scheme has two trainings in one world that take turns: one over links that the kernel slows down, and
+one whose links are free and whose exchanges keep to the same pace by themselves (`--link`). Medians of the step time.
+Bytes: what the link has counted for a node, against what the kernel has at that node's interface without the headers of
+frames, and with them.
+"""
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RECIPE = "recipes/t5-translation.toml"
+SETS = (
+    "model.hidden_size=256 model.layers=4 model.feed_forward=1024 data.source_length=64 data.target_length=64 "
+    "train.batch_size=2 train.steps=100000 train.validate_every=0 schedule.name=constant"
+)
+"""The T5 of benchmarks/step_time.py, 7.4 million parameters, and its batch."""
+SCHEMES = {
+    "full": "scheme.name=full",
+    "demo 4/64": "scheme.name=demo",
+    "random 1/32": "scheme.name=random scheme.rate=0.03125",
+}
+LINKS = ("10mbit", "100mbit", "1gbit")
+FREE = "100gbit"
+NODES, RANKS = 2, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A training whose steps are timed, `unit` of them together: those of a round."""
+
+    name: str
+    recipe: str
+    sets: tuple[str, ...]
+    emulated: bool = False
+    unit: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What a subject's steps took on a link, each the mean of a unit; and per step what left a node, counted two ways.
+
+    bytes_sent: by the link. data_bytes, frame_bytes: by the kernel, without and with the headers of frames.
+    """
+
+    name: str
+    emulated: bool
+    link: str
+    seconds: tuple[float, ...]
+    bytes_sent: float
+    data_bytes: float
+    frame_bytes: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]]) -> list[Timing]:
+    """Times every subject on each link, one after another in turns[link][subject's name] turns. Needs root."""
+    import torch
+
+    from detonation.cluster.lab import lab
+    from detonation.cluster.launch import run_local
+    from detonation.core.pace import Pace
+
+    torch.set_num_threads(1)  # before the ranks are forked
+    with lab(NODES, Pace.parse(FREE)) as made:
+        found = run_local(_rank, NODES * RANKS, [made, subjects, turns], enter=lambda rank: made.enter(rank // RANKS))
+    return [Timing(**{**row, "seconds": tuple(row["seconds"])}) for row in found[0]]
+
+
+def _rank(made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+    import torch.distributed as dist
+
+    import detonation as dt
+    from detonation.core.pace import Pace
+
+    mesh = dt.init_mesh(NODES, RANKS, "cpu")
+    trainings = [Training(subject, mesh) for subject in subjects]
+    found = []
+    for link, counts in turns.items():
+        timings: dict[Subject, list[tuple[float, ...]]] = {training.subject: [] for training in trainings}
+        for turn in range(max(counts.values())):
+            for training in trainings:
+                if turn < counts[training.subject.name]:
+                    if dist.get_rank() == 0:
+                        made.shape(Pace.parse(FREE if training.subject.emulated else link))
+                    timings[training.subject].append(training.timed(Pace.parse(link), made))
+        for subject, rows in timings.items():
+            if rows:
+                seconds, *counted = zip(*rows, strict=True)
+                means = [statistics.fmean(column) for column in counted]
+                found.append(dataclasses.asdict(Timing(subject.name, subject.emulated, link, seconds, *means)))
+    return found
+
+
+class Training:
+    """A training of one subject on this rank, two steps old: the first sets up, the second cuts buckets."""
+
+    def __init__(self, subject: Subject, mesh: Any) -> None:
+        import torch
+
+        import detonation as dt
+        from detonation import models
+        from detonation.cluster.emulate import Emulated
+        from detonation.core.pace import Pace
+        from detonation.train import optimizers
+        from detonation.train.run import Request, configure
+        from detonation.train.setup import Session, check, load_data
+        from detonation.train.world import Ranks
+
+        config = check(configure(Request(Path(subject.recipe), subject.sets, NODES, RANKS), None))
+        torch.manual_seed(config.seed)
+        model = dt.shard(models.build(config.model.name, config.model.arguments), mesh)
+        base = optimizers.build(config.optimizer, model)
+        self._axis: Any = Emulated(mesh["replicate"], Pace.parse(FREE)) if subject.emulated else mesh["replicate"]
+        scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
+        optimizer = dt.replicate(base, model, self._axis, scheme, seed=config.seed)
+        world = Ranks(mesh, torch.device("cpu"))
+        data = load_data(config.data)
+        self.subject, self._done = subject, 0
+        self._session = Session(config, world, torch.device("cpu"), data, model, base, optimizer)
+        self._steps(2)
+
+    def timed(self, pace: Any, made: Any) -> tuple[float, ...]:
+        """Seconds and bytes of a step over a link of `pace`, the mean of a unit."""
+        import torch.distributed as dist
+
+        if self.subject.emulated:
+            self._axis.pace = pace
+        before = made.counters(0)
+        dist.barrier()
+        records = self._steps(self.subject.unit)
+        dist.barrier()
+        counted = made.counters(0).since(before)
+        totals = (
+            sum(record.seconds for record in records),
+            sum(record.bytes_sent for record in records),
+            counted.sent_data_bytes,
+            counted.sent_bytes,
+        )
+        return tuple(total / self.subject.unit for total in totals)
+
+    def _steps(self, count: int) -> list[Any]:
+        from detonation.cluster.signals import Stop
+        from detonation.train.loop import fit
+
+        records: list[Any] = []
+        fit(self._session, self._done, self._done + count, records.append, Stop())
+        self._done += count
+        return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", default=LINKS)
+    parser.add_argument("--turns", type=int, default=9, help="steps of each; a third on links below 50 Mbit/s")
+    args = parser.parse_args()
+    from detonation.core.pace import Pace
+
+    slow = {link for link in args.links if Pace.parse(link).rate_bits_per_s < 50e6}
+    turns = {link: dict.fromkeys(SCHEMES, args.turns // (3 if link in slow else 1)) for link in args.links}
+    subjects = [
+        Subject(name, RECIPE, (*SETS.split(), *scheme.split()), emulated)
+        for name, scheme in SCHEMES.items()
+        for emulated in (False, True)
+    ]
+    found = {(t.name, t.link, t.emulated): t for t in measure(subjects, turns)}
+    titles = [
+        "scheme",
+        "link",
+        "lab, s",
+        "emulated, s",
+        "emulated / lab",
+        "link's own time, s",
+        "sent a step, by the link",
+    ]
+    print("| " + " | ".join([*titles, "by the kernel", "with headers"]) + " |\n" + "|---" * (len(titles) + 2) + "|")
+    for (name, link, emulated), real in found.items():
+        if not emulated:
+            print(row(real, found[name, link, True]), flush=True)
+
+
+def row(real: Timing, emulated: Timing) -> str:
+    from detonation.core.pace import Pace
+
+    cells = [real.name, real.link, f"{real.median:.3f}", f"{emulated.median:.3f}"]
+    cells += [f"{emulated.median / real.median:.3f}", f"{Pace.parse(real.link).seconds(real.bytes_sent, 0):.3f}"]
+    cells += [f"{real.bytes_sent:,.0f}"]
+    cells += [f"{n:,.0f} ({n / real.bytes_sent - 1:+.1%})" for n in (real.data_bytes, real.frame_bytes)]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
