@@ -1,18 +1,24 @@
 """The emulated link against a lab, where the kernel slows real interfaces down: step times, and bytes.
 
     sudo python benchmarks/lab.py
+    sudo python benchmarks/lab.py --torchrun
 
 Two nodes of two ranks, each node a network namespace, the T5 of benchmarks/step_time.py, steps as `detonation train`
 takes them. Every scheme has two trainings in one world that take turns: one over links that the kernel slows down, and
 one whose links are free and whose exchanges keep to the same pace by themselves (`--link`). Medians of the step time.
 Bytes: what the link has counted for a node, against what the kernel has at that node's interface without the headers of
-frames, and with them.
+frames, and with them. With --torchrun instead: the same training by torchrun in each node, as on two machines, and by
+ranks that are forked into the nodes, as `compare --lab` does.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +69,14 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def measure(subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]]) -> list[Timing]:
-    """Times every subject on each link, one after another in turns[link][subject's name] turns. Needs root."""
+Tell = Callable[[Timing], None]
+
+
+def measure(subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], tell: Tell) -> None:
+    """Times every subject on each link, one after another in turns[link][subject's name] turns. Needs root.
+
+    tell: called, in a process of its own, with what is known once a link is done.
+    """
     import torch
 
     from detonation.cluster.lab import lab
@@ -73,11 +85,10 @@ def measure(subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]])
 
     torch.set_num_threads(1)  # before the ranks are forked
     with lab(NODES, Pace.parse(FREE)) as made:
-        found = run_local(_rank, NODES * RANKS, [made, subjects, turns], enter=lambda rank: made.enter(rank // RANKS))
-    return [Timing(**{**row, "seconds": tuple(row["seconds"])}) for row in found[0]]
+        run_local(_rank, NODES * RANKS, [made, subjects, turns, tell], enter=lambda rank: made.enter(rank // RANKS))
 
 
-def _rank(made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+def _rank(made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], tell: Tell) -> None:
     import torch.distributed as dist
 
     import detonation as dt
@@ -85,7 +96,6 @@ def _rank(made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[st
 
     mesh = dt.init_mesh(NODES, RANKS, "cpu")
     trainings = [Training(subject, mesh) for subject in subjects]
-    found = []
     for link, counts in turns.items():
         timings: dict[Subject, list[tuple[float, ...]]] = {training.subject: [] for training in trainings}
         for turn in range(max(counts.values())):
@@ -95,11 +105,10 @@ def _rank(made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[st
                         made.shape(Pace.parse(FREE if training.subject.emulated else link))
                     timings[training.subject].append(training.timed(Pace.parse(link), made))
         for subject, rows in timings.items():
-            if rows:
+            if rows and dist.get_rank() == 0:
                 seconds, *counted = zip(*rows, strict=True)
                 means = [statistics.fmean(column) for column in counted]
-                found.append(dataclasses.asdict(Timing(subject.name, subject.emulated, link, seconds, *means)))
-    return found
+                tell(Timing(subject.name, subject.emulated, link, seconds, *means))
 
 
 class Training:
@@ -159,21 +168,54 @@ class Training:
         return records
 
 
+def launched(link: str) -> None:
+    """Prints fingerprint and median step of quick-lm by torchrun in each node, and by ranks forked into them."""
+    recipe, sets = "recipes/quick-lm.toml", ["train.steps=20", "train.validation_batches=1"]
+    with tempfile.TemporaryDirectory() as folder:
+        forked, agents = Path(folder, "forked"), Path(folder, "torchrun")
+        train = [sys.executable, "-m", "detonation", "train", recipe, "--set", *sets, f"mesh.link={link}"]
+        subprocess.run([*train, "mesh.lab=true", "--out", str(forked)], check=True, stdout=subprocess.DEVNULL)
+        by_torchrun(link, ["-m", "detonation", "train", recipe, "--set", *sets, "--out", str(agents)])
+        for path in (forked, agents):
+            summary = json.loads((path / "summary.json").read_text())
+            print(f"{path.name}: {summary['median_step_seconds']:.3f} s a step, fingerprint {summary['fingerprint']}")
+
+
+def by_torchrun(link: str, arguments: Sequence[str]) -> None:
+    """Runs torchrun with `arguments` in each node of a lab, until both have ended."""
+    from detonation.cluster.lab import INTERFACE, lab
+    from detonation.core.pace import Pace
+
+    with lab(NODES, Pace.parse(link)) as made:
+        meeting = ["--master-addr", made.address(0), "--master-port", "29500"]
+        world = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", str(RANKS)]
+        agents = []
+        for node in range(NODES):
+            place = ["--node-rank", str(node), "--local-addr", made.address(node)]
+            command = made.command(node, [*world, *place, *meeting, *arguments, "--interface", INTERFACE])
+            agents.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        codes = [agent.wait(timeout=600) for agent in agents]
+    if any(codes):
+        raise SystemExit(f"torchrun ended with {codes}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=LINKS)
-    parser.add_argument("--turns", type=int, default=9, help="steps of each; a third on links below 50 Mbit/s")
+    parser.add_argument("--turns", type=int, default=9, help="steps of each; 3 on links below 50 Mbit/s")
+    parser.add_argument("--torchrun", action="store_true", help="compare ways of starting ranks instead")
     args = parser.parse_args()
+    if args.torchrun:
+        return launched("100mbit")
     from detonation.core.pace import Pace
 
     slow = {link for link in args.links if Pace.parse(link).rate_bits_per_s < 50e6}
-    turns = {link: dict.fromkeys(SCHEMES, args.turns // (3 if link in slow else 1)) for link in args.links}
+    turns = {link: dict.fromkeys(SCHEMES, 3 if link in slow else args.turns) for link in args.links}
     subjects = [
         Subject(name, RECIPE, (*SETS.split(), *scheme.split()), emulated)
         for name, scheme in SCHEMES.items()
         for emulated in (False, True)
     ]
-    found = {(t.name, t.link, t.emulated): t for t in measure(subjects, turns)}
     titles = [
         "scheme",
         "link",
@@ -184,9 +226,16 @@ def main() -> None:
         "sent a step, by the link",
     ]
     print("| " + " | ".join([*titles, "by the kernel", "with headers"]) + " |\n" + "|---" * (len(titles) + 2) + "|")
-    for (name, link, emulated), real in found.items():
-        if not emulated:
-            print(row(real, found[name, link, True]), flush=True)
+    real: dict[str, Timing] = {}
+
+    def tell(timing: Timing) -> None:
+        if timing.emulated:
+            print(row(real[timing.name], timing), flush=True)
+        else:
+            real[timing.name] = timing
+
+    measure(subjects, turns, tell)
+    return None
 
 
 def row(real: Timing, emulated: Timing) -> str:

@@ -12,7 +12,7 @@ from detonation.core.schemes import SCHEMES
 from detonation.train import directory, toml
 from detonation.train.auto import NAME
 from detonation.train.config import Config, Table, to_table
-from detonation.train.run import Request, configure, run
+from detonation.train.run import Request, check_lab, configure, run
 from detonation.train.setup import check
 
 
@@ -34,7 +34,9 @@ def compare(request: Request, schemes: Sequence[str], explain: Callable[[Excepti
         if name not in SCHEMES:
             raise unknown("scheme", name, SCHEMES)
         one = replace(request, overrides=(*request.overrides, f"scheme.name={name}"), out=out / name)
-        runs.append((one, check(configure(one, None))))
+        config = configure(one, None)
+        check_lab(config.mesh, None)
+        runs.append((one, check(config)))
     return [_finished(out / config.scheme.name, config) or run(one, explain) for one, config in runs]
 
 
