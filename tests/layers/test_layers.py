@@ -34,6 +34,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
         "gradient_replicator",
         "parameter_replicator",
         "build",
+        "change",
         "replicate",
     ],
     ["checkpoint"],

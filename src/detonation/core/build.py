@@ -55,13 +55,14 @@ def build(
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
                 place = sum(map(len, made))
                 channel = Channel(scheme, layout, link, device, seed, kernels, ledger, place)
-                made[-1].append(_replicator(mine, channel, base, fragment))
+                made[-1].append(replicator(mine, channel, base, fragment))
     active = [axis for axis, scheme in levels if scheme.signal != "nothing"]
-    watch.spread(active, [replicator for level in made for replicator in level])
+    watch.spread(active, [each for level in made for each in level])
     return made, watch
 
 
-def _replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int) -> Replicator:
+def replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int) -> Replicator:
+    """The replicator of one fragment of a level."""
     scheme = channel.scheme
     if scheme.outer is None:
         return GradientReplicator(parameters, channel, base, scheme)
@@ -71,24 +72,24 @@ def _replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimi
 def compare(replicators: Sequence[Replicator], seed: int, kernels: bool, safety: Safety) -> None:
     """Raises `Mismatch` on all replicas where one differs in what must be the same, and names it. Collective."""
     tried: dict[int, str] = {}  # by scheme: its fragments decode alike
-    for replicator in replicators:
-        channel = replicator.channel
+    for each in replicators:
+        channel = each.channel
         key = id(channel.scheme)
         tried[key] = tried.get(key) or trial(channel.scheme, channel.device, seed, kernels)
-        description = _description(replicator, seed, safety) | {TRIAL: tried[key]}
+        description = _description(each, seed, safety) | {TRIAL: tried[key]}
         channel.link.agree(description, channel.device, {TRIAL: conditions()})
 
 
-def _description(replicator: Replicator, seed: int, safety: Safety) -> dict[str, str]:
+def _description(each: Replicator, seed: int, safety: Safety) -> dict[str, str]:
     """All that must be the same, by the name that an error shall use."""
     from detonation import __version__
 
-    scheme = replicator.channel.scheme
+    scheme = each.channel.scheme
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
-    settings |= {"scheme": scheme.name, "seed": str(seed), "kernel": replicator.channel.engine.name}
+    settings |= {"scheme": scheme.name, "seed": str(seed), "kernel": each.channel.engine.name}
     settings |= {name: str(value) for name, value in asdict(safety).items()}
     settings |= {name: str(value) for name, value in scheme.arguments.items()}
-    for slot, tensor in zip(replicator.channel.layout.slots, replicator.shared(), strict=True):
+    for slot, tensor in zip(each.channel.layout.slots, each.shared(), strict=True):
         settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"
         settings[f"{slot.name} (weights)"] = digest([tensor])[:16]
     return settings

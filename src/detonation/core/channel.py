@@ -107,7 +107,7 @@ class Channel:
         self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
         self.ledger = ledger or Ledger([slot.name for slot in layout.slots], link.replica)
-        self._seed, self._kernels, self._place = seed, kernels, place
+        self._seed, self._kernels, self.place = seed, kernels, place
         guard = self._guard(layout, 0)
         self.exchange = exchange_for(scheme, link, layout.rows, device, guard)
         self._whole = Carrier(Bucket.whole(layout), self.engine, self.exchange, guard)
@@ -139,7 +139,7 @@ class Channel:
         """The guard of carrier `number`, 0 for the whole."""
         scheme, replicas = self.scheme, self.link.replicas
         schema = (scheme.name, dict(scheme.arguments), layout.slots, self._seed, self.engine.name, replicas)
-        names, place = [slot.name for slot in layout.slots], self._place << 10 | number
+        names, place = [slot.name for slot in layout.slots], self.place << 10 | number
         return Guard(scheme.codec, names, repr(schema), place, self.link.replica, scheme.round.delay, self.ledger)
 
     def _carrier(self, bucket: Bucket, number: int) -> Carrier:

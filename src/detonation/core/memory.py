@@ -68,6 +68,10 @@ class Memory:
         self.residual.sub_(told, alpha=self.feedback.alpha)
         self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
+    def owe(self, more: Tensor) -> None:
+        """Adds what is still to be told, too."""  # [rows, chunk]
+        self.residual.add_(more).view(-1).index_fill_(0, self._padding, 0.0)
+
     @cached_property
     def _padding(self) -> Tensor:
         return self._layout.padding(self._device)

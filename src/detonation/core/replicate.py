@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from detonation.core.build import Level, build, compare
+from detonation.core.change import changed
 from detonation.core.closure import evaluated
 from detonation.core.flat import local
 from detonation.core.gradient_replicator import GradientReplicator
@@ -205,6 +206,24 @@ class Replicated(Optimizer):
         for replicator in self._replicators or []:
             replicator.settle(self.step_count)
         self._check()
+
+    @torch.no_grad()
+    def change(self, scheme: Scheme, level: int = -1) -> None:
+        """From the next step on `level` (one of `levels`) goes by other settings of its scheme: topk, rate, every, ...
+
+        What the replicas remember stays: memories, anchors, momenta. Rounds that are open are settled first. All ranks
+        call it between the same two steps; they compare notes as at the first one. Raises `ValueError` for another
+        scheme and for settings under which something would be forgotten, and `LargerThanDense`: all goes on as it was.
+        """
+        self.set_up()
+        self.settle()
+        number = range(len(self.levels))[level]
+        axis, was = self.levels[number]
+        old, parameters = self._by_level[number], self._parameters()
+        self._by_level[number] = changed(old, was, scheme, parameters, self.base, self.seed, self._kernels)
+        self.levels = (*self.levels[:number], (axis, scheme), *self.levels[number + 1 :])
+        self._replicators = [replicator for made in self._by_level for replicator in made]
+        compare(self._replicators, self.seed, self._kernels, self._safety)
 
     @contextmanager
     def settled(self) -> Iterator[None]:

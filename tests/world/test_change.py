@@ -1,0 +1,152 @@
+"""Other settings of a scheme in the middle of a run: nothing is forgotten, replicas agree, and a resumed run knows."""
+
+import io
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from detonation.core.exchange import Owned
+from detonation.core.flat import digest
+from detonation.core.traffic import bytes_sent
+from worlds import caught
+from zoo import Plain, batch, built
+
+ALL = {"decay": 1.0, "alpha": 1.0}
+CHANGES = {
+    "topk": [dt.demo(4, 16, **ALL), dt.demo(1, 16, **ALL), dt.demo(8, 16, **ALL)],
+    "topk-late": [dt.demo(k, 16, delay=2, lookahead=False, **ALL) for k in (2, 5)],
+    "rate": [dt.random(rate, **ALL) for rate in (1 / 4, 1 / 16, 1 / 3)],
+    "owners-stay": [dt.demo(k, 16, link="owner", **ALL) for k in (4, 2)],
+    "owners-move": [dt.demo(k, 16, precision="sign", link="owner", **ALL) for k in (4, 3, 1, 4)],
+}
+"""Schemes that forget nothing, one after another; in signs rows are dealt out in runs that depend on topk."""
+
+
+def all_told(mesh):
+    return {name: told(mesh, schemes) for name, schemes in CHANGES.items()}
+
+
+def told(mesh, schemes):
+    """How far weights and memories together are from all gradients (law 1), and the weights' digests (law 2)."""
+    model = built(Plain)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], schemes[0])
+    given, digests = [torch.zeros_like(p) for p in model.parameters()], []
+    for turn, scheme in enumerate(schemes):
+        if turn:
+            optimizer.change(scheme)
+        for step in range(3):
+            for i, parameter in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(100 * (3 * turn + step) + 10 * i + mesh.get_rank())
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                given[i] += parameter.grad
+            optimizer.step()
+        digests.append(digest(model.parameters()))
+    optimizer.settle()
+    held = memories(optimizer, mesh)
+    everything = torch.cat(
+        [(g - h + p.detach()).flatten() for g, h, p in zip(given, held, model.parameters(), strict=True)]
+    )
+    torch.distributed.all_reduce(everything)
+    return float(everything.abs().max()), digests
+
+
+def memories(optimizer, mesh):
+    """What this replica has still to tell of each parameter; of a mean that it owns, as if it were its own alone."""
+    channel, replicas = optimizer.built()[0].channel, mesh["replicate"].size()
+    flat = channel.memory.residual.clone()
+    if isinstance(channel.exchange, Owned):
+        owned = [channel.exchange.residual * (r == mesh.get_local_rank("replicate")) for r in range(replicas)]
+        flat += replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+    return channel.layout.parts(flat)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_law_1_nothing_is_lost_when_settings_change(replicas):
+    first, *others = worlds.run(all_told, replicas, 1)
+    assert {name: off for name, (off, _) in first.items() if off > 1e-3} == {}  # of sums up to 10, in fp32
+    assert others == [first] * (replicas - 1)
+
+
+def start(mesh, scheme):
+    model = dt.shard(built(Plain), mesh)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, dt.replicate(base, model, mesh["replicate"], scheme)
+
+
+def advance(model, optimizer, steps):
+    for step in steps:
+        model(batch(torch.distributed.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SETTINGS = {
+    "demo": [dt.demo(4, 16), dt.demo(1, 16)],
+    "diloco": [dt.diloco(every=2), dt.diloco(every=5)],
+    "streaming": [dt.streaming_diloco(4, 2, 1, precision="fp32"), dt.streaming_diloco(6, 2, 1, precision="fp32")],
+    "eager": [dt.eager_diloco(every=2), dt.eager_diloco(every=3)],
+    "sparseloco": [dt.sparseloco(2, 8, 256), dt.sparseloco(3, 2, 256)],
+}
+
+
+def all_resumed(mesh):
+    return {name: resumed(mesh, schemes) for name, schemes in SETTINGS.items()}
+
+
+def resumed(mesh, schemes):
+    """A run that changed settings, and another that goes on from its state; and what was sent afterwards."""
+    model, optimizer = start(mesh, schemes[0])
+    advance(model, optimizer, range(4))
+    optimizer.change(schemes[1])
+    assert dt.fingerprint(model, mesh)[1]  # settled
+    advance(model, optimizer, range(4, 6))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    sent = optimizer.bytes_sent
+    advance(model, optimizer, range(6, 12))
+    sent = optimizer.bytes_sent - sent
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, other = start(mesh, schemes[0])
+    other.change(schemes[1])
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    advance(again, other, range(6, 12))
+    slots = [slot for each in optimizer.built() for slot in each.channel.layout.slots]
+    layout = schemes[1].codec.layout({slot.name: slot.shape for slot in slots})
+    expected = sum(bytes_sent(schemes[1], layout, 2, step) for step in range(6, 12))
+    state = other.replica_state()
+    same = all(torch.equal(value, state[key]) for key, value in optimizer.replica_state().items())
+    return same, digest(again.parameters()) == digest(model.parameters()), sent, expected
+
+
+def test_a_changed_run_resumes_exactly_and_sends_what_its_settings_say():
+    for found in worlds.run(all_resumed, 2, 2):
+        assert {name: exact for name, (*exact, _, _) in found.items() if exact != [True, True]} == {}
+        assert {name: (sent, said) for name, (_, _, sent, said) in found.items() if sent != said} == {}
+
+
+def refused(mesh):
+    """What is refused leaves the run as it was."""
+    model, optimizer = start(mesh, dt.demo(4, 16))
+    advance(model, optimizer, range(2))
+    before = digest(model.parameters())
+    errors = [
+        caught(optimizer.change, scheme)
+        for scheme in (dt.random(), dt.demo(16, 16), dt.demo(4, 16, link="owner"), dt.demo(4, 16, delay=1))
+    ]
+    advance(model, optimizer, range(2, 3))
+    plain, other = start(mesh, dt.demo(4, 16))
+    advance(plain, other, range(3))
+    return errors, before != digest(model.parameters()) == digest(plain.parameters())
+
+
+def test_what_would_forget_or_send_more_than_dense_is_refused():
+    for errors, same in worlds.run(refused, 2, 1):
+        lines = ["goes on with the scheme demo that it began with", "full synchronisation sends", *["has no place"] * 2]
+        assert [name for name, _ in errors] == ["ValueError", "LargerThanDense", "ValueError", "ValueError"]
+        assert all(line in text for line, (_, text) in zip(lines, errors, strict=True)) and same
