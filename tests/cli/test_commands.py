@@ -84,11 +84,13 @@ def test_what_a_person_sees_and_the_report(tmp_path):
     assert lines[-1] == f"run directory: {out}"
     assert any("replicas equal" in line and "yes, bitwise" in line for line in lines)
     page = (out / "report.html").read_text()
-    assert page.count("<svg") == 4 and "http-equiv" not in page and "<script" not in page
+    assert page.count("<figure") == 5 and "http-equiv" not in page and "<script" not in page
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
 
     both = detonation(tmp_path, "report", out, out, "--out", tmp_path / "both.html", "--json")
-    assert last_line(both.stdout) == {"report": str(tmp_path / "both.html")}
+    written = last_line(both.stdout)
+    assert written["report"] == str(tmp_path / "both.html") and len(written["figures"]) == 5
+    assert all(Path(picture).read_bytes().startswith(b"\x89PNG") for picture in written["figures"])
     assert "2 runs" in (tmp_path / "both.html").read_text()
 
 

@@ -22,7 +22,8 @@ class Common:
 class Train(Common):
     """Train a model as a recipe says.
 
-    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started.
+    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
+    detonation train recipes/quick-lm.toml --replicas 2 --set train.steps=100 --out runs/first
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
@@ -54,7 +55,8 @@ class Simulate(Common):
     """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
 
     Each has its own model, memory and data, and runs the code of a real replica of one shard: the result is that of a
-    real run, also its bytes. Only the seconds are this machine's.
+    real run, also its bytes. Only the seconds are this machine's. Example:
+    detonation simulate recipes/quick-lm.toml --replicas 64
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
@@ -75,7 +77,8 @@ class Simulate(Common):
 class Compare(Common):
     """Train a recipe under several schemes, one after another on the same data and seed, and write one page.
 
-    Runs that are finished in --out are not run again.
+    Runs that are finished in --out are not run again. Example:
+    detonation compare recipes/quick-lm.toml --schemes full,demo --link 100mbit,5ms --out runs/slow
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
@@ -100,7 +103,8 @@ class Compare(Common):
 class Probe(Common):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
-    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started.
+    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
+    detonation probe recipes/quick-lm.toml --out profile.json
     """
 
     recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
@@ -119,7 +123,12 @@ class Probe(Common):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Common):
-    """Rank the schemes for a cluster: seconds a step, bytes, memory, and what their loss was measured to cost."""
+    """Rank the schemes for a cluster: seconds a step, bytes, memory, and what their loss was measured to cost.
+
+    Takes a recipe or --parameters, and --profile or --link. Examples:
+    detonation plan recipes/quick-lm.toml --profile profile.json, or
+    detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
+    """
 
     recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
     """What to train; or say --parameters."""
@@ -141,12 +150,17 @@ class Plan(Common):
 
 @dataclasses.dataclass(frozen=True)
 class Report(Common):
-    """Write a page that shows a run, or one that compares several."""
+    """Write a page that shows a run, or one that compares several, and each figure as PNG.
+
+    Examples: detonation report runs/first, or detonation report runs/slow/*/ --out slow.html
+    """
 
     directories: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR...")]] = dataclasses.field(kw_only=True)
     """Run directories."""
     out: Annotated[Path | None, arg(metavar="FILE")] = None
-    """The page; DIR/report.html for one run and report.html for several when left out."""
+    """The page; DIR/report.html for one run and report.html for several when left out. PNGs lie beside it."""
+    plan: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Show this plan too, as detonation plan --json printed it; a run that a plan chose shows its own."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,9 +127,9 @@ def _plan(verb: Plan) -> dict[str, Any]:
 def _report(verb: Report) -> dict[str, Any]:
     from detonation.report.page import write
 
-    path = write(list(verb.directories), verb.out)
-    say(verb, str(path))
-    return {"report": str(path)}
+    written = write(list(verb.directories), verb.out, verb.plan)
+    say(verb, f"{written.page}, and each figure as PNG in {written.pictures[0].parent}")
+    return {"report": str(written.page), "figures": [str(path) for path in written.pictures]}
 
 
 def _verify(verb: Verify) -> dict[str, Any]:

@@ -1,123 +1,140 @@
 """One self-contained HTML page about one run or several: no scripts, no fonts, nothing fetched."""
 
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from string import Template
 
-from detonation.report.figures import against_bytes, against_seconds, against_steps, breakdown
-from detonation.report.read import Run, read
-from detonation.report.table import rows
+from detonation.report.colours import NIGHT, PAPER, variables
+from detonation.report.drawing import Chart
+from detonation.report.figures import charts
+from detonation.report.read import Run, read_all, read_plan
+from detonation.report.sections import configurations, environments, figures, plans, raw, runs_table, tiles
 
 _EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
 
-_PAGE = """<!doctype html>
+_PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
+<title>$title</title>
+<link rel="icon" href="data:,">
 <style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem;
-       background: #fff; color: #1a1a1a; }}
-svg {{ width: 100%; height: auto; }}
-svg text {{ font-family: system-ui, sans-serif !important; }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8884; }}
-pre {{ overflow-x: auto; padding: .8rem; background: #8882; }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #16181c; color: #e6e6e6; }} }}
-</style>
+:root { color-scheme: light dark; --page: $paper; --ink: #1a1c20; --quiet: #5b626c; --line: #dfe2e7; --card: #fafbfc;
+        --link: #1858b0; --shade: #0002; $light }
+@media (prefers-color-scheme: dark) { :root { --page: $night; --ink: #e7e9ec; --quiet: #a2a9b3; --line: #33373e;
+        --card: #1d2025; --link: #7db7ff; --shade: #000a; $dark } }
+$css</style>
 </head>
 <body>
-<h1>{title}</h1>
-<div class="wide">{table}</div>
-<h2>Loss against steps</h2>
-{steps}
-<h2>Loss against bytes sent</h2>
-{sent}
-<h2>Loss against time</h2>
-{seconds}
-{parts}
-<h2>Configuration</h2>
-{configs}
+<header>
+<h1>$title</h1>
+<p class="quiet">$subtitle</p>
+</header>
+<main>
+$body
+</main>
 </body>
 </html>
-"""
+""")
 
 
-def write(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the page about the runs in `directories`, and returns where.
+@dataclass(frozen=True)
+class Report:
+    """Where a page was written, and the PNG of each of its figures."""
 
-    Raises `ValueError` when one of them holds no finished run, or when matplotlib is not installed.
+    page: Path
+    pictures: list[Path]
+
+
+def write(directories: Sequence[Path], out: Path | None = None, plan: Path | None = None) -> Report:
+    """Writes the page about the runs in `directories`, and beside it a directory with a PNG of each figure.
+
+    plan: what `detonation plan --json` printed, for the page. Raises `ValueError` when a directory holds no finished
+    run, a file is damaged, or matplotlib is not installed.
     """
     if not directories:
-        raise ValueError("report needs at least one run directory")
+        raise ValueError("report needs at least one run directory: detonation report DIR...")
     target = out or (directories[0] / "report.html" if len(directories) == 1 else Path("report.html"))
-    runs = [read(directory) for directory in directories]
+    runs, planned = read_all(directories), read_plan(plan) if plan else None
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a directory" if target.is_dir() else f"would be in {target.parent}, which is no directory"
+        raise ValueError(f"the page {target} {what}: choose another --out")
+    folder = target.with_name(f"{target.stem}-figures")
     try:
-        text = page(runs)
+        drawn = charts(runs)
+        text = page(runs, drawn, target, folder, planned)
+        pixels = {f"{chart.name}.png": chart.png() for chart in (*drawn[0], *drawn[1])}
     except ImportError as error:
         raise ValueError(_EXTRA) from error
-    part = target.with_name(target.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(target)
-    return target
+    folder.mkdir(exist_ok=True)
+    for name, content in pixels.items():
+        _put(folder / name, content)
+    _put(target, text.encode())
+    return Report(target, [folder / name for name in pixels])
 
 
 def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
     """As `write`, but what stands in its way does not matter: returns a line that says where it is, or why not."""
     try:
-        return f"report: {write(directories, out)}"
+        return f"report: {write(directories, out).page}"
     except (ValueError, OSError) as error:
         return str(error)
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The page as HTML."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    parts = breakdown(runs)
-    return _PAGE.format(
-        title=escape(title),
-        table=_table(runs),
-        steps=against_steps(runs),
-        sent=against_bytes(runs) or "<p>Nothing was sent.</p>",
-        seconds=against_seconds(runs),
-        parts=f"<h2>Where a step's time goes</h2>\n{parts}" if parts else "",
-        configs=_differences(runs) + "\n".join(_config(run) for run in runs),
+def page(
+    runs: Sequence[Run],
+    drawn: tuple[Sequence[Chart], Sequence[Chart]],
+    target: Path,
+    folder: Path,
+    plan: dict[str, object] | None = None,
+) -> str:
+    """The page as HTML, to be written to `target`, with the PNGs in `folder`."""
+    loss, costs = drawn
+    one = len(runs) == 1
+    sections = [
+        tiles(runs[0]) if one else runs_table(runs),
+        _section("Loss", figures(loss, folder, runs)),
+        _section("What a step costs", figures(costs, folder)),
+        _section("The plan", plans(runs, plan)),
+        _section("Configuration" if one else "What differs", configurations(runs)),
+        _section("Environment", environments(runs)),
+        _section("Raw data", raw(runs, target)),
+    ]
+    return _PAGE.substitute(
+        title=escape(runs[0].name if one else f"{len(runs)} runs"),
+        subtitle=escape(_subtitle(runs)),
+        body="\n".join(section for section in sections if section),
+        css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
+        paper=PAPER,
+        night=NIGHT,
+        light=variables(dark=False),
+        dark=variables(dark=True),
     )
 
 
-def _table(runs: Sequence[Run]) -> str:
-    columns = [dict(rows(run.summary)) for run in runs]
-    labels = list(dict.fromkeys(label for column in columns for label in column))
-    head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>" if len(runs) > 1 else ""
-    cells = [(label, [escape(column.get(label, "-")) for column in columns]) for label in labels]
-    body = "".join(f"<tr><th>{label}</th>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for label, row in cells)
-    return f"<table>\n{head}{body}</table>"
+def _section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
 
 
-def _differences(runs: Sequence[Run]) -> str:
-    """What the configurations do not have in common, side by side."""
-    if len(runs) == 1:
-        return ""
-    flat = [_flat(tomllib.loads(run.config)) for run in runs]
-    keys = [key for key in dict.fromkeys(k for one in flat for k in one) if len({one.get(key) for one in flat}) > 1]
-    head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
-    rows = [(key, [escape(one.get(key, "-")) for one in flat]) for key in keys]
-    body = "".join(f"<tr><th>{escape(k)}</th>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for k, row in rows)
-    return f'<p>What differs:</p>\n<div class="wide"><table>\n{head}{body}</table></div>\n'
+def _subtitle(runs: Sequence[Run]) -> str:
+    """What is the same in all of `runs`."""
+    summaries = [run.summary for run in runs]
+    first = summaries[0]
+    same = {key for key in first if all(summary.get(key) == first[key] for summary in summaries)}
+    parts = [
+        f"{first['model']}, {first['num_parameters']:,} parameters" if {"model", "num_parameters"} <= same else "",
+        f"on {first['data']}" if "data" in same else "",
+        f"{first['replicas']} replicas x {first['shards']} shards" if {"replicas", "shards"} <= same else "",
+        f"{first['steps']:,} steps" if "steps" in same else "",
+        "virtual replicas in one process" if first.get("simulated") and "simulated" in same else "",
+    ]
+    return " · ".join(part for part in parts if part)
 
 
-def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: str(value)}
-    return found
-
-
-def _config(run: Run) -> str:
-    summary = f"{escape(run.name)}, whole"
-    return f"<details><summary>{summary}</summary>\n<pre>{escape(run.config)}</pre></details>"
+def _put(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    part.replace(path)

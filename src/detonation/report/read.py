@@ -2,11 +2,19 @@
 
 import json
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
+
+FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "plan.json")
+"""The raw data of a run; the last two may be missing."""
+_LONG = 12
+_STEP = {"step", "loss", "seconds", "bytes_sent"}
+_PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "break_even_times", "rate_bits_per_s"}
+_SUMMARY = {"scheme", "optimizer", "val_loss", "bytes_sent_per_step", "bytes_full_sync_per_step", "replicas_equal"}
 
 
 @dataclass(frozen=True)
@@ -14,9 +22,13 @@ class Run:
     """One run directory."""
 
     name: str
+    directory: Path
     summary: dict[str, Any]
     config: str
+    settings: dict[str, Any]
     records: list[dict[str, Any]]
+    environment: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] | None = None
 
     def series(self, key: str) -> list[float]:
         """The values of `key`, one a step."""
@@ -25,6 +37,10 @@ class Run:
     def bytes_so_far(self) -> list[float]:
         """What one replica has sent up to and including each step."""
         return list(accumulate(self.series("bytes_sent")))
+
+    def seconds_so_far(self) -> list[float]:
+        """The time spent in steps up to and including each."""
+        return list(accumulate(self.series("seconds")))
 
     def median(self, value: Callable[[dict[str, Any]], float]) -> float:
         """The median of `value` over the steps."""
@@ -35,13 +51,120 @@ class Run:
         return [(i, record["val_loss"]) for i, record in enumerate(self.records) if "val_loss" in record]
 
 
+def read_all(directories: Sequence[Path]) -> list[Run]:
+    """The runs in `directories`, under names that tell them apart. Raises `ValueError` as `read` does."""
+    runs = [read(directory) for directory in directories]
+    names = told_apart([run.directory for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
 def read(directory: Path) -> Run:
-    """The run in `directory`. Raises `ValueError` when it holds no finished run."""
+    """The run in `directory`. Raises `ValueError`, with the remedy, when it holds no finished run."""
+    _look(directory)
+    config = (directory / "config.toml").read_text(encoding="utf-8", errors="replace")
+    return Run(
+        directory.resolve().name,
+        directory.resolve(),
+        _summary(directory / "summary.json"),
+        config,
+        _settings(directory / "config.toml", config),
+        records(directory / "metrics.jsonl"),
+        _table(directory / "environment.json") if (directory / "environment.json").exists() else {},
+        read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None,
+    )
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file. Raises `ValueError` that names the line which is none."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not record.keys() >= _STEP:
+            needs = ", ".join(sorted(_STEP))
+            raise ValueError(
+                f"{path} is damaged in line {number}, which is no JSON object with {needs}: remove the line"
+            )
+        found.append(record)
+    if not found:
+        raise ValueError(f"{path} holds no step: give the directory of a run that has trained")
+    return found
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """What `detonation plan --json` printed into `path`. Raises `ValueError` where it is something else."""
     try:
-        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-        config = (directory / "config.toml").read_text(encoding="utf-8")
-        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{directory} holds no finished run: {error}") from error
-    return Run(directory.resolve().name, summary, config, records)
+        plan = _table(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
+    if not plan.keys() >= _PLAN:
+        raise ValueError(f"{path} is no plan: make one with detonation plan RECIPE.toml ... --json > {path.name}")
+    return plan
+
+
+def told_apart(paths: Sequence[Path]) -> list[str]:
+    """The last parts of `paths`, as many of each as tell it from the others, without a long beginning that all share.
+
+    >>> told_apart([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
+    ['a/full', 'b/full', 'demo']
+    >>> told_apart([Path("vit-cifar10-demo-20261120"), Path("vit-cifar10-full-20261120")])
+    ['…demo-20261120', '…full-20261120']
+    """
+    names = []
+    for path in paths:
+        others = {other for other in paths if other != path}
+        depth = 1
+        while depth < len(path.parts) and any(other.parts[-depth:] == path.parts[-depth:] for other in others):
+            depth += 1
+        names.append("/".join(path.parts[-depth:]))
+    if len(set(names)) == 1:
+        return names
+    pairs = zip(min(names), max(names), strict=False)
+    shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    cut = max(shared.rfind(mark) for mark in "-_/.") + 1
+    return [f"…{name[cut:]}" if cut >= _LONG else name for name in names]
+
+
+def _look(directory: Path) -> None:
+    """Raises `ValueError` that says what is in `directory` instead of a finished run, and what to do."""
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ValueError(
+            f"{directory} {what}: give the directory of a run, which detonation train names in its last line"
+        )
+    if all((directory / name).is_file() for name in FILES[:3]):
+        return
+    inner = sorted(path.parent for path in directory.glob("*/summary.json"))
+    if inner:
+        raise ValueError(f"{directory} holds {len(inner)} runs, not one: detonation report {directory}/*/")
+    if (directory / "config.toml").is_file():
+        go_on = f"finish it with detonation train RECIPE.toml --out {directory} --resume"
+        raise ValueError(f"{directory} holds no finished run, but one that stopped or still trains: {go_on}")
+    what = "holds no finished run" if any(directory.iterdir()) else "is empty"
+    raise ValueError(f"{directory} {what}: make one with detonation train RECIPE.toml --out DIR")
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    table = _table(path)
+    if missing := sorted(_SUMMARY - table.keys()):
+        raise ValueError(f"{path} is damaged, it lacks {', '.join(missing)}: restore it, or leave this run out")
+    return table
+
+
+def _settings(path: Path, config: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(config)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is damaged, {error}: restore it, or leave this run out") from error
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except json.JSONDecodeError:
+        table = None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} is damaged, it is no JSON object: restore it, or leave this run out")
+    return table

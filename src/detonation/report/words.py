@@ -49,3 +49,13 @@ def duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.3g} s"
     return f"{seconds / 3600:.3g} h" if seconds >= 5400 else f"{seconds / 60:.3g} min"
+
+
+def shortened(text: str, length: int = 44) -> str:
+    """`text`, without its middle where it is longer than `length`.
+
+    >>> shortened("quick-lm-demo-20261120-125504", 20)
+    'quick-lm-d…20-125504'
+    """
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[: length - 1 - half]}…{text[-half:]}"

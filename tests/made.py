@@ -1,0 +1,78 @@
+"""Run directories for reports, written without training: the files that a run writes, from a formula."""
+
+import json
+import math
+
+from detonation.train import toml
+
+FULL = 4_000_000
+
+
+def made(path, scheme="demo", steps=40, sent=120_000, levels=(), **summary):
+    """Writes the run of a `scheme` that sends `sent` bytes a step; `levels`: (axis, bytes) of several."""
+    path.mkdir(parents=True)
+    records = [record(step, sent, steps) for step in range(1, steps + 1)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (path / "config.toml").write_text(toml.dumps({"seed": 0, "scheme": {"name": scheme}, "train": {"steps": steps}}))
+    (path / "environment.json").write_text(
+        json.dumps({"packages": {"torch": "2.13.0"}, "platform": "Linux", "gpus": []})
+    )
+    said = {
+        "scheme": scheme,
+        "scheme_arguments": {},
+        "optimizer": "AdamW",
+        "replicas": 2,
+        "shards": 1,
+        "model": "olmo2",
+        "data": "sotu-sample",
+        "num_parameters": 1_000_000,
+        "steps": steps,
+        "train_loss": records[-1]["loss"],
+        "val_loss": records[-1]["val_loss"],
+        "seconds": sum(one["seconds"] for one in records),
+        "median_step_seconds": 0.1,
+        "examples_per_second": 320.0,
+        "bytes_sent_per_step": sent,
+        "bytes_full_sync_per_step": FULL,
+        "reduction": FULL / sent if sent else None,
+        "replicas_equal": True,
+        "fingerprint": "c51bd19f3223200d",
+    }
+    if levels:
+        shares = [{"bytes_sent_per_step": count, "reduction": FULL / count} for _, count in levels]
+        tiers = [{"axis": axis, "scheme": scheme, "bytes_full_sync_per_step": FULL} for axis, _ in levels]
+        said["levels"] = [tier | share for tier, share in zip(tiers, shares, strict=True)]
+    (path / "summary.json").write_text(json.dumps(said | summary))
+    return path
+
+
+def record(step, sent, steps):
+    """One line of the metrics: a loss that falls from 5 towards 2, and a tenth of a second a step."""
+    loss = 2 + 3 * math.exp(-step / 8) + 0.05 * math.sin(7 * step)
+    one = {
+        "step": step,
+        "loss": loss,
+        "lr": 0.001,
+        "seconds": 0.1,
+        "bytes_sent": sent,
+        "waited_s": 0.01,
+        "step_s": 0.02,
+    }
+    return one | ({"val_loss": loss + 0.1} if step % 10 == 0 or step == steps else {})
+
+
+def option(spelled, seconds, cost=None):
+    """A row of a plan."""
+    sizes = {"bytes_per_step": 120_000, "bytes_per_day": 10**9, "memory_bytes": 4_000_000, "efficiency": 0.9}
+    return {"spelled": spelled, "seconds": seconds, "loss_cost": cost, **sizes}
+
+
+PLAN = {
+    "options": [option("demo(topk=4)", 0.1, 0.01), *(option(f"diloco(every={n})", 0.2) for n in range(12))],
+    "first": option("demo(topk=4)", 0.1),
+    "reason": "demo(topk=4) waits 0.01 s for the network in a step of 0.1 s",
+    "if_half_the_rate": option("demo(topk=4)", 0.12),
+    "if_twice_the_rate": option("full()", 0.09),
+    "break_even_times": 3.5,
+    "rate_bits_per_s": 1e8,
+}

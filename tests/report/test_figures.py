@@ -1,0 +1,96 @@
+"""What figures promise: colours that everybody tells apart, curves that keep their ends, names that differ."""
+
+import math
+
+import pytest
+
+from detonation.report import colours
+from detonation.report.figures import buckets, charts
+from detonation.report.grids import in_common, side_by_side
+from detonation.report.read import read_all
+from made import made
+
+BLINDNESS = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
+    "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+def linear(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def times(matrix, vector):
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def oklab(rgb):
+    """Ottosson (2020): where distances are as large as they look."""
+    cones = ((0.4122, 0.5363, 0.0514), (0.2119, 0.6807, 0.1074), (0.0883, 0.2817, 0.6300))
+    roots = [max(0.0, value) ** (1 / 3) for value in times(cones, rgb)]
+    return times(((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087)), roots)
+
+
+def least_distance(palette):
+    seen = [[oklab(times(matrix, linear(colour))) for colour in palette] for matrix in BLINDNESS.values()]
+    return min(math.dist(a, b) for one in seen for i, a in enumerate(one) for b in one[:i])
+
+
+def contrast(colour, background):
+    low, high = sorted(
+        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True)) for x in (colour, background)
+    )
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(
+    ("runs", "parts", "background"),
+    [(colours.LIGHT, colours.PARTS, colours.PAPER), (colours.DARK, colours.PARTS_DARK, colours.NIGHT)],
+    ids=["day", "night"],
+)
+def test_colours_differ_for_every_eye_and_from_the_background(runs, parts, background):
+    assert least_distance(runs) > 0.95 * least_distance(OKABE_ITO) > 0.05
+    assert least_distance(parts) > 0.15
+    assert all(contrast(colour, background) >= 3 for colour in runs)
+
+
+def test_a_long_curve_is_thinned_to_means_and_ends_where_it_ended():
+    across, loss = buckets([float(x) for x in range(1000)], [float(-x) for x in range(1000)], log=True)
+    assert 60 <= len(across) <= 120 and across[-1] == 999 and across[0] > 0
+    assert loss == sorted(loss, reverse=True)
+    assert buckets([0.0, 0.0, 3.0], [1.0, 2.0, 3.0], log=True) == ([3.0], [3.0])
+    assert buckets([1.0, 2.0], [5.0, 4.0], log=False) == ([1.0, 2.0], [5.0, 4.0])
+
+
+def test_which_figures_there_are_depends_on_what_the_runs_did(tmp_path):
+    def names(*directories):
+        loss, costs = charts(read_all(directories))
+        return [chart.name for chart in (*loss, *costs)]
+
+    silent, sending = made(tmp_path / "none", "none", sent=0), made(tmp_path / "demo")
+    assert names(silent) == ["loss-steps", "loss-seconds", "step-time"]
+    assert names(silent, sending) == ["loss-steps", "loss-bytes", "loss-seconds", "step-time", "bytes-per-step"]
+    note = next(chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes")
+    assert note.endswith("nothing was sent: none.")
+
+
+def test_a_figure_says_the_same_bytes_as_the_run_in_every_size(tmp_path):
+    drawn = charts(read_all([made(tmp_path / "demo", sent=120_000)]))[1][1]
+    assert "120.0 kB, x33.3 less" in drawn.svg() and "<script" not in drawn.svg()
+
+
+def test_side_by_side_shows_differences_alone():
+    one, other = {"a": 1, "b": {"c": True, "d": []}}, {"a": 1, "b": {"c": False, "d": []}, "e": "<"}
+    table = side_by_side(["first", "second"], [one, other])
+    assert [word for word in ("b.c", "yes", "no", "&lt;", "b.d", "<th>a") if word in table] == [
+        "b.c",
+        "yes",
+        "no",
+        "&lt;",
+    ]
+    assert side_by_side(["first", "second"], [one, one]) == ""
+    assert "b.d</th><td>none" in in_common([one, other]) and "b.c" not in in_common([one, other])
