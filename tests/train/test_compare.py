@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from detonation.cli import main
+from detonation.train import compare
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SHORT = ("--set", "train.steps=2", "train.validation_batches=1", "--replicas", "2", "--shards", "1")
@@ -18,13 +19,28 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
     assert [run["optimizer"] for run in found["runs"]] == ["AdamW", "SignSGD"]  # each as the recipe has tuned it
     assert found["runs"][0]["bytes_sent_per_step"] > 100 * found["runs"][1]["bytes_sent_per_step"]
     page = Path(found["report"]).read_text()
-    assert page.count("<svg") == 4 and "<script" not in page
+    assert page.count("<figure") == 5 and "<script" not in page
     assert "What differs" in page and "scheme.name" in page and "scheme.rate" in page
     assert "train.steps</th>" not in page  # the same in both
 
     assert main(arguments) == 0
     again = capfd.readouterr()
     assert json.loads(again.out) == found and "step 2/2" not in again.err
+
+
+def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def stopped(request, explain):
+        started.append(request.out)
+        return {"stopped_after": 3, "stopped_by": "SIGTERM", "directory": str(request.out)}
+
+    monkeypatch.setattr(compare, "run", stopped)
+    assert main(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 1
+    full = tmp_path / "full"
+    line = f"error: stopped by SIGTERM after step 3 of {full}: remove {full} and compare again"
+    assert capsys.readouterr().err.startswith(line)
+    assert started == [full]
 
 
 def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch, capsys):

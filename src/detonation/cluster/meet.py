@@ -98,11 +98,17 @@ def _agent_keeps(env: MutableMapping[str, str]) -> bool:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `address`; on all interfaces where the address is not this machine's own."""
+    """A socket that listens on `address`; on all interfaces where the address is not this machine's own.
+
+    Raises `ValueError` where another process has the port.
+    """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(where[:2], family=family)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            remedy = "give all ranks another MASTER_PORT, or end what listens there"
+            raise ValueError(f"port {port} of {address} is in use: {remedy}") from error
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         return socket.create_server(("", port))  # behind a service's or a router's address

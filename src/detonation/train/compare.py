@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from detonation.choices import unknown
+from detonation.cluster.failure import RunError
 from detonation.cluster.join import launched
 from detonation.core.schemes import SCHEMES
 from detonation.train import directory, toml
@@ -37,7 +38,17 @@ def compare(request: Request, schemes: Sequence[str], explain: Callable[[Excepti
         config = configure(one, None)
         check_lab(config.mesh, None)
         runs.append((one, check(config)))
-    return [_finished(out / config.scheme.name, config) or run(one, explain) for one, config in runs]
+    return [_finished(out / config.scheme.name, config) or _run(one, explain) for one, config in runs]
+
+
+def _run(request: Request, explain: Callable[[Exception], int]) -> Table:
+    """The summary of a run. Raises `RunError` where a signal has ended it: the others would not be started in vain."""
+    summary = run(request, explain)
+    if "stopped_after" in summary:
+        by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
+        remedy = f"remove {where} and compare again with the same --out, which keeps what is finished"
+        raise RunError(f"stopped by {by} after step {step} of {where}: {remedy}")
+    return summary
 
 
 def _finished(path: Path, config: Config) -> Table | None:
