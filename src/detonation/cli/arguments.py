@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
@@ -46,6 +46,8 @@ class Train(Common):
     """How many checkpoints stay, the newest; 3 when left out."""
     stop_after: _Integer = None
     """Stop after so many steps with the state saved, as a preemption would."""
+    logger: UseAppendAction[tuple[Literal["tensorboard", "trackio", "wandb"], ...]] = ()
+    """Send each step to a tracker too, as --logger tensorboard; more than one may be given."""
     interface: Annotated[str, arg(metavar="NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 

@@ -41,6 +41,7 @@ def _train(verb: Train) -> dict[str, Any] | None:
         verb.checkpoint_every,
         verb.keep,
         verb.interface,
+        verb.logger,
         to_stderr=verb.json,
     )
     summary = run(request, lambda error: explain(verb, error))

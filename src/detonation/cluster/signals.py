@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
@@ -19,6 +19,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
+        self.last_act: Callable[[], None] = lambda: None  # of a process that ends at once
         self._since = 0.0
 
     def __bool__(self) -> bool:
@@ -28,6 +29,7 @@ class Stop:
         """Takes in a signal: notes the first request, ends the process at once on a second one or on Ctrl-C."""
         now = time.monotonic()
         if number == signal.SIGINT or (self and now - self._since > SAME_REQUEST_S):
+            self.last_act()
             os._exit(128 + number)
         if not self and number in STOPPING:
             self._since, self.number = now, number

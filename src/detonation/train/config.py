@@ -13,6 +13,10 @@ Table = dict[str, Any]
 T = TypeVar("T")
 
 
+LOGGERS = ("tensorboard", "trackio", "wandb")
+"""What `train.loggers` may name; see `train/loggers.py`."""
+
+
 def require(holds: bool, what: str, value: object, allowed: str) -> None:
     """Raises the `ValueError` that names a setting, its value and what is allowed, unless `holds`."""
     if not holds:
@@ -61,6 +65,7 @@ class Train:
     A checkpoint is written every `checkpoint_every` steps (0: only at the end); the newest `keep` stay. `non_finite` is
     what happens where a replica's gradient is not finite ("stop", or "skip" its part); every `verify_every` steps (0:
     never) what must be equal on all replicas is compared, and `on_drift` ("stop" or "repair") where it is not.
+    loggers: which trackers get each step, besides `metrics.jsonl`.
     """
 
     steps: int
@@ -76,6 +81,7 @@ class Train:
     non_finite: str = "stop"
     verify_every: int = 100
     on_drift: str = "stop"
+    loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches", "keep"):
@@ -90,6 +96,9 @@ class Train:
         require(self.on_drift in ("stop", "repair"), "train.on_drift", self.on_drift, "'stop' or 'repair'")
         least, why = (1, " to repair") if self.on_drift == "repair" else (0, " (0 = never)")
         require(self.verify_every >= least, "train.verify_every", self.verify_every, f"at least {least}{why}")
+        for name in self.loggers:
+            if name not in LOGGERS:
+                raise unknown("logger", name, LOGGERS)
         require(self.autocast in ("", "bf16"), "train.autocast", self.autocast, "'' or 'bf16'")
 
 
@@ -294,6 +303,10 @@ def _needed(key: str, name: str, values: Table) -> Any:
 
 
 def _typed(kind: Any, what: str, value: Any) -> Any:
+    if kind == tuple[str, ...]:
+        texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        require(texts, what, value, "a list of texts")
+        return tuple(value)
     names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from detonation.report.words import factor, size
 from detonation.train.directory import unwritable, write_text
@@ -30,12 +31,16 @@ class Record:
     val_loss: float | None = None
     val_accuracy: float | None = None
 
-    def line(self) -> str:
-        """The record as one line of JSON; what was not measured is left out, and what the only level sent."""
+    def values(self) -> dict[str, Any]:
+        """By name; what was not measured is left out, and what the only level sent."""
         found = {key: value for key, value in asdict(self).items() if value is not None}
         if len(self.levels) < 2:
             del found["levels"]
-        return json.dumps(found) + "\n"
+        return found
+
+    def line(self) -> str:
+        """The record as one line of JSON."""
+        return json.dumps(self.values()) + "\n"
 
 
 class MetricsFile:

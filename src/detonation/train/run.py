@@ -16,11 +16,11 @@ from detonation.cluster.launched import run_launched
 from detonation.cluster.meet import keep_to_one_interface
 from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
-from detonation.train import directory, recipe
+from detonation.train import directory, loggers, recipe
 from detonation.train.attempt import restartable, restarted
 from detonation.train.auto import Asked, Auto
 from detonation.train.config import Config, Mesh, Table, require, to_table
-from detonation.train.progress import show_cursor
+from detonation.train.progress import clear
 from detonation.train.setup import check
 from detonation.train.sizes import check_sizes
 from detonation.train.worker import Task, work
@@ -41,6 +41,7 @@ class Request:
     checkpoint_every: int | None = None
     keep: int | None = None
     interface: str = ""
+    loggers: tuple[str, ...] = ()
     lab: bool = False
     to_stderr: bool = False
 
@@ -74,7 +75,7 @@ def run(request: Request, fail: Callable[[Exception], int]) -> Table:
     try:
         return dict(on_ranks(work, task, config.mesh, nodes=config.levels[-1].replicas)[0])
     finally:
-        show_cursor(request.to_stderr)
+        clear(request.to_stderr)
 
 
 def on_ranks(work: Callable[[Table], Any], task: Table, mesh: Mesh, nodes: int) -> list[Any]:
@@ -110,7 +111,9 @@ def layers(request: Request, place: Place | None) -> tuple[Table, Table]:
     flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link, "lab": request.lab or None}
     mesh = {**overrides.get("mesh", {}), **{key: value for key, value in flags.items() if value is not None}}
     saving = {"checkpoint_every": request.checkpoint_every, "keep": request.keep}
-    given = {key: value for key, value in saving.items() if value is not None}
+    given: Table = {key: value for key, value in saving.items() if value is not None}
+    if request.loggers:
+        given["loggers"] = list(request.loggers)
     overrides = {**overrides, "train": {**overrides.get("train", {}), **given}}
     table = recipe.read(request.recipe)
     for scheme in table.get("tuned", {}):
@@ -143,9 +146,11 @@ def _prepared(request: Request, place: Place | None) -> tuple[Table, Config]:
     config = check(config) if asked is None else asked.check()
     if asked is None:
         check_sizes(config)
-    if request.out is not None and (place is None or place.rank == 0):
-        again = restartable(os.environ)
-        directory.check_free(request.out, request.resume or restarted(os.environ), may_start=again)
+    if place is None or place.rank == 0:
+        loggers.check(config.train.loggers)
+        if request.out is not None:
+            again = restartable(os.environ)
+            directory.check_free(request.out, request.resume or restarted(os.environ), may_start=again)
     return asdict(_task(request, config, asked)), config
 
 

@@ -13,7 +13,7 @@ from detonation import models
 from detonation.cluster.signals import Stop
 from detonation.cluster.virtual import VirtualWire, play
 from detonation.plan.cost import Cost
-from detonation.train import directory, metrics, optimizers, toml
+from detonation.train import directory, loggers, metrics, optimizers, toml
 from detonation.train.auto import Auto
 from detonation.train.config import Config, Table, require, to_table
 from detonation.train.environment import environment
@@ -51,6 +51,7 @@ def simulate(request: Simulation) -> Table:
     numbers in another order. Raises `ValueError` for bad input before anything is written.
     """
     config = configured(request)
+    loggers.check(config.train.loggers)
     predicted = predict(config, request.recipe, request.profile) if request.profile else None
     if request.out is not None:
         directory.check_free(request.out, resume=False)

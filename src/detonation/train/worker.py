@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from detonation.checkpoint.world import gather
@@ -14,11 +15,12 @@ from detonation.cluster.signals import Stop, stoppable
 from detonation.core.channel import Channel
 from detonation.core.pace import Pace
 from detonation.core.traffic import message_bytes
-from detonation.train import counts, directory, metrics, toml
+from detonation.train import counts, directory, loggers, metrics, toml
 from detonation.train.auto import Asked
 from detonation.train.config import Config, Table, from_table, to_table
 from detonation.train.decide import Chosen, again, decide
 from detonation.train.environment import environment
+from detonation.train.gauges import Portion
 from detonation.train.loop import NonFiniteLoss, Stopped, fit
 from detonation.train.progress import Screen
 from detonation.train.setup import Session, start
@@ -61,6 +63,7 @@ def _work(todo: Task, stop: Stop) -> Table:
     replicators = session.optimizer.set_up()
     _expect(session, [replicator.channel for replicator in replicators])
     screen = Screen(session.rank != 0, todo.to_stderr)
+    stop.last_act = screen.wipe
     with _run_directory(session, todo, chosen) as path, screen:
         if chosen is not None:
             screen.line(chosen.line)
@@ -112,17 +115,20 @@ class Recorder:
         self.records = [record for record in (metrics.read(file) if done else []) if record.step <= done]
         if done:
             dist.barrier()  # all have read before rank 0 writes
-        self._file = metrics.MetricsFile(file, self.records) if session.rank == 0 else None
+        self._loggers: list[loggers.Logger] = []
         self._logged = len(self.records)
         screen.line(_title(session, path))
-        screen.start(done, self._train.steps)
+        if session.rank == 0:
+            self._loggers = [metrics.MetricsFile(file, self.records)]
+            self._loggers += loggers.opened(path, session.config, done, lambda line: self.warn([line]))
+        screen.start(done, self._train.steps, portion(session))
 
     def add(self, record: metrics.Record) -> None:
         """Takes in the record of one more step."""
         self.records.append(record)
-        if self._file is not None:
-            self._file.write(record)
-        self._screen.advance()
+        for logger in self._loggers:
+            logger.write(record)
+        self._screen.advance(record)
         if record.step % self._train.log_every == 0 or record.val_loss is not None:
             self._screen.line(metrics.log_line(self.records[self._logged :], self._train.steps, self._full_sync))
             self._logged = len(self.records)
@@ -133,9 +139,9 @@ class Recorder:
             self._screen.line(f"warning: {line}; training goes on")
 
     def close(self) -> None:
-        """Closes the metrics file."""
-        if self._file is not None:
-            self._file.close()
+        """Closes the metrics file and the loggers."""
+        for logger in reversed(self._loggers):  # the metrics file last: it raises where the disk is full
+            logger.close()
 
 
 def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_after: int, stop: Stop) -> Table:
@@ -173,6 +179,15 @@ def _title(session: Session, path: Path) -> str:
     world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
     what = f"{config.model.name} with {numel:,} parameters on {session.data.name}"
     return f"{config.schemes} over {world}: {what}, in {path}"
+
+
+def portion(session: Session) -> Portion:
+    """What all ranks together take in at one step: tokens of text, or whole examples."""
+    train, data = session.config.train, session.data
+    examples = train.batch_size * train.accumulate * session.world_size
+    if data.kind == "text":
+        return Portion(examples * data.train[torch.tensor([0])]["input_ids"].shape[1], "tokens")
+    return Portion(examples, "images" if data.kind == "images" else "pairs")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,190 @@
+"""What a terminal shows of a run while it trains, and what is left of it when it ends, however it ends."""
+
+import contextlib
+import io
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import time
+
+import pytest
+import torch
+
+from commands import write_recipe
+from detonation import cli
+from detonation.train import gauges, progress
+from detonation.train.gauges import Curve, Gauges, Portion
+from detonation.train.metrics import Record
+from terminal import Terminal
+
+
+def record(step, loss=2.0, seconds=0.5, sent=1_000_000, waited=0.1):
+    return Record(step, loss, 1e-3, seconds, sent, waited)
+
+
+class Tty(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A screen on a terminal of 80 columns, its stream, and the clock that it reads."""
+    stream, clock = Tty(), [0.0]
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    return progress.Screen(silent=False, to_stderr=False), stream, clock
+
+
+def shown(stream):
+    terminal = Terminal()
+    terminal.feed(stream.getvalue())
+    return terminal
+
+
+def test_the_gauges_stand_under_the_lines_and_leave_nothing_behind(screen):
+    live, stream, clock = screen
+    with live:
+        live.line("training")
+        live.start(0, 100, Portion(4096, "tokens"))
+        for step in range(1, 11):
+            clock[0] += 0.6
+            live.advance(record(step, loss=5 - 0.3 * step))
+        live.line("step 10/100")
+        terminal = shown(stream)
+        assert terminal.lines[:2] == ["training", "step 10/100"]
+        bar, below = terminal.lines[2:]
+        assert re.fullmatch("━+─+ 10/100 steps, 0:54 left", bar)
+        assert below == "loss 2.0000 █▇▆▆▅▄▃▃▂▁  8,192 tokens/s  2.0 MB/s between nodes  20% waiting"
+    assert shown(stream).lines == ["training", "step 10/100"]
+
+
+def test_steps_between_two_frames_cost_no_frame(screen):
+    live, stream, clock = screen
+    with live:
+        live.start(0, 10_000, Portion(1, "images"))
+        for step in range(1, 101):
+            clock[0] += 0.001
+            live.advance(record(step))
+    assert stream.getvalue().count(" steps") == 1  # that of the start
+
+
+def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
+    for stream, kind in ((io.StringIO(), "xterm"), (Tty(), "dumb")):
+        monkeypatch.setenv("TERM", kind)
+        monkeypatch.setattr("sys.stdout", stream)
+        plain = progress.Screen(silent=False, to_stderr=False)
+        with plain:
+            plain.start(0, 10, Portion(1, "images"))
+            plain.advance(record(1))
+            plain.line("step 1")
+        progress.clear(on_stderr=False)
+        assert stream.getvalue() == "step 1\n"
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 79, 200])
+@pytest.mark.parametrize("plain", [False, True])
+def test_no_line_is_wider_than_the_terminal(width, plain):
+    shown = Gauges(0, 10**6, Portion(10**9, "tokens"))
+    assert all(len(line) <= width for line in shown.lines(width, 0.0, plain))
+    for step in range(1, 300):
+        shown.add(record(step, loss=1e3 / step, sent=10**12), float(step))
+    lines = shown.lines(width, 300.0, plain)
+    assert all(0 < len(line) <= width for line in lines)
+    assert all(line.isascii() for line in lines) == plain or width == 10
+
+
+def test_a_curve_of_any_length_keeps_its_shape_in_a_small_space():
+    curve = Curve(most=8)
+    for value in range(1000):
+        curve.add(float(value))
+    values = curve.values()
+    assert 4 <= len(values) <= 8 and values == sorted(values)
+    assert values[0] < 128 and values[-1] > 870
+    assert gauges.sparkline(values, 4)[0] == "▁" and gauges.sparkline(values, 4)[-1] == "█"
+
+
+class Typed:
+    """`detonation arguments...` on a pseudo-terminal of its own; what a person sees there is in `terminal`."""
+
+    def __init__(self, *arguments, **env):
+        self.pid, self._master = pty.fork()
+        if self.pid == 0:
+            self._run([str(argument) for argument in arguments], env)
+        self.terminal, self._told = Terminal(), ""
+
+    def _run(self, arguments, env):
+        code = 70
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.update(TERM="xterm-256color", COLUMNS="100", **env)
+            for name in ("stdout", "stderr"):
+                setattr(cli.answers.sys, name, os.fdopen(os.dup(1), "w", encoding="utf-8"))
+            torch.set_num_threads(1)
+            code = cli.main(arguments)
+            cli.answers.sys.stdout.flush()
+        os._exit(code)
+
+    def read_until(self, words, timeout_s=60):
+        """Takes in what is written until `words` are among it, or, where they are None, to the end."""
+        limit = time.monotonic() + timeout_s
+        while words is None or words not in self._told:
+            assert select.select([self._master], [], [], limit - time.monotonic())[0], self._told[-500:]
+            try:
+                piece = os.read(self._master, 1 << 16)
+            except OSError:  # nobody has the terminal open any more
+                piece = b""
+            if not piece:
+                assert words is None, f"ended without {words!r}: {self._told[-500:]}"
+                return
+            self._told += piece.decode()
+
+    def press(self, keys):
+        os.write(self._master, keys)
+
+    def end(self):
+        """Its exit code, once it has ended, and what it leaves on the terminal."""
+        self.read_until(None)
+        os.close(self._master)
+        self.terminal.feed(self._told)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), self.terminal
+
+
+def assert_clean(terminal, last):
+    assert terminal.lines[-1] == last
+    assert not [line for line in terminal.lines if "left" in line or "tokens/s" in line or "━" in line]
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_ctrl_c_leaves_the_terminal_clean(tmp_path, launched):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if launched else {}
+    train = ["train", write_recipe(tmp_path / "tiny.toml"), "--out", tmp_path / "run", "--set", "train.steps=100000"]
+    run = Typed(*train, "train.log_every=1000", **place)
+    run.read_until("waiting")
+    run.press(b"\x03")
+    code, terminal = run.end()
+    assert code == 130
+    assert_clean(terminal, terminal.lines[-1] if launched else "error: interrupted")
+    assert terminal.lines[0].startswith("demo over") and len(terminal.lines) < 4
+
+
+def test_an_error_leaves_the_terminal_clean(tmp_path):
+    train = ["train", write_recipe(tmp_path / "tiny.toml"), "--out", tmp_path / "run"]
+    run = Typed(*train, "--set", "optimizer.lr=1e30", "train.log_every=1000")
+    run.read_until("steps")
+    code, terminal = run.end()
+    assert code == 1
+    assert terminal.lines[-1].startswith("error: ") and terminal.lines[0].startswith("demo over 2 replicas")
+    assert_clean(terminal, terminal.lines[-1])
