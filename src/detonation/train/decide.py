@@ -20,6 +20,7 @@ from detonation.plan.cost import Network, Work
 from detonation.plan.search import Option, options
 from detonation.plan.spelling import spelled
 from detonation.train import directory
+from detonation.train.adapt import Followed
 from detonation.train.auto import Asked
 from detonation.train.config import Config, Table, to_table
 from detonation.train.setup import Session, check, start
@@ -29,13 +30,12 @@ from detonation.train.timing import forward_backward, optimizer_step
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen. plan: as it stands in the run directory; network, work: what was measured."""
+    """What was chosen. plan: as it stands in the run directory; followed: what was measured, to go on from."""
 
     config: Config
     line: str
     plan: Table
-    network: Network
-    work: Work
+    followed: Followed
 
 
 def chosen_before(path: Path) -> Table | None:
@@ -81,7 +81,8 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
         "steps": {name: asdict(step) for name, step in work.steps.items()},
         **advise(found, work, network),
     }
-    return Chosen(config, f"auto: {line}", plan, network, work)
+    followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
+    return Chosen(config, f"auto: {line}", plan, followed)
 
 
 def _search(

@@ -62,7 +62,8 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
             with session.optimizer.settled():
                 held_out = validate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
-        report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out))
+        found = (held_out.get("val_loss"), held_out.get("val_accuracy"))
+        report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, *found))
         if asked and step + 1 < until:
             raise Stopped(asked, step + 1)
 

@@ -17,7 +17,8 @@ class Record:
     """One step: mean `loss` over all ranks, `seconds` it took, `bytes_sent` by one replica, all its shards together.
 
     waited_s: the part of `seconds` for which rank 0 stood still because an exchange was not over; step_s: the part
-    spent in the optimizer's step, `waited_s` included. levels: `bytes_sent` over each axis.
+    spent in the optimizer's step, `waited_s` included. levels: `bytes_sent` over each axis. setting: the scheme from
+    the next step on, where it was changed.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Record:
     levels: dict[str, int] = field(default_factory=dict)
     val_loss: float | None = None
     val_accuracy: float | None = None
+    setting: str | None = None
 
     def values(self) -> dict[str, Any]:
         """By name; what was not measured is left out, and what the only level sent."""

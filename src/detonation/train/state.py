@@ -4,6 +4,7 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+import detonation as dt
 from detonation.checkpoint.load import Loaded, NoCheckpoint, find, load
 from detonation.checkpoint.saving import NotSaved
 from detonation.checkpoint.shelf import title
@@ -22,14 +23,19 @@ def opened(session: Session, directory: Path) -> Checkpoints:
     return Checkpoints(directory, session.model, session.optimizer, session.config.train.keep)
 
 
-def save(session: Session, checkpoints: Checkpoints, before: Counts) -> None:
-    """Starts saving. All ranks call it. before: what the run went on without in earlier starts."""
-    checkpoints.save({"config": to_table(session.config), **asdict(counted(session, before))})
+def save(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> None:
+    """Starts saving. All ranks call it.
+
+    before: what the run went on without in earlier starts. followed: what is known of a link that it follows.
+    """
+    _, scheme = session.optimizer.levels[-1]
+    extra = {"config": to_table(session.config), "setting": dict(scheme.arguments), "followed": followed}
+    checkpoints.save({**extra, **asdict(counted(session, before))})
 
 
-def save_now(session: Session, checkpoints: Checkpoints, before: Counts) -> Path:
+def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> Path:
     """Saves and waits until it is done. Raises `Unwritable` on all ranks where one cannot write."""
-    save(session, checkpoints, before)
+    save(session, checkpoints, before, followed)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
@@ -51,8 +57,16 @@ def resume(session: Session, directory: Path, may_start: bool = False) -> tuple[
     if found is None:
         raise NoCheckpoint(f"there is no checkpoint in {directory}: start without --resume in another --out")
     _check(found.path, found.manifest.extra.get("config"), to_table(session.config))
+    _change(session, found.manifest.extra.get("setting"))
     loaded = load(found, session.model, session.optimizer)
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}"]
+
+
+def _change(session: Session, setting: object) -> None:
+    """Goes by the `setting` that was in force, which is another than that of the configuration in a run that adapts."""
+    _, scheme = session.optimizer.levels[-1]
+    if isinstance(setting, dict) and setting != scheme.arguments:
+        session.optimizer.change(dt.scheme(scheme.name, setting))
 
 
 def _check(path: Path, saved: object, here: Table) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from detonation.checkpoint.load import Loaded
 from detonation.checkpoint.world import gather
 from detonation.cluster.join import device_here, expect
 from detonation.cluster.signals import Stop, stoppable
 from detonation.core.channel import Channel
 from detonation.core.pace import Pace
 from detonation.core.traffic import message_bytes
+from detonation.plan.spelling import spelled
 from detonation.train import counts, directory, loggers, metrics, toml
+from detonation.train.adapt import Adapter, Followed
 from detonation.train.auto import Asked
 from detonation.train.config import Config, Table, from_table, to_table
 from detonation.train.decide import Chosen, again, decide
@@ -71,10 +74,11 @@ def _work(todo: Task, stop: Stop) -> Table:
         loaded, told = resume(session, checkpoints, todo.may_start) if todo.resume else (None, [])
         done = loaded.step if loaded else 0
         before = counts.saved(loaded.extra if loaded else {})
+        adapter, more = _adapter(session, todo, chosen, loaded)
         with contextlib.closing(Recorder(session, path, screen, done, before)) as recorder:
-            for line in told:
+            for line in (*told, *more):
                 screen.line(line)
-            return _train(session, path, recorder, done, todo.stop_after, stop)
+            return _train(session, path, recorder, done, todo.stop_after, stop, adapter)
 
 
 def _chosen(todo: Task) -> tuple[Config, Chosen | None]:
@@ -87,6 +91,20 @@ def _chosen(todo: Task) -> tuple[Config, Chosen | None]:
         return before, None
     chosen = decide(asked, device_here())
     return chosen.config, chosen
+
+
+def _adapter(
+    session: Session, todo: Task, chosen: Chosen | None, loaded: Loaded | None
+) -> tuple[Adapter | None, list[str]]:
+    """What follows the link, where the run asks for it: from what was measured at its start, or saved since."""
+    if todo.asked is None or not Asked.of(todo.asked).auto.adapt:
+        return None, []
+    if chosen is not None:
+        return Adapter(session, chosen.followed), []
+    saved = loaded.extra.get("followed") if loaded else None
+    if saved is None:
+        return None, ["adapt: this run began without it, and keeps its setting"]
+    return Adapter(session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)), []
 
 
 def _expect(session: Session, channels: Sequence[Channel]) -> None:
@@ -138,33 +156,48 @@ class Recorder:
         for line in lines:
             self._screen.line(f"warning: {line}; training goes on")
 
+    def tell(self, lines: Sequence[str]) -> None:
+        """Shows what has changed in the run."""
+        for line in lines:
+            self._screen.line(line)
+
     def close(self) -> None:
         """Closes the metrics file and the loggers."""
         for logger in reversed(self._loggers):  # the metrics file last: it raises where the disk is full
             logger.close()
 
 
-def _train(session: Session, path: Path, recorder: Recorder, done: int, stop_after: int, stop: Stop) -> Table:
+def _train(
+    session: Session, path: Path, recorder: Recorder, done: int, stop_after: int, stop: Stop, adapter: Adapter | None
+) -> Table:
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
     checkpoints = opened(session, path / directory.CHECKPOINTS)
 
+    def followed() -> Table | None:
+        return None if adapter is None else adapter.followed.table()
+
     def after_step(record: metrics.Record) -> None:
+        told = [] if adapter is None else adapter.after(record)
+        if told:
+            _expect(session, [replicator.channel for replicator in session.optimizer.built()])
+            record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
         recorder.add(record)
+        recorder.tell(told)
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
-            save(session, checkpoints, recorder.before)
+            save(session, checkpoints, recorder.before, followed())
 
     try:
         fit(session, done, until, after_step, stop)
     except NonFiniteLoss as error:
-        saved = save_now(session, checkpoints, recorder.before)
+        saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
     except Stopped as stopped:
-        save_now(session, checkpoints, recorder.before)
+        save_now(session, checkpoints, recorder.before, followed())
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
-    save_now(session, checkpoints, recorder.before)
+    save_now(session, checkpoints, recorder.before, followed())
     recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}

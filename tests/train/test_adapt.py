@@ -1,0 +1,166 @@
+"""A run that follows its link: down when it slows, back when it recovers, on all ranks at once, and after a resume."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+import detonation as dt
+from commands import RECIPE
+from detonation.cli import main
+from detonation.cluster.emulate import Emulated
+from detonation.cluster.launch import run_local
+from detonation.cluster.profile import Step
+from detonation.cluster.signals import Stop
+from detonation.core.pace import Pace
+from detonation.core.traffic import LargerThanDense, overlapped_bytes
+from detonation.plan.cost import Network, Work, cost
+from detonation.train import adapt, auto, decide, metrics, setup, toml
+from detonation.train.adapt import Adapter, Followed, explained
+from detonation.train.config import from_table, to_table
+from detonation.train.loop import fit
+from detonation.train.setup import start
+from detonation.train.sizes import shard_shapes
+
+FAST, SLOW = Pace(1e8), Pace(2e5)
+COMPUTE_S = 0.05
+
+
+def followed(table, paces):
+    """A run whose waits are those of a link of `paces`, step by step, for the rank that comes last.
+
+    Returns for each step what it sent and the setting after it; and whether replicas ended equal.
+    """
+    config = from_table(table)
+    session = start(config, torch.device("cpu"))
+    session.optimizer.set_up()
+    network = Network.of_pace(FAST, 2, 1)
+    adapter = Adapter(session, Followed(0.1, network, COMPUTE_S, Step(0.001, 0.0)))
+    work = Work(shard_shapes(config), COMPUTE_S, {config.scheme.name: Step(0.001, 0.0)})
+    steps, lines = [], []
+
+    def after(record):
+        _, scheme = session.optimizer.levels[-1]
+        pace = paces[record.step - 1]
+        waited = cost(scheme, work, Network.of_pace(pace, 2, 1)).exposed_s
+        waited += 0.3 * (session.rank == 0)  # it waits for the other, which is slower
+        if scheme.round.every > 1:
+            waited *= scheme.round.every * scheme.round.ends(record.step - 1)
+        told = adapter.after(dataclasses.replace(record, waited_s=waited))
+        lines.extend(told)
+        steps.append((record.bytes_sent, dict(session.optimizer.levels[-1][1].arguments)))
+
+    fit(session, 0, len(paces), after, Stop())
+    session.optimizer.settle()
+    return steps, lines, session.world.fingerprint(session.model)[1]
+
+
+@pytest.mark.parametrize(
+    ("sets", "key", "phases"),
+    [
+        (("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", [(4, FAST), (4, SLOW), (32, FAST)]),
+        (("scheme.name=random", "scheme.rate=0.0625"), "rate", [(4, FAST), (4, SLOW), (32, FAST)]),
+        (("scheme.name=diloco", "scheme.every=20"), "every", [(20, FAST), (20, Pace(3.6e6)), (60, FAST)]),
+    ],
+    ids=["topk", "rate", "every"],
+)
+def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny, monkeypatch, sets, key, phases):
+    """From a setting whose loss was measured, and so back to it."""
+    monkeypatch.setattr(adapt, "STEPS", 4)
+    config = tiny(*sets, "train.steps=1000")
+    paces = [pace for count, pace in phases for _ in range(count)]
+    ranks = run_local(followed, 2, [to_table(config), paces], timeout_s=120)
+    steps, lines, equal = ranks[0]
+    assert equal and ranks[1][:2] == [steps, lines]
+    first, slow = config.scheme.arguments[key], phases[0][0] + phases[1][0]
+    chosen = [arguments[key] for _, arguments in steps]
+    less = max if key == "every" else min
+    assert chosen[: slow - 1] == [first] * (slow - 1) and chosen[-1] == first
+    assert chosen[slow - 1] == less(chosen) != first
+    rest = [{name: value for name, value in arguments.items() if name != key} for _, arguments in steps]
+    assert rest == [rest[0]] * len(rest)
+    assert f"after step {slow} the link is" in lines[0] and "from now on, in the place of" in lines[0]
+    if key != "every":  # what is sent at the next step is what the setting says
+        shapes = shard_shapes(config)[0]
+        for (_, arguments), (sent, _) in itertools.pairwise(steps):
+            scheme = dt.scheme(config.scheme.name, arguments)
+            assert sent == overlapped_bytes(scheme, scheme.codec.layout(shapes), 2)
+
+
+def test_a_move_keeps_law_5_and_what_owners_keep(tiny):
+    """On four replicas nothing that would send more than dense, or travel another way, is looked at."""
+    config = tiny("scheme.name=demo", "mesh.replicas=4")
+    found = run_local(settings, 4, [to_table(config)], timeout_s=120)[0]
+    assert len(found) >= 3 and all(found)
+
+
+def settings(table):
+    """For each setting that the run could move to, whether the optimizer takes it."""
+    session = start(from_table(table), torch.device("cpu"))
+    adapter = Adapter(session, Followed(0.1, Network.of_pace(FAST, 4, 1), COMPUTE_S, Step(0.001, 0.0)))
+    taken = []
+    for scheme in adapter._settings():
+        try:
+            session.optimizer.change(scheme)
+            taken.append(True)
+        except LargerThanDense:
+            continue
+        except ValueError:
+            taken.append(False)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("waited", "times"),
+    [(0.2, 1.0), (0.2005, 1.0), (0.1, 2.0), (0.4, 0.5), (0.001, 45.255), (100.0, 1 / 64)],
+)
+def test_the_rate_that_explains_a_wait_is_as_near_as_it_can_be(waited, times):
+    assert explained(waited, lambda x: 0.001 + 0.2 / x, 0.005) == pytest.approx(times, rel=0.2)
+
+
+def test_a_wait_that_no_rate_explains_changes_nothing():
+    assert explained(0.001, lambda x: 0.1 + 0.001 / x, 0.005) == 1.0
+
+
+class Slowing(Emulated):
+    """A link that is slow from its twentieth exchange on, where it is the second of its process: that of the run."""
+
+    made = 0
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        Slowing.made += 1
+        self._slows = Slowing.made == 2
+
+    def _leave(self, nbytes):
+        if self._slows and self._count == 20:
+            self.pace = Pace(1e6)
+        return super()._leave(nbytes)
+
+
+def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with_it(tmp_path, monkeypatch, capfd):
+    """An emulated link is never faster than it says, so it is found to be slow on any machine."""
+    monkeypatch.setattr(setup, "Emulated", Slowing)
+    monkeypatch.setattr(decide, "PROBE_S", 0.3)
+    monkeypatch.setattr(adapt, "STEPS", 2)
+    monkeypatch.setattr(auto, "SCHEMES", {"demo": dt.demo})
+    monkeypatch.setattr(auto, "SETTINGS", {})
+    path, out = tmp_path / "tiny.toml", tmp_path / "run"
+    path.write_text(toml.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
+    train = ["train", str(path), "--link", "1gbit", "--out", str(out)]
+    sets = ["--set", "scheme.name=auto", "scheme.adapt=true", "train.steps=40", "train.validation_batches=1"]
+    assert main([*train, *sets, "--stop-after", "24"]) == 0
+    told = capfd.readouterr().out
+    records = metrics.read(out / "metrics.jsonl")
+    moves = [record for record in records if record.setting]
+    assert moves and told.count("adapt: after step") == len(moves)
+    last, lowest = records[-1], moves[-1]
+    assert last.bytes_sent < records[0].bytes_sent and lowest.setting.startswith("demo(topk=")
+    capfd.readouterr()
+    assert main([*train, *sets, "--resume", "--stop-after", "25"]) == 0
+    after = metrics.read(out / "metrics.jsonl")[24]
+    assert after.bytes_sent == last.bytes_sent
+    saved = json.loads((out / "checkpoints" / "step-000025" / "manifest.json").read_text())
+    assert saved["extra"]["followed"]["budget"] == 0.1
