@@ -3,10 +3,10 @@
     python benchmarks/predictions.py run --recipes quick-lm --rates 10 100     appends a row for each scheme and rate
     python benchmarks/predictions.py table > benchmarks/results/2026-11-20-predictions.md
 
-For each rate a world of 2 x 2 local ranks emulates the link (`--link`) and measures it as `detonation probe` does.
-Then, scheme by scheme, it measures the compute of a step as the probe does, and trains some steps by the code of
-`detonation train`. The prediction is made from what the probe measured alone.
-Measured is the median step; under a scheme with rounds that of steps with an exchange and of those without, weighted.
+For each rate a world of 2 x 2 local ranks emulates the link (`--link`), and takes three turns: it measures the link as
+`detonation probe` does; then, scheme by scheme, the compute of a step as the probe does, and trains some steps by the
+code of `detonation train`. Predictions are made from what the probe measured before those steps, alone. What counts are
+medians over the turns; under a scheme with rounds, of steps with an exchange and of those without, weighted.
 """
 
 import argparse
@@ -31,8 +31,9 @@ SCHEMES = {
     "diloco": "scheme.name=diloco",
 }
 WORLD = {"replicas": 2, "shards": 2}
-STEPS, LONGEST_S = 20, 16.0
-"""Steps that are trained, and less where they would take longer; a round at least."""
+TURNS = 3
+STEPS, LONGEST_S = 9, 8.0
+"""Steps that are trained in a turn, and less where they would take longer; a round at least."""
 
 
 def main() -> None:
@@ -82,62 +83,75 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
 
     import detonation as dt
     from detonation.cluster.probe import probe_axis
-    from detonation.plan.cost import Network, Work, cost
+    from detonation.plan.cost import Network
     from detonation.train.setup import between_replicas, start
-    from detonation.train.sizes import shard_shapes
-    from detonation.train.timing import forward_backward, optimizer_step
 
     device = torch.device("cpu")
-    configs = {scheme: configured(name, scheme, rate) for scheme in SCHEMES}
     mesh = dt.init_mesh(WORLD["replicas"], WORLD["shards"], "cpu")
-    axis = probe_axis(between_replicas(mesh, configs["full"].mesh.link), device, budget_s=4.0)
-    network = Network(*WORLD.values(), axis.operations)
-    session = start(configs["full"], device)
-    rows = []
-    for scheme, config in configs.items():
-        compute_s, _ = forward_backward(session)  # each time: what else the machine does changes within minutes
-        step = optimizer_step(session, config)
-        chosen = dt.scheme(config.scheme.name, config.scheme.arguments)
-        work = Work(shard_shapes(config), compute_s, {config.scheme.name: step}, overlap=not config.train.clip)
-        predicted = cost(chosen, work, network)
-        rows.append(
-            {
-                "recipe": name,
-                "mbit": rate,
-                "scheme": scheme,
-                "predicted": predicted.total_s,
-                "compute": predicted.compute_s,
-                "step": predicted.step_s,
-                "exposed": predicted.exposed_s,
-                "planned_bytes": predicted.bytes_sent,
-                **trained(config, chosen.round.every, predicted.total_s),
-            }
-        )
-    return rows
+    probed = start(configured(name, "full", rate), device)
+    runs = {scheme: Trained(configured(name, scheme, rate)) for scheme in SCHEMES}
+    link = between_replicas(mesh, probed.config.mesh.link)
+    for _ in range(TURNS):
+        network = Network(*WORLD.values(), probe_axis(link, device, budget_s=2.0).operations)
+        for run in runs.values():
+            run.turn(probed, network)
+    return [{"recipe": name, "mbit": rate, "scheme": scheme, **run.row()} for scheme, run in runs.items()]
 
 
-def trained(config: Any, every: int, expected_s: float) -> dict[str, Any]:
-    """What training measured: seconds and bytes of a step, on average over a round."""
-    import torch
+class Trained:
+    """A run of some steps a turn, and what was predicted before each."""
 
-    from detonation.cluster.signals import Stop
-    from detonation.train.loop import fit
-    from detonation.train.setup import start
+    def __init__(self, config: Any) -> None:
+        import torch
 
-    session = start(config, torch.device("cpu"))
-    session.optimizer.set_up()
-    steps = max(7, min(STEPS, int(LONGEST_S / expected_s)))
-    records: list[Any] = []
-    fit(session, 0, -(-steps // every) * every, records.append, Stop())
-    kinds = [[r for r in records[2:] if (r.step % every == 0) == sends] for sends in (False, True)]
-    shares = [(every - 1) / every, 1 / every]
+        import detonation as dt
+        from detonation.train.setup import start
 
-    def typical(value: str) -> float:
-        pairs = zip(shares, kinds, strict=True)
-        return sum(share * statistics.median(getattr(r, value) for r in kind) for share, kind in pairs if kind)
+        self.config, self.done = config, 0
+        self.scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
+        self.session = start(config, torch.device("cpu"))
+        self.session.optimizer.set_up()
+        self.predicted: list[Any] = []
+        self.records: list[Any] = []
 
-    told = {"measured": typical("seconds"), "waited": typical("waited_s"), "in_step": typical("step_s")}
-    return {**told, "bytes": typical("bytes_sent"), "steps": len(records)}
+    def turn(self, probed: Any, network: Any) -> None:
+        """Predicts from what the probe measures now, then trains."""
+        from detonation.cluster.signals import Stop
+        from detonation.plan.cost import Work, cost
+        from detonation.train.loop import fit
+        from detonation.train.sizes import shard_shapes
+        from detonation.train.timing import forward_backward, optimizer_step
+
+        compute_s, _ = forward_backward(probed)
+        steps = {self.scheme.name: optimizer_step(probed, self.config)}
+        work = Work(shard_shapes(self.config), compute_s, steps, overlap=not self.config.train.clip)
+        self.predicted.append(cost(self.scheme, work, network))
+        count, every = max(5, min(STEPS, int(LONGEST_S / self.predicted[-1].total_s))), self.scheme.round.every
+        until, records = self.done + -(-count // every) * every, []
+        fit(self.session, self.done, until, records.append, Stop())
+        self.records += records[2:] if every == 1 else records
+        self.done = until
+
+    def row(self) -> dict[str, Any]:
+        """Medians over the turns."""
+        every = self.scheme.round.every
+        kinds = [[r for r in self.records if (r.step % every == 0) == sends] for sends in (False, True)]
+        pairs = list(zip([(every - 1) / every, 1 / every], kinds, strict=True))
+
+        def typical(value: str) -> float:
+            return sum(share * statistics.median(getattr(r, value) for r in kind) for share, kind in pairs if kind)
+
+        parts = {"predicted": "total_s", "compute": "compute_s", "step": "step_s", "exposed": "exposed_s"}
+        told = {
+            name: statistics.median(getattr(cost, value) for cost in self.predicted) for name, value in parts.items()
+        }
+        told |= {"measured": typical("seconds"), "waited": typical("waited_s"), "in_step": typical("step_s")}
+        return {
+            **told,
+            "planned_bytes": self.predicted[0].bytes_sent,
+            "bytes": typical("bytes_sent"),
+            "steps": self.done,
+        }
 
 
 def table(rows: list[dict[str, Any]]) -> None:

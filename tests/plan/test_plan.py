@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cli import main
-from detonation.cluster.profile import Step
+from detonation.cluster.profile import Axis, Profile, Step
 from detonation.core import buckets
 from detonation.core.pace import Pace
 from detonation.core.schemes import SCHEMES
@@ -153,12 +153,35 @@ def test_the_verb_ranks_schemes_for_a_link_that_one_says(capsys):
     assert found["reason"] in printed.err
 
 
+OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": Axis(2, 2, {})}))}
+
+
+@pytest.mark.parametrize(
+    ("profile", "arguments", "line"),
+    [
+        (OF_TWO, ["--replicas", "16"], "--replicas is 16, but profile.json was measured with 2: measure again with"),
+        (OF_TWO, ["--shards", "8"], "--shards is 8, but profile.json was measured with 2: measure again with"),
+        (OF_TWO, [], "plan needs --step-time, the seconds of forward and backward, or a profile of the recipe"),
+        (OF_TWO | {"format": 2}, [], "profile.json has format 2, this version reads 1: measure again with probe"),
+        (OF_TWO, ["--link", "1gbit"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
+    ],
+)
+def test_a_profile_of_something_else_gets_one_line(capsys, monkeypatch, tmp_path, profile, arguments, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert main(["plan", "--parameters", "1b", "--profile", "profile.json", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {line}") and len(error.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         ([], "plan needs a recipe or --parameters, one of the two"),
         (["--parameters", "1b"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
         (["--parameters", "1b", "--link", "100"], "a link is '100', must be a rate above 0"),
+        (["--parameters", "1b", "--link", "0mbit"], "a link is '0mbit', must be a rate above 0"),
+        (["--parameters", "1b", "--link=-1mbit"], "a link is '-1mbit', must be a rate above 0"),
         (["--parameters", "1b", "--link", "1gbit"], "plan needs --step-time, the seconds of forward and backward,"),
         (
             ["--parameters", "many", "--link", "1gbit", "--step-time", "1"],

@@ -40,6 +40,8 @@ def plan(question: Question) -> dict[str, Any]:
     if (question.profile is None) == (question.link is None):
         raise ValueError("plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two")
     profile = Profile.read(question.profile) if question.profile else None
+    if profile is not None:
+        _same_world(question, profile)
     config = _config(question, profile) if question.recipe else None
     network = _network(question, profile, config)
     work = _work(question, profile, config, network.shards)
@@ -67,14 +69,22 @@ def count(text: str) -> int:
     return round(number)
 
 
+def _same_world(question: Question, profile: Profile) -> None:
+    """Raises `ValueError` where the question is about another number of replicas or shards than was measured.
+
+    Other shards share a node's link, and other replicas a network, in ways that nobody has measured.
+    """
+    asked = {"replicas": (question.replicas, profile.replicas), "shards": (question.shards, profile.shards)}
+    for name, (given, measured) in asked.items():
+        if given not in (None, measured):
+            was = f"{question.profile} was measured with {measured}"
+            raise ValueError(f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link")
+
+
 def _config(question: Question, profile: Profile | None) -> Config:
     assert question.recipe is not None
     replicas, shards = question.replicas, question.shards
     if profile is not None:
-        for name, given, measured in (("replicas", replicas, profile.replicas), ("shards", shards, profile.shards)):
-            if given not in (None, measured):
-                measured_with = f"{question.profile} was measured with {measured}"
-                raise ValueError(f"--{name} is {given}, but {measured_with}: measure again with detonation probe")
         replicas, shards = profile.replicas, profile.shards
     return check(standing(Request(question.recipe, question.overrides, replicas, shards), None))
 
