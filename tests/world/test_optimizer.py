@@ -136,12 +136,10 @@ def resumed(mesh, base, names):
     return results
 
 
-@pytest.mark.parametrize(
-    ("shards", "names"), [(1, list(SCHEMES)), (2, ["demo", "demo-owner", "random-late", "diloco"])]
-)
+@pytest.mark.parametrize(("shards", "names"), [(1, SCHEMES), (2, ["demo", "demo-owner", "random-late", "diloco"])])
 def test_law_9_private_state_resumes_exactly(shards, names):
     """By state_dict and torch.save; tests/checkpoint does the whole matrix through checkpoints."""
-    assert worlds.run(resumed, 2, shards, "AdamW", names) == [dict.fromkeys(names, True)] * 2 * shards
+    assert worlds.run(resumed, 2, shards, "AdamW", list(names)) == [dict.fromkeys(names, True)] * 2 * shards
 
 
 def ahead(mesh):

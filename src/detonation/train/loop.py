@@ -57,7 +57,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         waited = session.optimizer.waited_s - waited
         now = session.optimizer.bytes_sent_by_level
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
-        held_out = {}
+        held_out: dict[str, float] = {}
         if step + 1 == train.steps or (train.validate_every and (step + 1) % train.validate_every == 0):
             with session.optimizer.settled():
                 held_out = validate(session)
