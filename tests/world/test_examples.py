@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 RANKS = """
-import os, runpy, sys
+import gc, os, runpy, sys
 from pathlib import Path
 
 import torch.distributed.fsdp  # once, for all ranks
 
+gc.freeze()  # to look for garbage in what is imported would copy all of it in each rank
 ranks = []
 for rank in range(4):
     ranks.append(os.fork())
