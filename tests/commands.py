@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ class Command:
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
             torch.set_num_threads(1)
             os.environ.update(self._env)
+            tempfile.tempdir = None  # what the parent found in its own environment
             if self._network:
                 _enter(self._network)
             code = cli.main(list(arguments))

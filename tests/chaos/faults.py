@@ -37,7 +37,9 @@ class Run:
 
     def start(self) -> Command:
         """Starts the run, or goes on with it as a job that was queued again does."""
-        env = {"SLURM_RESTART_COUNT": self._starts} if self._starts else {}
+        env: dict[str, object] = {"TMPDIR": self.folder}  # what a killed launcher leaves goes with the rest
+        if self._starts:
+            env["SLURM_RESTART_COUNT"] = self._starts
         self._starts += 1
         return Command(self.folder, "train", self._recipe, "--out", self.out, *WORLD, "--set", *self._sets, env=env)
 
