@@ -73,6 +73,8 @@ def test_which_figures_there_are_depends_on_what_the_runs_did(tmp_path):
 
     silent, sending = made(tmp_path / "none", "none", sent=0), made(tmp_path / "demo")
     assert names(silent) == ["loss-steps", "loss-seconds", "step-time"]
+    virtual = made(tmp_path / "virtual", simulated=True, seconds_predicted=False)
+    assert names(virtual) == ["loss-steps", "loss-bytes", "loss-seconds", "bytes-per-step"]
     assert names(silent, sending) == ["loss-steps", "loss-bytes", "loss-seconds", "step-time", "bytes-per-step"]
     note = next(chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes")
     assert note.endswith("nothing was sent: none.")

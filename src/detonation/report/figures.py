@@ -24,7 +24,7 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     shown = list(zip(runs, keys(runs), strict=True))
     senders = [(run, key) for run, key in shown if run.bytes_so_far()[-1]]
     loss = [_against_steps(shown), *([_against_bytes(shown, senders)] if senders else []), _against_seconds(shown)]
-    timed = [run for run in runs if all("step_s" in record for record in run.records)]
+    timed = [run for run in runs if run.timed]
     return loss, [*([breakdown(timed)] if timed else []), *([sent(shown)] if senders else [])]
 
 
@@ -46,7 +46,7 @@ def _against_bytes(shown: Sequence[Shown], senders: Sequence[Shown]) -> Chart:
     ends = [run.bytes_so_far()[-1] for run, _ in senders]
     unit, per = _scale(max(ends), (("B", 1), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)))
     curves = [(run, key, [count / per for count in run.bytes_so_far()]) for run, key in senders]
-    silent = [run.name for run, key in shown if (run, key) not in senders]
+    silent = [run.name for run, _ in shown if not run.bytes_so_far()[-1]]
     note = f"{_LOSS} Not shown, because nothing was sent: {', '.join(silent)}." if silent else _LOSS
     log = max(ends) > _FAR * min(ends)
     return _curves("loss-bytes", "Loss against bytes sent", note, curves, f"{unit} sent by one replica", log)

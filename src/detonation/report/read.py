@@ -14,7 +14,22 @@ FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "pl
 _LONG = 12
 _STEP = {"step", "loss", "seconds", "bytes_sent"}
 _PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "break_even_times", "rate_bits_per_s"}
-_SUMMARY = {"scheme", "optimizer", "val_loss", "bytes_sent_per_step", "bytes_full_sync_per_step", "replicas_equal"}
+_SUMMARY = {
+    *(
+        "scheme",
+        "optimizer",
+        "replicas",
+        "shards",
+        "model",
+        "data",
+        "num_parameters",
+        "steps",
+        "train_loss",
+        "val_loss",
+    ),
+    *("seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step", "bytes_full_sync_per_step"),
+    *("reduction", "replicas_equal", "fingerprint"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,12 @@ class Run:
     records: list[dict[str, Any]]
     environment: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Does it say what its steps spent their time on? Virtual replicas that share a machine cannot."""
+        told = all("step_s" in record and "waited_s" in record for record in self.records)
+        return told and (not self.summary.get("simulated") or bool(self.summary.get("seconds_predicted")))
 
     def series(self, key: str) -> list[float]:
         """The values of `key`, one a step."""
@@ -149,7 +170,7 @@ def _look(directory: Path) -> None:
 def _summary(path: Path) -> dict[str, Any]:
     table = _table(path)
     if missing := sorted(_SUMMARY - table.keys()):
-        raise ValueError(f"{path} is damaged, it lacks {', '.join(missing)}: restore it, or leave this run out")
+        raise ValueError(f"{path} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out")
     return table
 
 

@@ -31,8 +31,7 @@ _SHAPES = {
 def tiles(run: Run) -> str:
     """What matters most of one run, and under it everything."""
     summary = run.summary
-    waited = [record["waited_s"] for record in run.records if "waited_s" in record]
-    share = sum(waited) / summary["seconds"] if waited and summary["seconds"] else None
+    share = sum(run.series("waited_s")) / summary["seconds"] if run.timed else None
     shown = [
         (f"{summary['val_loss']:.4f}", "validation loss"),
         *([(f"{summary['val_accuracy']:.1%}", "validation accuracy")] if "val_accuracy" in summary else []),
