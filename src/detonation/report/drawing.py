@@ -87,7 +87,7 @@ def _figure(chart: Chart) -> Iterator[Any]:
         figure = Figure(figsize=(WIDTH, chart.height))
         # Fixed margins in inches: a layout that looks for them costs more than the drawing.
         bottom, top = 0.5 / chart.height, 1 - 0.12 / chart.height
-        figure.subplots_adjust(left=0.14, right=0.975, bottom=bottom, top=top)
+        figure.subplots_adjust(left=0.14, right=0.955, bottom=bottom, top=top)
         chart.draw(figure.add_subplot())
         yield figure
 
@@ -108,4 +108,4 @@ def _handle(key: Key) -> Any:
 
 
 def _columns(keys: Sequence[Key]) -> int:
-    return 1 if max(len(key.text) for key in keys) > 26 else min(2, len(keys))
+    return 1 if max(len(key.text) for key in keys) > 20 else min(2, len(keys))

@@ -81,7 +81,7 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             waits = f", {row[2] / left:.0%} waiting" if left else ""
             _label(axes, y, run.name, f"{duration(left)}{waits}")
         _rows(axes, len(runs))
-        axes.set_xlim(0, 1.02 * max(ends))
+        axes.set_xlim(0, 1.06 * max(ends))
         axes.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
         axes.xaxis.set_major_locator(_ticks(5))
 
