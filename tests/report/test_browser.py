@@ -30,7 +30,7 @@ def page(tmp_path_factory):
         made(folder / "tiers", "full+demo", levels=[("rack", 4_000_000), ("site", 9_000)], val_accuracy=0.7),
         made(folder / "none", "none", sent=0),
     ]
-    chosen = {"chosen": PLAN["options"][3], "why": "it waits least"}
+    chosen = {"chosen": PLAN["options"][12], "why": "it waits least"}
     (runs[1] / "plan.json").write_text(json.dumps(PLAN | chosen))
     return write(runs, folder / "report.html")
 
@@ -90,5 +90,5 @@ def test_the_plan_is_a_table_and_the_rest_of_it_folds_open(page, shown):
     rows = f"{section}.querySelectorAll('tbody tr')"
     assert shown.evaluate(f"{rows}.length") == len(PLAN["options"])
     assert shown.evaluate(f"[...{rows}].filter(r => r.checkVisibility()).length") == 10
-    assert shown.evaluate("document.querySelector('tr.marked th').innerText") == PLAN["options"][3]["spelled"]
+    assert shown.evaluate("document.querySelector('tr.marked:first-child th').innerText") == "diloco(every=11)"
     assert shown.evaluate(f"{section}.innerText.includes('Chosen by this plan: it waits least')")

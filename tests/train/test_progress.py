@@ -104,6 +104,13 @@ def test_no_line_is_wider_than_the_terminal(width, plain):
     assert all(line.isascii() for line in lines) == plain or width == 10
 
 
+def test_what_is_sent_in_long_rounds_is_seen_between_them():
+    shown = Gauges(0, 1000, Portion(1, "images"))
+    for step in range(1, 400):
+        shown.add(record(step, seconds=0.5, sent=5_000_000 if step % 100 == 0 else 0, waited=0.0), float(step))
+    assert "75.2 kB/s between nodes" in shown.lines(80, 0.0)[1]  # three rounds in 199.5 seconds
+
+
 def test_a_curve_of_any_length_keeps_its_shape_in_a_small_space():
     curve = Curve(most=8)
     for value in range(1000):

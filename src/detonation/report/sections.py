@@ -86,9 +86,10 @@ def plans(runs: Sequence[Run], given: Mapping[str, Any] | None) -> str:
 
 
 def _plan(plan: Mapping[str, Any]) -> str:
-    """The plan in words and as a table, in which what a run chose by itself, or what comes first, is marked."""
+    """The plan in words and as a table; what a run has chosen by it comes first, otherwise what is ranked first."""
     chosen = plan.get("chosen", plan["first"])["spelled"]
-    cells = [tuple(map(escape, row)) for row in rows(plan)]
+    ranked = sorted(rows(plan), key=lambda row: row[0] != chosen)
+    cells = [tuple(map(escape, row)) for row in ranked]
     top, rest = cells[:_PLAN_ROWS], cells[_PLAN_ROWS:]
     why = [f"Chosen by this plan: {plan['why']}"] if "why" in plan else []
     first, *others = [escape(line) for line in (*why, *words(plan))]

@@ -46,18 +46,25 @@ class Curve:
 
 
 class Gauges:
-    """Loss, speed, traffic and waiting of the last steps; the curve of the loss since the start."""
+    """Loss and speed of the last steps; the curve of the loss, traffic and waiting since the start.
+
+    Rounds may be longer than any number of last steps: all of them count for what is sent in rounds.
+    """
 
     def __init__(self, done: int, steps: int, portion: Portion) -> None:
         self._done, self._steps, self._portion = done, steps, portion
         self._curve, self._last = Curve(), deque[Record](maxlen=_WINDOW)
         self._began: tuple[int, float] | None = None
+        self._seconds = self._sent = self._waited = 0.0
 
     def add(self, record: Record, now: float) -> None:
         """Takes in a step that ended at `now`, in seconds of any clock."""
         self._done = record.step
         self._curve.add(record.loss)
         self._last.append(record)
+        self._seconds += record.seconds
+        self._sent += record.bytes_sent
+        self._waited += record.waited_s
         if self._began is None:  # the first step sets up, and tells nothing about those to come
             self._began = (record.step, now)
 
@@ -80,10 +87,8 @@ class Gauges:
     def _gauges(self, width: int, blocks: str) -> str:
         if not self._last:
             return "the first step sets up"[:width]
-        seconds = sum(record.seconds for record in self._last) or 1e-9
-        speed = len(self._last) * self._portion.count / seconds
-        sent = sum(record.bytes_sent for record in self._last) / seconds
-        waiting = sum(record.waited_s for record in self._last) / seconds
+        speed = len(self._last) * self._portion.count / sum(record.seconds for record in self._last)
+        sent, waiting = self._sent / self._seconds, self._waited / self._seconds
         loss = f"loss {self._last[-1].loss:.4f} "
         rates = [
             f"  {f'{speed:,.0f}' if speed >= 100 else f'{speed:.3g}'} {self._portion.unit}/s",
