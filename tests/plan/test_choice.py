@@ -53,6 +53,8 @@ def test_the_reason_names_scheme_pace_budget_and_what_full_synchronisation_would
     assert "of a step of" in line and "at 1mbit a node" in line and "budget of 10%" in line and "full() would" in line
     crawling = Network.of_pace(Pace(1e3, 1.0), 2, 1)
     lost = options(candidates(), WORK, crawling)
+    alone = Network.of_pace(Pace(1e9), 1, 1)
+    assert "with one node" in why(found[0], found, alone, 0.1)
     assert "none stays within the budget of 10%" in why(choose(lost, 0.1), lost, crawling, 0.1)
 
 

@@ -124,6 +124,14 @@ def test_a_wait_that_no_rate_explains_changes_nothing():
     assert explained(0.001, lambda x: 0.1 + 0.001 / x, 0.005) == 1.0
 
 
+def test_what_a_checkpoint_says_of_the_link_is_read_back_or_refused():
+    known = Followed(0.1, Network.of_pace(FAST, 2, 1), COMPUTE_S, Step(0.001, 0.0))
+    assert Followed.of(json.loads(json.dumps(known.table())), 2, 1) == known
+    for damage in ({"lines": 3}, {"lines": {"all-gather": [1, None, 3]}}, {"budget": "all"}, {"step": {"a": 1}}):
+        with pytest.raises(ValueError, match="damaged"):
+            Followed.of({**known.table(), **damage}, 2, 1)
+
+
 class Slowing(Emulated):
     """A link that is slow from its twentieth exchange on, where it is the second of its process: that of the run."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from commands import RECIPE, launched
 from detonation.cli import main
-from detonation.train import decide, toml
+from detonation.train import auto, decide, toml
 from detonation.train.config import from_table
 from detonation.train.recipe import parse_sets, resolve
 
@@ -76,6 +76,21 @@ def test_what_cannot_be_chosen_is_one_line(recipe, tmp_path, capsys, arguments, 
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
+    assert decide.chosen_before(tmp_path / "nowhere") is None
+    for text in ("[scheme", "scheme = 3", "[scheme]\ntopk = 4"):
+        (tmp_path / "config.toml").write_text(text)
+        assert decide.chosen_before(tmp_path) is None
+
+
+def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
+    tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
+    found = auto.Asked(auto.Auto(), tables, {}).candidates()
+    demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
+    assert len(demos) >= 3 and all(arguments["chunk"] == 8 for arguments in demos)
+    assert {arguments.get("topk") for arguments in demos} == {None, 1, 4}  # 16 of 8 there are not
 
 
 def test_levels_name_their_schemes(tmp_path, capsys):

@@ -27,6 +27,7 @@ def advise(found: Sequence[Option], work: Work, network: Network) -> dict[str, A
         "shards": network.shards,
         "rate_bits_per_s": network.rate_bits_per_s,
         "auto": row(choose(found, BUDGET)),
+        "auto_budget": BUDGET,
     }
 
 

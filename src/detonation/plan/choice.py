@@ -42,7 +42,7 @@ def why(chosen: Option, found: Sequence[Option], network: Network, budget: float
     """The reason for `chosen`, in one line."""
     cost = chosen.cost
     fits = sum(waiting(option) <= budget and option.cost.scheme.signal != "nothing" for option in found)
-    pace = f"at {Pace(network.rate_bits_per_s)} a node"
+    pace = f"at {Pace(network.rate_bits_per_s)} a node" if network.replicas > 1 else "with one node"
     share = f"waits {waiting(chosen):.1%} of a step of {cost.total_s:.3g} s {pace}"
     if not fits:
         return f"{spelled(cost.scheme)} {share}, the least of all: none stays within the budget of {budget:.0%}"

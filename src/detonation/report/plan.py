@@ -35,6 +35,7 @@ def words(plan: Mapping[str, Any]) -> list[str]:
         there = plan[key]
         same = "the same first choice" if there["spelled"] == first else f"first {there['spelled']}"
         lines.append(f"at {rate(times * now)} a node: {same}, {duration(there['seconds'])} a step")
+    lines.append(f"scheme auto, with {plan['auto_budget']:.0%} of a step to wait: {plan['auto']['spelled']}")
     even = plan["break_even_times"]
     if even is None:
         lines.append(f"full synchronisation is never as quick as {first}, whatever the link")

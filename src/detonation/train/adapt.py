@@ -10,7 +10,7 @@ from detonation.cluster.profile import Operation, Step
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import kind
 from detonation.plan.auto import everyone
-from detonation.plan.choice import choose
+from detonation.plan.choice import check_budget, choose
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.search import options
 from detonation.plan.spelling import spelled
@@ -50,10 +50,13 @@ class Followed:
 
     @classmethod
     def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
-        """What `table` made a table of, of a world of that shape."""
-        operations = {name: Operation(latency, rate, 0.0) for name, (latency, rate) in table["lines"].items()}
-        network = Network(replicas, shards, operations)
-        return cls(table["budget"], network, table["compute_s"], Step(**table["step"]))
+        """What `table` made a table of, of a world of that shape. Raises `ValueError` for anything else."""
+        try:
+            operations = {name: Operation(latency, rate, 0.0) for name, (latency, rate) in table["lines"].items()}
+            network = Network(replicas, shards, operations)
+            return cls(check_budget(table["budget"]), network, float(table["compute_s"]), Step(**table["step"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"what the checkpoint says of the link is damaged: {error!r}") from error
 
 
 @dataclass(frozen=True)

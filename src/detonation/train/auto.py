@@ -64,13 +64,17 @@ class Asked:
         return recipe.resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, as it is tuned and at other settings where they matter most."""
-        found: dict[str, Config] = {}
+        """The recipe under every scheme, as it is tuned and at other settings that go with that."""
+        made: dict[str, Config] = {}
         for name in SCHEMES:
             for settings in ({}, *SETTINGS.get(name, [])):
                 config = self.under(name, settings)
-                found.setdefault(spelled(dt.scheme(name, config.scheme.arguments)), config)
-        return found
+                try:
+                    made.setdefault(spelled(dt.scheme(name, config.scheme.arguments)), config)
+                except ValueError:
+                    if not settings:  # then it is the recipe that makes no sense
+                        raise
+        return made
 
     def check(self) -> Config:
         """The recipe under full synchronisation. Raises `ValueError` for whatever would fail under some scheme."""

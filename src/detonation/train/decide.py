@@ -39,13 +39,12 @@ class Chosen:
 
 
 def chosen_before(path: Path) -> Table | None:
-    """The scheme of the run in `path`; None where there is none yet."""
+    """The scheme of the run in `path`; None where there is none yet, or none that can be read."""
     try:
-        text = (path / directory.CONFIG).read_text(encoding="utf-8")
-    except OSError:
+        scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
+    except (OSError, ValueError):  # on one rank only, where the others already wait for its answer
         return None
-    scheme = tomllib.loads(text).get("scheme")
-    return scheme if isinstance(scheme, dict) else None
+    return scheme if isinstance(scheme, dict) and "name" in scheme else None
 
 
 def again(asked: Asked, path: Path | None, device: torch.device) -> Config | None:

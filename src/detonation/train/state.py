@@ -66,7 +66,11 @@ def _change(session: Session, setting: object) -> None:
     """Goes by the `setting` that was in force, which is another than that of the configuration in a run that adapts."""
     _, scheme = session.optimizer.levels[-1]
     if isinstance(setting, dict) and setting != scheme.arguments:
-        session.optimizer.change(dt.scheme(scheme.name, setting))
+        try:
+            there = dt.scheme(scheme.name, setting)
+        except TypeError as error:
+            raise ValueError(f"the checkpoint's setting {setting} is damaged: {error}") from error
+        session.optimizer.change(there)
 
 
 def _check(path: Path, saved: object, here: Table) -> None:

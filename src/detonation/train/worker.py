@@ -99,6 +99,8 @@ def _adapter(
     """What follows the link, where the run asks for it: from what was measured at its start, or saved since."""
     if todo.asked is None or not Asked.of(todo.asked).auto.adapt:
         return None, []
+    if session.device.type != "cpu":
+        return None, ["adapt: on accelerators the host does not see how long an exchange takes; the setting stays"]
     if chosen is not None:
         return Adapter(session, chosen.followed), []
     saved = loaded.extra.get("followed") if loaded else None
