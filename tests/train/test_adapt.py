@@ -20,6 +20,7 @@ from detonation.plan.cost import Network, Work, cost
 from detonation.train import adapt, auto, decide, metrics, setup, toml
 from detonation.train.adapt import Adapter, Followed, explained
 from detonation.train.config import from_table, to_table
+from detonation.train.loggers import values
 from detonation.train.loop import fit
 from detonation.train.setup import start
 from detonation.train.sizes import shard_shapes
@@ -130,6 +131,11 @@ def test_what_a_checkpoint_says_of_the_link_is_read_back_or_refused():
     for damage in ({"lines": 3}, {"lines": {"all-gather": [1, None, 3]}}, {"budget": "all"}, {"step": {"a": 1}}):
         with pytest.raises(ValueError, match="damaged"):
             Followed.of({**known.table(), **damage}, 2, 1)
+
+
+def test_trackers_get_numbers_alone():
+    record = metrics.Record(2, 1.0, 0.1, 0.5, 100, setting="demo(topk=1)")
+    assert "setting" not in values(record) and '"setting": "demo(topk=1)"' in record.line()
 
 
 class Slowing(Emulated):

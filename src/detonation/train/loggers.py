@@ -151,6 +151,6 @@ def values(record: Record) -> dict[str, float]:
     for name, value in record.values().items():
         if name == "levels":
             found |= {f"bytes_sent/{axis}": count for axis, count in value.items()}
-        elif name != "step":
+        elif name not in ("step", "setting"):  # which is text
             found[name] = value
     return found
