@@ -121,6 +121,17 @@ def test_however_it_ends_nothing_stays(number):
     assert not alive(sleeper)
 
 
+@pytest.mark.usefixtures("possible")
+def test_a_signal_that_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with lab(1, PACE):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not left(os.getpid())
+
+
 def asleep(made):
     """The pid of a process that sleeps in the second node, and is in it by now."""
     command = made.command(1, ["sh", "-c", "echo here; exec sleep 1000"])

@@ -209,13 +209,17 @@ def _pids(names: Sequence[str]) -> set[int]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP are exceptions, as Ctrl-C is one: a process that they end runs no `finally`."""
+    """Within it SIGTERM and SIGHUP are exceptions, as Ctrl-C is one: a process that they end runs no `finally`.
+
+    One that is ignored, as SIGHUP is under nohup, stays so.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     try:
-        before = {number: signal.signal(number, end) for number in _ENDING[1:]}
+        before = {number: signal.signal(number, end) for number in heard}
     except ValueError:  # not the main thread
         yield
         return
