@@ -72,8 +72,12 @@ class Timing:
 Tell = Callable[[Timing], None]
 
 
-def measure(subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], tell: Tell) -> None:
+def measure(
+    subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], tell: Tell, ranks: int = RANKS
+) -> None:
     """Times every subject on each link, one after another in turns[link][subject's name] turns. Needs root.
+
+    ranks: of each node.
 
     tell: called, in a process of its own, with what is known once a link is done.
     """
@@ -85,16 +89,19 @@ def measure(subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]],
 
     torch.set_num_threads(1)  # before the ranks are forked
     with lab(NODES, Pace.parse(FREE)) as made:
-        run_local(_rank, NODES * RANKS, [made, subjects, turns, tell], enter=lambda rank: made.enter(rank // RANKS))
+        given = [made, subjects, turns, tell, ranks]
+        run_local(_rank, NODES * ranks, given, enter=lambda rank: made.enter(rank // ranks))
 
 
-def _rank(made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], tell: Tell) -> None:
+def _rank(
+    made: Any, subjects: Sequence[Subject], turns: Mapping[str, Mapping[str, int]], tell: Tell, ranks: int
+) -> None:
     import torch.distributed as dist
 
     import detonation as dt
     from detonation.core.pace import Pace
 
-    mesh = dt.init_mesh(NODES, RANKS, "cpu")
+    mesh = dt.init_mesh(NODES, ranks, "cpu")
     trainings = [Training(subject, mesh) for subject in subjects]
     for link, counts in turns.items():
         timings: dict[Subject, list[tuple[float, ...]]] = {training.subject: [] for training in trainings}
@@ -126,7 +133,7 @@ class Training:
         from detonation.train.setup import Session, check, load_data
         from detonation.train.world import Ranks
 
-        config = check(configure(Request(Path(subject.recipe), subject.sets, NODES, RANKS), None))
+        config = check(configure(Request(Path(subject.recipe), subject.sets, *mesh.shape), None))
         torch.manual_seed(config.seed)
         model = dt.shard(models.build(config.model.name, config.model.arguments), mesh)
         base = optimizers.build(config.optimizer, model)
@@ -203,6 +210,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument("--turns", type=int, default=9, help="steps of each; 3 on links below 50 Mbit/s")
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--ranks", type=int, default=RANKS, help="of a node")
     parser.add_argument("--torchrun", action="store_true", help="compare ways of starting ranks instead")
     args = parser.parse_args()
     if args.torchrun:
@@ -210,10 +219,10 @@ def main() -> None:
     from detonation.core.pace import Pace
 
     slow = {link for link in args.links if Pace.parse(link).rate_bits_per_s < 50e6}
-    turns = {link: dict.fromkeys(SCHEMES, 3 if link in slow else args.turns) for link in args.links}
+    turns = {link: dict.fromkeys(args.schemes, 3 if link in slow else args.turns) for link in args.links}
     subjects = [
-        Subject(name, RECIPE, (*SETS.split(), *scheme.split()), emulated)
-        for name, scheme in SCHEMES.items()
+        Subject(name, RECIPE, (*SETS.split(), *SCHEMES[name].split()), emulated)
+        for name in args.schemes
         for emulated in (False, True)
     ]
     titles = [
@@ -234,7 +243,7 @@ def main() -> None:
         else:
             real[timing.name] = timing
 
-    measure(subjects, turns, tell)
+    measure(subjects, turns, tell, args.ranks)
     return None
 
 
