@@ -9,11 +9,12 @@ from typing import Any
 
 from detonation.report.colours import PAPER, Dash, named
 
-_INK = "#010203"
+INK = "#010203"
+"""Stands for the colour of text: black in pixels, the page's own where a page shows the figure."""
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
 _STYLE: dict[Any, Any] = {
-    **dict.fromkeys(_INKED, _INK),
+    **dict.fromkeys(_INKED, INK),
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.linewidth": 0.6,
@@ -24,14 +25,11 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "path.simplify": True,
     "svg.fonttype": "none",
     "svg.hashsalt": "detonation",
 }
 WIDTH = 4.0
 """Inches: near the width at which a phone shows a figure, so that its text is as large as the text around it."""
-INK = _INK
-"""Stands for the colour of text: black in pixels, the page's own where a page shows the figure."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Chart:
             figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
         label = f'<svg role="img" aria-label="{self.title}"'
         element = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", _element(text.getvalue()), count=1)
-        return named(element.replace("<svg", label, 1).replace(_INK, "currentColor"))
+        return named(element.replace("<svg", label, 1).replace(INK, "currentColor"))
 
     def png(self) -> bytes:
         """The figure with its title and legend on white, 240 dots an inch."""
