@@ -3,7 +3,7 @@
     python benchmarks/predictions.py run --recipes quick-lm --rates 10 100     appends a row for each scheme and rate
     python benchmarks/predictions.py table > benchmarks/results/2026-11-20-predictions.md
 
-For each rate a world of 2 x 2 local ranks emulates the link (`--link`), and takes three turns: it measures the link as
+For each rate a world of 2 x 2 local ranks emulates the link (`--link`), and takes turns: it measures the link as
 `detonation probe` does; then, scheme by scheme, the compute of a step as the probe does, and trains some steps by the
 code of `detonation train`. Predictions are made from what the probe measured before those steps, alone. What counts are
 medians over the turns; under a scheme with rounds, of steps with an exchange and of those without, weighted.
@@ -31,8 +31,8 @@ SCHEMES = {
     "diloco": "scheme.name=diloco",
 }
 WORLD = {"replicas": 2, "shards": 2}
-TURNS = 3
-STEPS, LONGEST_S = 9, 8.0
+TURNS = 2
+STEPS, LONGEST_S = 8, 8.0
 """Steps that are trained in a turn, and less where they would take longer; a round at least."""
 
 
@@ -156,16 +156,25 @@ class Trained:
 
 def table(rows: list[dict[str, Any]]) -> None:
     latest = {(row["recipe"], row["mbit"], row["scheme"]): row for row in rows}
-    print("| recipe | Mbit/s | scheme | predicted, ms | measured, ms | off by | bytes: planned / counted |")
-    print("|---|---|---|---|---|---|---|")
-    errors = []
+    print("| recipe | Mbit/s | scheme | a step, ms: predicted / measured | off by | compute | waiting | KB a step |")
+    print("|---|---|---|---|---|---|---|---|")
     for (recipe, rate, scheme), row in sorted(latest.items(), key=lambda item: item[0][:2]):
-        error = row["predicted"] / row["measured"] - 1
-        errors.append(abs(error))
-        times = f"{1e3 * row['predicted']:.0f} | {1e3 * row['measured']:.0f} | {error:+.0%}"
-        print(f"| {recipe} | {rate} | {scheme} | {times} | {row['planned_bytes']:.0f} / {row['bytes']:.0f} |")
+        own = row["measured"] - row["in_step"]  # all but the optimizer's step
+        pairs = [(row["predicted"], row["measured"]), (row["compute"], own), (row["exposed"], row["waited"])]
+        step, compute, waiting = (f"{_ms(one)} / {_ms(other)}" for one, other in pairs)
+        sent = " / ".join(f"{row[name] / 1e3:.1f}" for name in ("planned_bytes", "bytes"))
+        print(f"| {recipe} | {rate} | {scheme} | {step} | {_off(row):+.0%} | {compute} | {waiting} | {sent} |")
+    errors = [abs(_off(row)) for row in latest.values()]
     within = sum(error <= 0.15 for error in errors)
-    print(f"\nMedian error {statistics.median(errors):.1%}; {within} of {len(errors)} within 15 %.")
+    print(f"\nMedian error of a step {statistics.median(errors):.1%}; {within} of {len(errors)} within 15 %.")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.{0 if seconds > 0.01 else 1}f}"
+
+
+def _off(row: dict[str, Any]) -> float:
+    return float(row["predicted"] / row["measured"] - 1)
 
 
 if __name__ == "__main__":

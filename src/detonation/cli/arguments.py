@@ -29,7 +29,7 @@ class Train(Common):
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
     """What to train, such as recipes/quick-lm.toml."""
     set: _Sets = ()
-    """Override the recipe: --set train.steps=100 scheme.name=diloco"""
+    """Override the recipe: --set train.steps=100 scheme.name=diloco; scheme.name=auto chooses one for the link"""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
