@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: Any) -> list[Any]:
