@@ -16,15 +16,15 @@ def probed(mesh, pace):
 
 
 def test_a_probe_measures_an_emulated_link():
-    """20 Mbit/s a node, two ranks a node: each rank sees half, and the latency of as many hops as the operation has."""
+    """20 Mbit/s a node, two ranks a node: each rank sees half at most, and the latency of the operation's hops."""
     found = worlds.run(probed, 2, 2, Pace(2e7, 0.02))[0]
     assert (found.size, found.per_node) == (2, 2) and found.pairs == ()
     assert set(found.operations) == {"all-reduce", "all-gather", "all-to-all"}
     for name, hops in {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}.items():
         operation = found.operations[name]
-        # an upper bound on rate and a lower one on latency hold whatever else the machine does
-        assert operation.rate_bits_per_s <= 1.5e7 and operation.latency_s >= 0.018 * hops
         assert len(operation.samples) >= 2
+        for sample in operation.samples:  # whatever else the machine does, a message takes its time on the link
+            assert sample.seconds >= 0.02 * hops + 8 * sample.bytes_sent / 2e7
 
 
 def test_every_pair_of_three_or_more_is_measured_once():
