@@ -101,7 +101,7 @@ def test_law_1_nothing_is_lost(scheme, shapes, steps):
         signals = signals_of(layout, step)
         message = encode(scheme, memory.absorb(signals), step, seed=0)
         decoded = decode(scheme.codec, [message], layout.rows, step, seed=0, combine="replicas")
-        memory.release(decoded)
+        memory.release([decoded])
         told += decoded
         put_in = [total + signal for total, signal in zip(put_in, signals, strict=True)]
     for kept, sent, total in zip(layout.parts(memory.residual), layout.parts(told), put_in, strict=True):
@@ -132,7 +132,7 @@ def test_memory_is_the_stated_recurrence_and_its_padding_stays_zero(scheme, shap
     signals = signals_of(layout, 2)
     told = layout.flatten(signals_of(layout, 3), CPU) + 1  # also where the padding is
     memory.absorb(signals)
-    memory.release(told)
+    memory.release([told])
     for view, old, new, out in zip(layout.parts(memory.residual), before, signals, layout.parts(told), strict=True):
         torch.testing.assert_close(view, decay * old + new - alpha * out, atol=1e-5, rtol=1e-5)
     assert not memory.residual.view(-1)[layout.padding(CPU)].any()

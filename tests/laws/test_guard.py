@@ -65,19 +65,22 @@ def test_the_checksum_is_the_same_compiled_or_not(dtype):
 @pytest.mark.parametrize("columns", [Columns(10, 4), Columns(64, 4), Columns(1000, 3), Columns(16, 9), Columns(10, 5)])
 def test_columns_that_no_encoder_makes_are_found_compiled_or_not(columns, monkeypatch):
     rows = 4096
-    right = torch.rand(rows, columns.chunk).argsort(1)[:, : columns.kept]
-    twice, outside = right.clone(), right.clone()
+    right = torch.rand(rows, columns.chunk).argsort(1)[:, : columns.kept].sort(1).values
+    twice, outside, falling = right.clone(), right.clone(), right.clone()
     twice[rows // 2, 0] = twice[rows // 2, 1]
+    falling[rows - 1] = falling[rows - 1].flip(0)
     outside[7, 0] = 2**columns.width - 1
     found = []
     for library in (native.load(), None):
         cases = [columns.encode(c) for c in (right, twice)]
+        if not columns.bitmap:
+            cases.append(columns.encode(falling))
         if not columns.bitmap and columns.chunk < 2**columns.width:
             cases.append(columns.encode(outside))
         monkeypatch.setattr(native, "load_for", lambda *_, library=library: library)
         found.append([int(columns.fault(case, rows)) for case in cases])
         monkeypatch.undo()
-    assert found[0] == found[1] == [0, 2, 1][: len(found[0])]
+    assert found[0] == found[1] == [0, 2, 2, 1][: len(found[0])]
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

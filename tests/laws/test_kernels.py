@@ -116,6 +116,38 @@ def test_a_sign_step_is_bitwise_that_of_torch(weight_decay):
     assert torch.equal(fast.detach(), torch.cat([part.detach() for part in parts]))
 
 
+@pytest.mark.parametrize(("topk", "combine"), [(4, "replicas"), (32, "replicas"), (3, "senders")])
+@given(shapes=SHAPES, replicas=st.integers(1, 4))
+@laws
+def test_weights_that_follow_messages_end_where_the_update_takes_them(topk, combine, shapes, replicas):
+    scheme = dt.demo(topk=topk, chunk=64, combine=combine)
+    layout, _, fast = engines(scheme, shapes)
+    told = [fast.select(signals(layout, r), 0) for r in range(replicas)]
+    agreed = Agreed([t.values for t in told], [t.columns for t in told], combine)
+    paces = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]
+    weights, updates = signals(layout, 50), signals(layout, 51)
+    fast.write(agreed, updates)
+    expected = [shrink * w - lr * u.sign() for w, u, (shrink, lr) in zip(weights, updates, paces, strict=True)]
+    assert fast.can_follow(agreed, weights)
+    fast.follow(agreed, weights, paces)
+    assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
+
+
+def test_sign_sgd_does_what_was_deferred_once_and_steps_on_the_rest():
+    first, second = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    optimizer = dt.SignSGD([{"params": [first], "lr": 0.5, "weight_decay": 0.1}, {"params": [second], "lr": 0.25}])
+    first.grad = second.grad = torch.ones(3)
+    seen = []
+    optimizer.defer([first], seen.append)
+    optimizer.step()
+    assert seen == [[(0.95, 0.5)]] and first.tolist() == [0, 0, 0] and second.tolist() == [-0.25] * 3
+    optimizer.step()
+    assert len(seen) == 1 and first.tolist() == [-0.5] * 3
+    assert optimizer.plain
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not optimizer.plain
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 4095, 4096, 9999])
 def test_a_single_bad_number_is_found(bad, place):

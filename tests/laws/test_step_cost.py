@@ -106,8 +106,8 @@ def test_the_compiled_step_needs_no_memory_but_that_of_the_message(topk):
     assert len(few.names) == len(many.names) < 20
 
 
-def test_the_plain_step_needs_one_temporary_of_the_size_of_the_model(plain):
+def test_the_plain_step_needs_no_temporary_larger_than_the_model(plain):
     scheme = dt.demo(topk=4, chunk=64)
     watch, layout = watched(scheme, [(64, 8000)] * 8, kernels=False)
     flat = 4 * layout.rows * layout.chunk
-    assert flat < watch.peak < 1.75 * flat  # besides: the message, its columns in eight bytes each, a block of rows
+    assert watch.peak < 1.5 * flat  # the message, its columns in eight bytes each, and what a block of rows needs

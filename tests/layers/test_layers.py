@@ -13,7 +13,7 @@ SOURCE = Path(detonation.__file__).parent
 CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
     ["tiles", "flat"],
     ["envelope", "ledger"],
-    ["bits", "basis", "largest", "selection", "precision", "columns", "combine", "rounds"],
+    ["bits", "basis", "columns", "largest", "selection", "precision", "combine", "rounds"],
     ["codec"],
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "buckets", "traffic", "owners"],
     ["pace", "wire", "lanes"],

@@ -105,7 +105,7 @@ def test_scalars_empty_shards_and_kernels_are_parameters_too(make, shape):
     layout = scheme.codec.layout({"p": shape})
     memory = Memory(layout, Feedback(0.999), CPU)
     flat = memory.absorb([torch.ones(shape)])
-    memory.release(decode(scheme.codec, [encode(scheme, flat, 0, 0)], layout.rows, 0, 0, "replicas"))
+    memory.release([decode(scheme.codec, [encode(scheme, flat, 0, 0)], layout.rows, 0, 0, "replicas")])
     assert layout.parts(memory.residual)[0].isfinite().all()
 
 

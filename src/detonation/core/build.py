@@ -43,8 +43,9 @@ def build(
     device = _device(parameters)
     watch = Watch.over(parameters, device, safety)
     made: list[list[Replicator]] = []
-    for axis, scheme in levels:
+    for number, (axis, scheme) in enumerate(levels, 1):
         made.append([])
+        last = all(later.signal != "gradients" for _, later in levels[number:])
         for group, share in ways(parameters, lanes) if scheme.signal != "nothing" else []:
             link = Link(axis, lanes if share > 1 else None)
             ledger = watch.level(list(group), link, scheme.signal == "gradients")
@@ -55,17 +56,19 @@ def build(
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
                 place = sum(map(len, made))
                 channel = Channel(scheme, layout, link, device, seed, kernels, ledger, place)
-                made[-1].append(replicator(mine, channel, base, fragment))
+                made[-1].append(replicator(mine, channel, base, fragment, last))
     active = [axis for axis, scheme in levels if scheme.signal != "nothing"]
     watch.spread(active, [each for level in made for each in level])
     return made, watch
 
 
-def replicator(parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int) -> Replicator:
-    """The replicator of one fragment of a level."""
+def replicator(
+    parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int, last: bool
+) -> Replicator:
+    """The replicator of one fragment of a level. last: whether no later level exchanges gradients."""
     scheme = channel.scheme
     if scheme.outer is None:
-        return GradientReplicator(parameters, channel, base, scheme)
+        return GradientReplicator(parameters, channel, base, scheme, last)
     return ParameterReplicator(parameters, channel, scheme, scheme.rounds[fragment])
 
 

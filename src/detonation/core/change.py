@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from detonation.core.build import replicator
 from detonation.core.channel import Channel
 from detonation.core.exchange import Owned
+from detonation.core.gradient_replicator import GradientReplicator
 from detonation.core.replicator import Replicator
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import check
@@ -53,7 +54,8 @@ def _renewed(
     layout = scheme.codec.layout({slot.name: slot.shape for slot in was.layout.slots})
     channel = Channel(scheme, layout, was.link, was.device, seed, kernels, was.ledger, was.place)
     mine = {slot.name: parameters[slot.name] for slot in layout.slots}
-    return replicator(mine, channel, base, number % scheme.fragments)
+    last = isinstance(old, GradientReplicator) and old.last
+    return replicator(mine, channel, base, number % scheme.fragments, last)
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:

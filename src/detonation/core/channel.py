@@ -18,6 +18,7 @@ from detonation.core.link import Link
 from detonation.core.memory import Memory
 from detonation.core.private import Private
 from detonation.core.scheme import Scheme
+from detonation.kernels.native import Pace
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,9 @@ class Flight:
         assert flat is not None
         return flat
 
-    def write(self, targets: Sequence[Tensor]) -> None:
-        """The same into one tensor a parameter, without the way over a flat."""
-        whole = list(targets) if len(self._relays) == 1 else [target.contiguous() for target in targets]
-        for carrier, wait in [(carrier, relay()) for carrier, relay in self._relays]:
-            carrier.engine.write(wait(), carrier.bucket.cut(whole))
-        odd = [i for i, target in enumerate(targets) if whole[i] is not target]
-        copy([targets[i] for i in odd], [whole[i] for i in odd])
+    def land(self) -> "Landed":
+        """The same as messages, to be decoded to where it is needed."""
+        return Landed([(carrier, wait()) for carrier, wait in [(carrier, relay()) for carrier, relay in self._relays]])
 
     def _placed(self, flat: Tensor | None, bucket: Bucket, part: Tensor) -> Tensor:
         """`flat` (made where there is none) with `part` in its place."""
@@ -87,6 +84,37 @@ class Flight:
         flat = self._layout.zeros(part.device) if flat is None else flat
         flat[bucket.first : bucket.first + bucket.layout.rows] = part
         return flat
+
+
+class Landed:
+    """What all replicas agree on, bucket by bucket, before it is decoded."""
+
+    def __init__(self, agreed: Sequence[tuple[Carrier, Agreed]]) -> None:
+        self._agreed = agreed
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        """Decodes it into one tensor a parameter."""
+        whole = list(targets) if len(self._agreed) == 1 else [target.contiguous() for target in targets]
+        for carrier, agreed in self._agreed:
+            carrier.engine.write(agreed, carrier.bucket.cut(whole))
+        odd = [i for i, target in enumerate(targets) if whole[i] is not target]
+        copy([targets[i] for i in odd], [whole[i] for i in odd])
+        self._spend()
+
+    def can_follow(self, weights: Sequence[Tensor]) -> bool:
+        """Whether `follow` can be called with these: not where it came in several buckets."""
+        return len(self._agreed) == 1 and all(each.engine.can_follow(agreed, weights) for each, agreed in self._agreed)
+
+    def follow(self, weights: Sequence[Tensor], paces: Sequence[Pace]) -> None:
+        """Moves `weights`, one a parameter, by its signs."""
+        for carrier, agreed in self._agreed:
+            carrier.engine.follow(agreed, weights, paces)
+        self._spend()
+
+    def _spend(self) -> None:
+        for _, agreed in self._agreed:
+            if agreed.spent:
+                agreed.spent()
 
 
 class Channel:

@@ -10,7 +10,7 @@ from detonation.core.basis import Basis
 from detonation.core.columns import Columns, Packed, numbers
 from detonation.core.combine import Agreed, Combine
 from detonation.core.flat import Layout
-from detonation.core.precision import Precision
+from detonation.core.precision import Float, Precision
 from detonation.core.selection import Selection
 
 
@@ -35,6 +35,7 @@ class Selected:
 
     values: Tensor  # [rows, kept] fp32
     columns: Tensor | Packed | None  # [rows, kept] int64
+    owned: bool = False  # whether `values` are nobody else's and stay as they are
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,8 @@ class Codec:
         """Those of `coefficients` that are told: at the columns that all know, or the largest."""
         if self._whole:
             return Selected(coefficients, None)
-        columns = (
-            self.columns.ordered(self.selection.columns(coefficients, 0, 0)) if shared is None else numbers(shared)
-        )
-        return Selected(coefficients.gather(1, columns), columns)
+        columns = self.selection.columns(coefficients, 0, 0) if shared is None else numbers(shared)
+        return Selected(coefficients.gather(1, columns), columns, owned=True)
 
     def silence(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
         """What a replica selects that has nothing to say: zeros, at places that any message may tell of."""
@@ -92,7 +91,8 @@ class Codec:
         return Selected(torch.zeros(rows, self.selection.kept, device=device), columns)
 
     def encode(self, selected: Selected) -> Message:
-        values = self.precision.encode(selected.values)
+        exact = selected.owned and self.precision == Float(torch.float32)
+        values = selected.values if exact else self.precision.encode(selected.values)
         if self.selection.shared or selected.columns is None:
             return Message(values)
         return Message(values, self.columns.encode(selected.columns))

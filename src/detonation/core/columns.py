@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.core.bits import pack, packed_bytes, unpack
+from detonation.core.bits import marks, pack, packed_bytes, unpack
 from detonation.kernels import native
+
+SOME = 256
+"""Rows that are looked at together, as many as stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,15 @@ class Packed:
     encoded: Tensor
     rows: int
 
+    def part(self, first: int, rows: int) -> "Packed":
+        """Those of `rows` rows from row `first` on, a multiple of 8."""
+        start, rows = self.columns.nbytes(first), min(rows, self.rows - first)
+        return Packed(self.columns, self.encoded[start : start + self.columns.nbytes(rows)], rows)
+
+    def parts(self) -> "list[Packed]":
+        """All, some rows at a time."""
+        return [self.part(first, 16 * SOME) for first in range(0, max(1, self.rows), 16 * SOME)]
+
     def numbers(self) -> Tensor:
         return self.columns.decode(self.encoded, self.rows)  # [rows, kept] int64
 
@@ -26,9 +38,22 @@ def numbers(columns: Tensor | Packed) -> Tensor:
     return columns.numbers() if isinstance(columns, Packed) else columns
 
 
+def listed(marked: Tensor, kept: int) -> Tensor:
+    """The first `kept` columns of every row that are marked, rising; 0 where there are fewer."""
+    rows, chunk = marked.shape  # [rows, chunk] bool -> [rows, kept] int64
+    found = torch.empty(rows, kept, dtype=torch.int64, device=marked.device)
+    numbers = torch.arange(chunk, device=marked.device)
+    for first, block in zip(range(0, rows, SOME), torch.split(marked, SOME), strict=False):
+        # what is not wanted goes to one place more, which is cut off
+        place = torch.where(block, block.cumsum(1).sub_(1), kept).clamp_(max=kept)
+        room = torch.zeros(len(block), kept + 1, dtype=torch.int64, device=marked.device)
+        found[first : first + SOME] = room.scatter_(1, place, numbers.expand_as(place))[:, :kept]
+    return found
+
+
 @dataclass(frozen=True)
 class Columns:
-    """`kept` different columns, each below `chunk`, in every row.
+    """`kept` different columns, each below `chunk` and above the one before, in every row.
 
     Each as a number of ceil(log2(chunk)) bits, or all as a bitmap of the row where that is smaller.
     """
@@ -47,10 +72,6 @@ class Columns:
     def nbytes(self, rows: int) -> int:
         return packed_bytes(rows, self.chunk) if self.bitmap else packed_bytes(rows * self.kept, self.width)
 
-    def ordered(self, columns: Tensor) -> Tensor:
-        """The columns in the order in which `decode` returns them."""  # [rows, kept] -> [rows, kept]
-        return columns.sort(1).values if self.bitmap else columns
-
     def encode(self, columns: Tensor | Packed) -> Tensor:
         if isinstance(columns, Packed):
             return columns.encoded
@@ -67,14 +88,13 @@ class Columns:
             library = native.load_for(encoded)
             if library:
                 return library.marked(encoded, rows, self.kept, self.chunk)
-            marked = unpack(encoded, rows * self.chunk, 1).view(rows, self.chunk)
-            return torch.nonzero_static(marked, size=rows * self.kept)[:, 1].view(rows, self.kept)
+            return listed(marks(encoded, rows * self.chunk).view(rows, self.chunk).bool(), self.kept)
         if not self.width:
             return torch.zeros(rows, self.kept, dtype=torch.long, device=encoded.device)
         return unpack(encoded, rows * self.kept, self.width).view(rows, self.kept)
 
     def fault(self, encoded: Tensor, rows: int) -> Tensor:
-        """Whether `encoded` could come from `encode`: 1 where a column is not below `chunk`, 2 where not all differ."""
+        """Whether `encoded` could come from `encode`: 1 where a column is not below `chunk`, 2 where some fall."""
         device = encoded.device  # [] int64
         library = native.load_for(encoded)
         if library and self.bitmap:
@@ -82,8 +102,9 @@ class Columns:
         if library and self.width:
             return torch.tensor(library.check_columns(encoded, rows, self.kept, self.chunk, self.width))
         if self.bitmap:
-            marked = unpack(encoded, rows * self.chunk, 1).view(rows, self.chunk).sum(1)
+            some = Packed(self, encoded, rows).parts()
+            marked = torch.cat([marks(p.encoded, p.rows * self.chunk).view(p.rows, -1).sum(1) for p in some])
             return 2 * (marked != self.kept).any().to(torch.int64)
-        columns = self.decode(encoded, rows).sort(1).values
-        outside, twice = (columns >= self.chunk).any(), (columns.diff(dim=1) == 0).any()
-        return torch.where(outside, 1, 2 * twice.to(torch.int64)).to(device)
+        columns = self.decode(encoded, rows)
+        outside, fall = (columns >= self.chunk).any(), (columns.diff(dim=1) <= 0).any()
+        return torch.where(outside, 1, 2 * fall.to(torch.int64)).to(device)

@@ -1,6 +1,6 @@
 """Combine: how the coefficients that several replicas tell become one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,12 +17,14 @@ COMBINES: tuple[str, ...] = get_args(Combine)
 class Agreed:
     """What replicas told, in replica order, and how it becomes one: the same on all of them.
 
-    values: one `[rows, kept]` a replica; columns: theirs, or None where each tells whole rows.
+    values: one `[rows, kept]` a replica; columns: theirs, or None where each tells whole rows. spent: to be called once
+    it is decoded, where that is worth while.
     """
 
     values: Sequence[Tensor]
     columns: Sequence[Tensor | Packed | None]
     combine: Combine
+    spent: Callable[[], None] | None = None
 
     @classmethod
     def one(cls, values: Tensor, columns: Tensor | Packed | None) -> "Agreed":
@@ -33,6 +35,17 @@ class Agreed:
         """Whether it is a mean of few coefficients of each row."""
         told = sum(values.shape[1] for values in self.values)
         return self.combine == "replicas" and all(c is not None for c in self.columns) and told <= chunk // 4
+
+    def split(self, rows: int) -> Iterator["Agreed"]:
+        """The same, some rows at a time, where replicas chose their own coefficients; `rows` is a multiple of 8."""
+        for first in range(0, len(self.values[0]), rows):
+            values = [v[first : first + rows] for v in self.values]
+            columns = [
+                c.part(first, rows) if isinstance(c, Packed) else c[first : first + rows]
+                for c in self.columns
+                if c is not None
+            ]
+            yield Agreed(values, columns, self.combine)
 
     def together(self) -> tuple[Tensor, Tensor]:
         """All coefficients that go into that mean, and their columns; one that several tell is there several times."""

@@ -12,7 +12,7 @@ from detonation.core.codec import Codec, Message, Selected
 from detonation.core.columns import Packed, numbers
 from detonation.core.combine import Agreed, Combine, combined
 from detonation.core.guard import Guard, Opened
-from detonation.core.link import Link
+from detonation.core.link import Arrived, Link
 from detonation.core.owners import Owners
 from detonation.core.scheme import Scheme
 from detonation.core.traffic import kind
@@ -98,10 +98,11 @@ class Gathered:
 
         def start() -> Relay:
             everyone = self._link.gather(self._guard.seal(message, step, status))
-            return lambda: lambda: agreed(self._guard.open(everyone(), rows, [shared] * self._link.replicas, step))
+            return lambda: lambda: agreed(everyone())
 
-        def agreed(opened: Opened) -> Agreed:
-            return Agreed(opened.values, opened.columns, self._combine)
+        def agreed(arrived: Arrived) -> Agreed:
+            opened = self._guard.open(arrived.parts, rows, [shared] * self._link.replicas, step)
+            return Agreed(opened.values, opened.columns, self._combine, arrived.spent)
 
         return Prepared(lambda: self._codec.read(message, rows), start)
 
@@ -168,7 +169,7 @@ class Owned:
         message = self._codec.encode(selected)
         self.residual -= combined(Agreed.one(self._codec.read(message, owned), selected.columns), chunk)
         everyone = self._link.gather(self._guard.seal(message, step, 0))
-        return lambda: self._agreed(self._guard.open(everyone(), owned, shared, step, signals=False))
+        return lambda: self._agreed(self._guard.open(everyone().parts, owned, shared, step, signals=False))
 
     def _agreed(self, told: Opened) -> Agreed:
         values = self.owners.collect(told.values)

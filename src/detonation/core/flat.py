@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from detonation.core.tiles import Tiles
 
+BLOCK = 1 << 20
+"""Coordinates that plain torch works on at once on a CPU: few enough for its cache, enough to be worth an operation."""
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of `tensor` that lives on this rank: the local shard of a DTensor, any other tensor itself."""
@@ -101,6 +104,19 @@ class Layout:
         """The parts of `flat` to read, one a parameter and in its local shape: views, or copies of what is in tiles."""
         parts = [(slot, self._of(slot, flat)) for slot in self.slots]
         return [slot.tiles.join(part).view(slot.shape) if slot.tiles else part for slot, part in parts]
+
+    def spread(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
+        """Makes `targets`, contiguous and one a parameter, what `parts` of a flat say, from the first row on."""
+        lines, at = [t.view(-1) for t in targets], 0
+        starts = [slot.row * self.chunk for slot in self.slots]
+        for part in parts:
+            line, pairs, end = part.reshape(-1), [], at + part.numel()
+            for slot, start, target in zip(self.slots, starts, lines, strict=True):
+                low, high = max(at, start), min(end, start + slot.numel)
+                if low < high:
+                    pairs.append((target[low - start : high - start], line[low - at : high - at]))
+            copy([target for target, _ in pairs], [source for _, source in pairs])
+            at = end
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Makes `tensors` the parts of `flat`; what is absent and the padding stay as they are."""

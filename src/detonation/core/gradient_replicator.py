@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.core.channel import Channel, Flight
+from detonation.core.channel import Channel, Flight, Landed
 from detonation.core.flat import copy, local
 from detonation.core.overlap import Overlap, OverlapError, Side
 from detonation.core.pending import LookAhead, Pending, apply, gradients
 from detonation.core.private import Private
 from detonation.core.scheme import Scheme
 from detonation.core.signals import gradient
+from detonation.core.signsgd import SignSGD
 
 
 class GradientReplicator:
@@ -20,11 +22,17 @@ class GradientReplicator:
 
     With a delay it is the update of an earlier step, and with `lookahead` the gradient was taken where this replica
     expected to be. A parameter that requires a gradient and has none counts as zero, on every replica alike.
+
+    last: whether nothing else wants to know the update. SignSGD then takes it straight from the messages where it can,
+    and the gradients stay this replica's own: to write the update down and read it again would cost more than to
+    decode it.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: Scheme) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: Scheme, last: bool
+    ) -> None:
         self.channel = channel
-        self._parameters, self._base = parameters, base
+        self._parameters, self._base, self.last = parameters, base, last
         self._delayed = scheme.round.delay > 0
         self._pending = Pending(channel.layout, scheme.round.delay, channel.device)
         self._told = Pending(channel.layout, scheme.round.delay if scheme.lookahead else 0, channel.device)
@@ -40,7 +48,14 @@ class GradientReplicator:
         if self._delayed:
             copy(gradients(self._parameters), self.channel.layout.parts(self._pending.exchange(sent.update)))
         else:
-            sent.write(gradients(self._parameters))
+            self._land(sent.land())
+
+    def _land(self, landed: Landed) -> None:
+        base, weights = self._base, [local(p) for p in self._parameters.values()]
+        if self.last and isinstance(base, SignSGD) and base.plain and landed.can_follow(weights):
+            base.defer(list(self._parameters.values()), partial(landed.follow, weights))
+        else:
+            landed.write(gradients(self._parameters))
 
     def _send(self, step: int) -> Flight:
         if self._overlap:

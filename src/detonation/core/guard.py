@@ -59,9 +59,7 @@ class Guard:
         if library and all(tensor.dtype == torch.float32 for tensor in tensors):
             found = library.beyond(tensors, LIMIT)
         else:
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, ord=torch.inf)])
-            within = largest <= LIMIT
-            found = -1 if within.all() else int(within.logical_not().nonzero()[0])
+            found = _beyond(tensors)
         return 0 if found < 0 else 1 + present[found][0]
 
     def seal(self, message: Message, step: int, status: int, phase: int = 0) -> tuple[Tensor, ...]:
@@ -181,6 +179,15 @@ class Guard:
         return torch.arange(self._codec.selection.kept, device=encoded.device).expand(rows, -1)
 
 
+def _beyond(tensors: list[Tensor]) -> int:
+    """The number of the first of `tensors` that holds NaN or a magnitude above `LIMIT`; -1 where none. One wait."""
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
+    if (norms <= LIMIT).all():  # no number is larger than the root of the sum of all squares, which is fast to have
+        return -1
+    within = torch.stack([norm.float() for norm in torch._foreach_norm(tensors, ord=torch.inf)]) <= LIMIT
+    return -1 if within.all() else int(within.logical_not().nonzero()[0])
+
+
 @dataclass(frozen=True)
 class _Inspected:
     """What was found in a message."""
@@ -200,7 +207,7 @@ class _Inspected:
         if fault := self.header.fault(expected, nbytes, parameters):
             return fault
         if self.columns:
-            return ("has a column outside of its row", "has a column twice in a row, or one too few")[self.columns - 1]
+            return ("has a column outside of its row", "has a column twice or out of order")[self.columns - 1]
         if not self.lawful:
             return "has statistics that no encoder makes"
         if not self.norm <= LIMIT:

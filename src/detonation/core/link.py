@@ -3,6 +3,8 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,14 @@ from detonation.core.wire import Axis, Group, Wire
 
 class Mismatch(ValueError):
     """Replicas were started with different settings, versions or weights."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What every replica sent, in replica order. spent: says that nobody will look at it again."""
+
+    parts: list[list[Tensor]]
+    spent: Callable[[], None]
 
 
 class Link:
@@ -44,15 +54,24 @@ class Link:
         self.bytes_sent += sent("all-reduce", share(values.nbytes, self.lanes, values.itemsize), self.replicas)
         return self._timed(self._wire.reduce(values))
 
-    def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[list[Tensor]]]:
-        """Starts sending `parts` to all replicas as one byte buffer; the waiter returns everyone's, in replica order.
+    def gather(self, parts: Sequence[Tensor]) -> "Callable[[], Arrived]":
+        """Starts sending `parts` to all replicas as one byte buffer; the waiter returns everyone's.
 
         The shapes and types of `parts` must be the same on all replicas.
         """
         mine = _bytes(parts)
         self.bytes_sent += sent("all-gather", share(len(mine), self.lanes), self.replicas)
         arrived = self._timed(self._wire.gather(mine))
-        return lambda: [_unpack(row, parts) for row in arrived()]
+
+        def wait() -> Arrived:
+            rows = arrived()
+            return Arrived([_unpack(row, parts) for row in rows], partial(self._spent, rows))
+
+        return wait
+
+    def _spent(self, rows: Tensor) -> None:
+        if isinstance(self._wire, Group):
+            self._wire.take_back(rows)
 
     def swap(self, slices: Sequence[Sequence[Tensor]]) -> Callable[[], list[list[Tensor]]]:
         """Starts sending `slices[r]` to replica r; the waiter returns what each has for this one, in replica order.
@@ -141,7 +160,9 @@ def _unpack(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts, start = [], 0
     for part in like:
         piece = row[start : start + part.nbytes]
-        parts.append(piece.clone().view(part.dtype).view(part.shape))  # a clone starts at an aligned address
+        if piece.storage_offset() % part.itemsize:  # a clone starts at an aligned address
+            piece = piece.clone()
+        parts.append(piece.view(part.dtype).view(part.shape))
         start += part.nbytes
     return parts
 

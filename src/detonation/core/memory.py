@@ -1,6 +1,6 @@
 """Memory: what a replica has not told yet."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -63,9 +63,12 @@ class Memory:
             torch._foreach_add_([view for view, _ in pairs], [signal.to(torch.float32) for _, signal in pairs])
         return self.residual
 
-    def release(self, told: Tensor) -> None:
-        """Takes out what was told."""  # [rows, chunk]
-        self.residual.sub_(told, alpha=self.feedback.alpha)
+    def release(self, told: Iterable[Tensor]) -> None:
+        """Takes out what was told, from the first row on."""  # each [some rows, chunk]
+        first = 0
+        for part in told:
+            self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
+            first += len(part)
         self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
     def owe(self, more: Tensor) -> None:

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.largest import CHUNKS, MOST, largest
+from detonation.core.flat import BLOCK
+from detonation.core.largest import CHUNKS, largest
 
 
 class Selection(Protocol):
@@ -56,7 +57,7 @@ class Everything:
 
 @dataclass(frozen=True)
 class TopK:
-    """The `topk` coefficients of largest magnitude of every chunk.
+    """The `topk` coefficients of largest magnitude of every chunk, in the order of their columns.
 
     Which of equal ones is told is open; a CPU takes those as equal, where few are told, whose magnitudes agree but for
     `chunk` units in the last place.
@@ -78,11 +79,10 @@ class TopK:
         return self.topk
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        few = self.topk <= MOST and self.chunk in CHUNKS
-        if few and coefficients.device.type == "cpu" and len(coefficients):
-            blocks = torch.split(coefficients, 4096)  # as many as stay in the cache
+        if self.chunk in CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
+            blocks = torch.split(coefficients, max(1, BLOCK // self.chunk))
             return torch.cat([largest(block, self.topk) for block in blocks])
-        return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices
+        return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
 
     def part(self, first: int, rows: int) -> "TopK":
         return self

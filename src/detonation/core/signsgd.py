@@ -1,6 +1,6 @@
 """SignSGD: every weight moves by lr in the direction of its update's sign."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 from detonation.core.closure import evaluated
 from detonation.core.flat import local
 from detonation.kernels import native
+
+Move = Callable[[Sequence[native.Pace]], None]
+"""Moves parameters, given how each follows signs."""
 
 
 class SignSGD(Optimizer):
@@ -35,13 +38,29 @@ class SignSGD(Optimizer):
         if weight_decay < 0:
             raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._deferred: dict[int, tuple[Sequence[Tensor], Move]] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._deferred = {}
+
+    @property
+    def plain(self) -> bool:
+        """Whether the next step is signs alone, and nobody looks at the gradients before it."""
+        return not self._optimizer_step_pre_hooks and not any(group["momentum"] for group in self.param_groups)
+
+    def defer(self, parameters: Sequence[Tensor], move: Move) -> None:
+        """Lets `move` be what the next step does to `parameters`, whatever their gradients are."""
+        self._deferred[id(parameters[0])] = (parameters, move)  # instead of one that no step came for
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all parameters that have a gradient; returns what `closure` returns."""
         loss = evaluated(closure)
+        moved = self._move_deferred()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+            rest = [p for p in group["params"] if id(p) not in moved]
+            parameters = [p for p in rest if p.grad is not None and local(p).numel()]
             if not parameters:
                 continue
             directions = [local(p.grad) for p in parameters]
@@ -49,6 +68,17 @@ class SignSGD(Optimizer):
                 directions = self._momentum(parameters, directions, group["momentum"])
             _move([local(p) for p in parameters], directions, float(group["lr"]), group["weight_decay"])
         return loss
+
+    def _move_deferred(self) -> set[int]:
+        """Does what was deferred; returns the identities of the parameters that moved."""
+        if not self._deferred:
+            return set()
+        groups = [(p, group) for group in self.param_groups for p in group["params"]]
+        paces = {id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups}
+        deferred, self._deferred = self._deferred, {}
+        for parameters, move in deferred.values():
+            move([paces[id(p)] for p in parameters])
+        return {id(p) for parameters, _ in deferred.values() for p in parameters}
 
     def _momentum(self, parameters: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
         for p in parameters:

@@ -52,6 +52,7 @@ class Group:
         self._size, self.replica = axis.size(), axis.get_local_rank()
         # a gloo group reads host memory only: a message from an accelerator takes a detour
         self._transport = torch.device("cpu") if dist.get_backend(self._group) == "gloo" else None
+        self._room: Tensor | None = None
 
     def size(self) -> int:
         return self._size
@@ -62,9 +63,16 @@ class Group:
 
     def gather(self, mine: Tensor) -> Callable[[], Tensor]:
         given = mine.to(self._transport or mine.device)
-        everyones = given.new_empty(self._size, len(given))
+        everyones, self._room = self._room, None
+        if everyones is None or everyones.shape != (self._size, len(given)):
+            everyones = given.new_empty(self._size, len(given))
         work = _all_gather(everyones.view(-1), given, group=self._group, async_op=True)
         return _waiter(work, everyones, mine)
+
+    def take_back(self, arrived: Tensor) -> None:
+        """Room that `gather` returned on a CPU, for its next call: the pages of a large message cost more than it."""
+        if arrived.device.type == "cpu":
+            self._room = arrived
 
     def swap(self, mine: Tensor) -> Callable[[], Tensor]:
         given = mine.to(self._transport or mine.device)

@@ -7,21 +7,23 @@
 
 namespace {
 
-// Rows of up to 64 columns fit one word: no branch depends on what is in them.
-int check_short(const uint8_t *packed, int64_t rows, int kept, int chunk, int width) {
-  Unpacker columns(packed, (rows * kept * width + 7) / 8);
-  uint64_t all = 0, twice = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    uint64_t once = 0;
-    for (int k = 0; k < kept; ++k) {
-      const uint64_t mark = uint64_t(1) << columns.get(width);
-      twice |= once & mark;
-      once |= mark;
+// Whether in each row every column is larger than the one before, and below `chunk`; columns of up to 8 bits. Some rows
+// at a time, a byte each, so that vectors can look at them.
+int check_bytes(Unpacker columns, int64_t rows, int kept, int chunk, int width) {
+  constexpr int ROOM = 4096;
+  uint8_t column[ROOM + 1] = {}, inside[ROOM];
+  const int some = ROOM / kept & ~7;  // rows, so that each time begins with a whole byte
+  for (int i = 0; i < some * kept; ++i) inside[i] = i % kept != kept - 1;
+  uint8_t most = 0, fall = 0;
+  for (int64_t r = 0; r < rows; r += some) {
+    const int count = int(rows - r < some ? rows - r : some) * kept;
+    columns.get_bytes(column, count, width);
+    for (int i = 0; i < count; ++i) {
+      most = column[i] > most ? column[i] : most;
+      fall |= uint8_t(column[i] >= column[i + 1]) & inside[i];
     }
-    all |= once;
   }
-  if (chunk < 64 && all >> chunk) return 1;
-  return twice ? 2 : 0;
+  return most >= chunk ? 1 : fall ? 2 : 0;
 }
 
 }  // namespace
@@ -91,24 +93,19 @@ int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t first) 
   return int64_t(sum);
 }
 
-// 1 where a column of `width` bits is not below `chunk`, 2 where a row has one twice, 0 where all is well.
+// 1 where a column of `width` bits is not below `chunk`, 2 where those of a row do not rise, 0 where all is well.
 int detonation_check_columns(const uint8_t *packed, int64_t rows, int kept, int chunk, int width) {
-  if (chunk <= 64) return check_short(packed, rows, kept, chunk, width);
-  const uint64_t mask = (uint64_t(1) << width) - 1;
-  uint64_t held = 0, seen[1 << 10] = {};
-  int bits = 0;
-  int32_t row[1 << 16];
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int k = 0; k < kept; ++k, held >>= width, bits -= width) {
-      for (; bits < width; bits += 8) held |= uint64_t(*packed++) << bits;
-      const int column = row[k] = int(held & mask);
+  Unpacker columns(packed, (rows * kept * width + 7) / 8);
+  if (width <= 8) return check_bytes(columns, rows, kept, chunk, width);
+  int fault = 0;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0, before = -1; k < kept; ++k) {
+      const int64_t column = columns.get(width);
       if (column >= chunk) return 1;
-      if (seen[column >> 6] >> (column & 63) & 1) return 2;
-      seen[column >> 6] |= uint64_t(1) << (column & 63);
+      if (column <= before) fault = 2;
+      before = column;
     }
-    for (int k = 0; k < kept; ++k) seen[row[k] >> 6] = 0;
-  }
-  return 0;
+  return fault;
 }
 
 // 2 where a row of the bitmap has not exactly `kept` bits set, 0 where all is well.

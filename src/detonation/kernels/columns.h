@@ -5,13 +5,39 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __BMI2__
+#include <immintrin.h>
+#endif
+
 #include "lanes.h"
 
 namespace {
 
+// Eight numbers of `width` bits, up to 8, between a word without gaps and one with a byte for each.
+INLINE uint64_t spread_eight(uint64_t word, int width) {
+  const uint64_t mask = 0x0101010101010101u * ((1u << width) - 1);
+#ifdef __BMI2__
+  return _pdep_u64(word, mask);
+#else
+  uint64_t bytes = 0;
+  for (int i = 0; i < 8; ++i) bytes |= (word >> i * width & mask & 0xff) << 8 * i;
+  return bytes;
+#endif
+}
+
+INLINE uint64_t gather_eight(uint64_t bytes, int width) {
+#ifdef __BMI2__
+  return _pext_u64(bytes, 0x0101010101010101u * ((1u << width) - 1));
+#else
+  uint64_t word = 0;
+  for (int i = 0; i < 8; ++i) word |= (bytes >> 8 * i & 0xff) << i * width;
+  return word;
+#endif
+}
+
 class Packer {
  public:
-  explicit Packer(uint8_t *to) : to_(to) {}
+  Packer(uint8_t *to, int64_t bytes) : to_(to), end_(to + bytes) {}
   ~Packer() {
     for (; bits_ > 0; bits_ -= 8, held_ >>= 8) *to_++ = uint8_t(held_);
   }
@@ -27,8 +53,21 @@ class Packer {
     }
   }
 
+  // `count` numbers below 2**width, a byte each; width up to 8.
+  INLINE void put_bytes(const uint8_t *numbers, int count, int width) {
+    int i = 0;
+    if (!bits_)
+      for (; i + 8 <= count && end_ - to_ >= 8; i += 8, to_ += width) {
+        uint64_t eight;
+        std::memcpy(&eight, numbers + i, 8);
+        eight = gather_eight(eight, width);
+        std::memcpy(to_, &eight, 8);  // what is too much is written over next
+      }
+    for (; i < count; ++i) put(numbers[i], width);
+  }
+
  private:
-  uint8_t *to_;
+  uint8_t *to_, *end_;
   uint64_t held_ = 0;
   int bits_ = 0;
 };
@@ -36,6 +75,19 @@ class Packer {
 class Unpacker {
  public:
   Unpacker(const uint8_t *from, int64_t bytes) : from_(from), end_(from + bytes) {}
+
+  // `count` numbers, a byte each; width up to 8.
+  INLINE void get_bytes(uint8_t *numbers, int count, int width) {
+    int i = 0;
+    if (!bits_)
+      for (; i + 8 <= count && end_ - from_ >= 8; i += 8, from_ += width) {
+        uint64_t eight;
+        std::memcpy(&eight, from_, 8);
+        eight = spread_eight(eight, width);
+        std::memcpy(numbers + i, &eight, 8);
+      }
+    for (; i < count; ++i) numbers[i] = uint8_t(get(width));
+  }
 
   INLINE uint32_t get(int width) {  // up to 32
     if (bits_ < width) {
@@ -68,6 +120,9 @@ template <int N> struct Marks {
   Marks() = default;
   explicit Marks(Unpacker &from) {
     for (uint32_t &w : word) w = from.get(BITS);
+  }
+  Marks(const uint8_t *column, int k) : word{} {
+    for (int j = 0; j < k; ++j) word[column[j] / 32] |= uint32_t(1) << column[j] % 32;
   }
   uint16_t at(int column) const { return uint16_t(word[column / 32] >> column % 32); }  // sixteen from there on
 };

@@ -22,7 +22,7 @@ template <int N> INLINE float norm(int c) { return std::sqrt((c ? 2.0f : 1.0f) /
 
 // x is changed in place, t is as long; up to sixteen coefficients stay in registers.
 template <int N> struct Dct {
-  static void forward(Floats *x, Floats *t) {
+  template <bool NORMAL = false> static void forward(Floats *x, Floats *t) {  // NORMAL: orthonormal
     constexpr int H = N / 2;
     for (int i = 0; i < H; ++i) {
       const Floats a = x[i], b = x[N - 1 - i];
@@ -31,12 +31,13 @@ template <int N> struct Dct {
     }
     Dct<H>::forward(t, x);
     Dct<H>::forward(t + H, x + H);
+    const float scale = NORMAL ? norm<N>(1) : 1;
+    x[0] = t[0] * (NORMAL ? norm<N>(0) : 1);
     for (int i = 0; i < H - 1; ++i) {
-      x[2 * i] = t[i];
-      x[2 * i + 1] = t[i + H] + t[i + H + 1];
+      x[2 * i + 1] = (t[i + H] + t[i + H + 1]) * scale;
+      x[2 * i + 2] = t[i + 1] * scale;
     }
-    x[N - 2] = t[H - 1];
-    x[N - 1] = t[N - 1];
+    x[N - 1] = t[N - 1] * scale;
   }
 
   static void transposed(Floats *x, Floats *t) {
@@ -97,10 +98,12 @@ template <int N> INLINE void transposed_registers(Floats *v) {
 }
 
 template <> struct Dct<16> {
-  static __attribute__((noinline)) void forward(Floats *x, Floats *) {
+  template <bool NORMAL = false> static __attribute__((noinline)) void forward(Floats *x, Floats *) {
     Floats v[16];
     std::memcpy(v, x, sizeof v);
     forward_registers<16>(v);
+#pragma GCC unroll 16
+    for (int c = 0; NORMAL && c < 16; ++c) v[c] *= norm<16>(c);
     std::memcpy(x, v, sizeof v);
   }
 

@@ -5,6 +5,9 @@
 
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -41,6 +44,18 @@ INLINE Floats where(Ints mask, Floats v) {
   return v;
 }
 
+// Of each lane the element of x that `column` says.
+INLINE Floats pick(const Floats *x, Ints column) {
+#ifdef __AVX512F__
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return Floats(_mm512_i32gather_ps(_mm512_add_epi32(__m512i(column * LANES), lane), x, 4));
+#else
+  Floats picked;
+  for (int lane = 0; lane < LANES; ++lane) picked[lane] = x[column[lane]][lane];
+  return picked;
+#endif
+}
+
 template <int S> INLINE void swap(Floats &a, Floats &b) {
   Ints low, high;
   for (int j = 0; j < LANES; ++j) {
@@ -60,12 +75,21 @@ template <int S = LANES / 2> INLINE void transpose(Floats *v) {
   if constexpr (S > 1) transpose<S / 2>(v);
 }
 
-// LANES rows of N, the first `here` of them real, to one vector a column.
-template <int N> INLINE void to_lanes(const float *rows, int here, Floats *x) {
+// Four vectors in which each lane has a number, to four numbers of one lane beside one another: lane 4 * b + i is in
+// block b of v[i].
+INLINE void beside(Floats *v) {
+  swap<2>(v[0], v[2]), swap<2>(v[1], v[3]);
+  swap<1>(v[0], v[1]), swap<1>(v[2], v[3]);
+}
+
+// LANES rows of N, the first `here` of them real, to one vector a column; `between` runs at each square.
+template <int N, typename Between>
+INLINE void to_lanes(const float *rows, int here, Floats *x, const Between &between) {
   for (int block = 0; block < N; block += LANES) {
     Floats v[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; ++i) v[i] = i < here ? load(rows + i * N + block) : Floats{};
+    between();
     transpose(v);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; ++i) x[block + i] = v[i];

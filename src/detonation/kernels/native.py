@@ -22,6 +22,10 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-
 _log = logging.getLogger(__name__)
 
 
+Pace = tuple[float, float]
+"""How a weight follows signs: `shrink * weight - lr * sign`, with shrink and lr."""
+
+
 class Library:
     """The compiled functions. All tensors are on the CPU and contiguous; see the source for what each does.
 
@@ -75,12 +79,16 @@ class Library:
         columns: Sequence[Tensor],
         width: int,
         senders: bool,
+        paces: Sequence[Pace] | None = None,
     ) -> None:
-        """Makes `targets`, one a parameter, the mean of messages, over all or over the senders of a coefficient."""
+        """Makes `targets`, one a parameter, the mean of messages, over all or over the senders of a coefficient; or,
+        with `paces`, lets them, as weights, follow its signs."""
         rows, topk = values[0].shape
+        shrink, lr = (None, None) if paces is None else (_floats([s for s, _ in paces]), _floats([r for _, r in paces]))
         status = self._library.detonation_decode(
             _pointers(targets), _longs([t.numel() for t in targets]), _long(rows), chunk, _pointers(values),
             _pointers(columns), _long(columns[0].nbytes), len(values), topk, width, int(senders),
+            shrink, lr,
         )  # fmt: skip
         assert status == 0
 
@@ -125,7 +133,7 @@ class Library:
         return int(self._library.detonation_checksum(_pointer(part), _long(part.nbytes), _long(first)))
 
     def check_columns(self, packed: Tensor, rows: int, kept: int, chunk: int, width: int) -> int:
-        """1 where a packed column is not below `chunk`, 2 where a row has one twice, else 0."""
+        """1 where a packed column is not below `chunk`, 2 where those of a row do not rise, else 0."""
         return int(self._library.detonation_check_columns(_pointer(packed), _long(rows), kept, chunk, width))
 
     def check_bitmap(self, bitmap: Tensor, rows: int, kept: int, chunk: int) -> int:
@@ -203,3 +211,7 @@ def _long(number: int) -> ctypes.c_int64:
 
 def _longs(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
     return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _floats(numbers: Sequence[float]) -> "ctypes.Array[ctypes.c_float]":
+    return (ctypes.c_float * len(numbers))(*numbers)

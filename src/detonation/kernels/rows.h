@@ -28,6 +28,7 @@ template <int N> class Rows {
     here_ = here;
     for (int row = 0; row < here; ++row) {
       skip_empty();
+      of_[row] = slot_;
       const int64_t left = slots_.numel[slot_] - offset_;
       at_[row] = tensor() ? tensor() + offset_ : nullptr;
       length_[row] = left < N ? left : N;
@@ -56,9 +57,13 @@ template <int N> class Rows {
       if (length_[row] < N) std::memset(rows + row * N + length_[row], 0, size_t(N - length_[row]) * sizeof(float));
   }
 
+  // Whose rows `next` returned last: all of them, or one of which it said null.
+  int64_t slot() const { return slot_; }
+  int64_t slot(int row) const { return of_[row]; }
+
  private:
   const Slots slots_;
-  int64_t slot_ = 0, offset_ = 0, length_[LANES];
+  int64_t slot_ = 0, offset_ = 0, length_[LANES], of_[LANES];
   float *at_[LANES];
   int here_ = 0;
 

@@ -61,9 +61,10 @@ template <int P> __attribute__((noinline)) void long_sort(Ints *v) {
   clean<P / 2>(v + P / 2);
 }
 
-// Groups of P are sorted one after the other; of each and the best so far the P largest go on. P / 2 < k <= P.
-template <int N, int P> __attribute__((noinline)) Ints kth_of_groups(const Floats *x, int k) {
-  Ints best[P], group[P];
+// best = the P largest keys, the largest first. Groups of P are sorted one after the other; of each and the best so far
+// the P largest go on.
+template <int N, int P> INLINE void largest(const Floats *x, Ints *best) {
+  Ints group[P];
 #pragma GCC unroll 16
   for (int c = 0; c < P; ++c) best[c] = keyed<N>(x[c], c);
   sort<P>(best);
@@ -75,10 +76,15 @@ template <int N, int P> __attribute__((noinline)) Ints kth_of_groups(const Float
     for (int c = 0; c < P; ++c) best[c] = best[c] > group[P - 1 - c] ? best[c] : group[P - 1 - c];
     clean<P>(best);
   }
+}
+
+template <int N, int P> __attribute__((noinline)) Ints kth_of_groups(const Floats *x, int k) {
+  Ints best[P];
+  largest<N, P>(x, best);
   return best[k - 1];
 }
 
-// The smallest key that is told.
+// The smallest key that is told. P / 2 < k <= P.
 template <int N, int P = 1> INLINE Ints kth(const Floats *x, int k) {
   if constexpr (P < N)
     if (k > P) return kth<N, 2 * P>(x, k);
