@@ -203,8 +203,8 @@ def test_what_must_be_equal_is_for_every_scheme():
 def rounding(mesh):
     """A replica whose decode differs in the last bit is refused before its first message."""
     if mesh.get_rank() == 1:
-        update = PlainEngine.update
-        PlainEngine.update = lambda self, agreed: update(self, agreed).mul(1 + 2**-23)
+        decoded = PlainEngine._decoded
+        PlainEngine._decoded = lambda self, agreed: decoded(self, agreed).mul(1 + 2**-23)
     model, optimizer = start(mesh, dt.random())
     return caught(advance, mesh, model, optimizer, range(1))
 
