@@ -75,4 +75,6 @@ PLAN = {
     "if_twice_the_rate": option("full()", 0.09),
     "break_even_times": 3.5,
     "rate_bits_per_s": 1e8,
+    "auto": option("demo(topk=4)", 0.1),
+    "auto_budget": 0.1,
 }

@@ -19,6 +19,7 @@ from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import loss_of, table
 from detonation.plan.search import TOLERANCE, break_even, candidates, options
+from detonation.report.plan import words
 from detonation.train.plan import count
 
 SHAPES = {"w": (96, 70), "b": (70,), "scale": (1,)}
@@ -141,6 +142,7 @@ def test_advice_says_why_and_what_another_link_would_change():
     assert advice["first"] == advice["options"][0] and "as fast as full synchronisation" in advice["reason"]
     assert advice["if_half_the_rate"]["seconds"] > advice["if_twice_the_rate"]["seconds"]
     assert json.loads(json.dumps(advice)) == advice
+    assert words(advice)  # the page finds in it what it reads
 
 
 def test_the_verb_ranks_schemes_for_a_link_that_one_says(capsys):

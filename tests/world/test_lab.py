@@ -102,6 +102,9 @@ def test_however_it_ends_nothing_stays(number):
     receiver, sender = os.pipe()
     if (pid := os.fork()) == 0:
         try:
+            for heard in (signal.SIGTERM, signal.SIGHUP):  # also where the tests run under nohup or in the background
+                signal.signal(heard, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             with lab(2, PACE) as made:
                 os.write(sender, f"{asleep(made)}\n".encode())
                 signal.pause()
