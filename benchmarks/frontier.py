@@ -68,6 +68,17 @@ def votes(period: int, decay: float, lr: float) -> str:
     return f"{scheme} optimizer.name=SignSGD optimizer.lr={lr}"
 
 
+def muon(lr: float, scheme: str = "full") -> str:
+    """Muon in full, or inside the rounds of muloco."""
+    return f"scheme.name={scheme} optimizer.name=Muon optimizer.lr={lr}"
+
+
+def muloco(every: int, precision: str) -> str:
+    """Rounds of Muon in few bits, at the outer settings and rate of recipes/quick-lm.toml."""
+    outer = "scheme.outer_lr=1.0 scheme.outer_momentum=0.0"
+    return f"{muon(1e-2, 'muloco')} scheme.every={every} scheme.precision={precision} {outer}"
+
+
 CHOSEN = {
     "AdamW, full": adamw(3e-3),
     "demo 4/64, fp32": dense(4e-3),
@@ -77,10 +88,15 @@ CHOSEN = {
     "random_sign 1/8": votes(8, 0.9, 2e-2),
     "random_sign 1/16": votes(16, 0.9, 4e-2),
     "random_sign 1/4": votes(4, 0.9, 1e-2),
+    "Muon, full": muon(1e-2),
+    "muloco 60, 4bit": muloco(60, "4bit"),
+    "muloco 30, 2bit": muloco(30, "2bit"),
 }
 """quick-lm at 2 replicas, at the rates that seed 0 chose."""
 
 CORE = ("random_sign 1/8", "demo 1/64, sign", "demo 1/128, sign", "AdamW, full", "demo 4/64, fp32")
+
+ROUNDS = ("muloco 60, 4bit", "muloco 30, 2bit", "Muon, full")
 
 VISION = {
     "AdamW, full": adamw(1e-3),
@@ -97,20 +113,39 @@ def grid() -> Iterator[Cell]:
     for seed in (1, 2):
         for method in CORE:
             yield chosen(method, seed)
-    yield chosen("random_sign 1/8", 1, "replicas", replicas=8)
-    for method, sets in VISION.items():
-        yield cell("vision", method, VIT, sets, 2, seed=1)
+    for seed in (1, 2, 3):
+        for method in ROUNDS:
+            yield chosen(method, seed)
+    for seed in (1, 2, 3):
+        for method in ("random_sign 1/8", "AdamW, full"):
+            yield chosen(method, seed, "replicas", replicas=8)
+    for method in ("random_sign 1/8", "AdamW, full"):
+        yield chosen(method, 1, "replicas", replicas=32)
+    yield chosen("demo 1/64, sign", 1, "replicas", replicas=8)
+    for setting in (
+        signs(1, 64, 0.95, 4e-3) + " scheme.combine=senders",
+        signs(1, 64, 0.99, 4e-3),
+        signs(1, 64, 0.95, 2e-3),
+    ):
+        yield cell("replicas", "demo 1/64, sign", QUICK, setting, 8, seed=1)
+    for method in ("muloco 30, 2bit", "demo 4/64, fp32", "demo 4/64, sign"):
+        yield chosen(method, 1, "replicas", replicas=8)
+    for seed in (1, 2, 3):
+        for method, sets in VISION.items():
+            yield cell("vision", method, VIT, sets, 2, seed)
     for method in CORE[:2]:
         yield chosen(method, 1, "late", LATE.format("true"))
     for method in CORE:
         yield chosen(method, 3)
-    yield chosen("random_sign 1/8", 1, "replicas", replicas=32)
+    for method in ("AdamW, full", "demo 1/64, sign", "random_sign 1/8"):
+        yield chosen(method, 1, "replicas", replicas=32)
     yield from tuning()
     for method in CHOSEN:
         yield chosen(method, 1)
     for method in CORE[:2]:
         yield chosen(method, 1, "late", LATE.format("false"))
-    yield chosen("demo 1/64, sign", 1, "replicas", replicas=32)
+    for method in ("demo 1/64, sign", "random_sign 1/8"):
+        yield chosen(method, 1, "replicas", replicas=64)
     for seed in (2, 3):
         for method in ("demo 4/64, sign", "random_sign 1/16"):
             yield chosen(method, seed)
@@ -127,7 +162,12 @@ def tuning() -> Iterator[Cell]:
     for method, settings in {
         "random_sign 1/8": [votes(8, 0.9, 4e-2), votes(8, 0.95, 2e-2), votes(8, 0.95, 1e-2), votes(8, 0.9, 2e-2)],
         "random_sign 1/4": [votes(4, 0.8, 2e-2), votes(4, 0.9, 1e-2), votes(4, 0.95, 1e-2)],
-        "demo 1/128, sign": [signs(1, 128, 0.95, 4e-3)],
+        "demo 1/128, sign": [
+            signs(1, 128, 0.95, 4e-3),
+            signs(1, 128, 0.95, 8e-3),
+            signs(1, 128, 0.9, 4e-3),
+            signs(1, 128, 0.9, 8e-3),
+        ],
         "random_sign 1/16": [votes(16, 0.95, 4e-2), votes(16, 0.9, 4e-2)],
     }.items():
         for sets in settings:
@@ -229,18 +269,18 @@ def figure(found: Sequence[Row], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from detonation.report.figures import COLOURS
+    from detonation.report.colours import LIGHT
 
     shown = [row for row in found if row["study"] in ("bytes", "tuning") and row["val_loss"]]
     methods = list(dict.fromkeys(row["method"] for row in shown))
     full = statistics.fmean(row["val_loss"] for row in shown if row["method"] == "AdamW, full")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 10}):
-        drawing = Figure(figsize=(7.2, 4.2), layout="constrained")
+        drawing = Figure(figsize=(8.6, 4.2), layout="constrained")
         axes = drawing.add_subplot()
         axes.axhspan(full - NOISE / 2, full + NOISE / 2, color="0.92", zorder=0)
         for (method, study, _), same in groups(shown, "method", "study", "sets").items():
             losses = [row["val_loss"] for row in same]
-            mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), COLOURS[methods.index(method) % 6]
+            mean, x, colour = statistics.fmean(losses), per_parameter(same[0]), LIGHT[methods.index(method) % 6]
             bar = [[mean - min(losses)], [max(losses) - mean]]
             face = colour if study == "bytes" else "white"
             axes.errorbar(
@@ -255,7 +295,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
                 label=method,
             )
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(handles.values(), handles.keys(), frameon=False, loc="upper right")
+        drawing.legend(handles.values(), handles.keys(), frameon=False, loc="outside right upper")
         axes.set_xscale("log")
         axes.set_xlim(0.004, 12)
         axes.margins(y=0.12)
