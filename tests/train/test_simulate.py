@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -220,6 +223,26 @@ def test_one_replica_runs_at_a_time_in_order():
 
     play(act, 3)
     assert turns == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 0), (1, 1), (2, 1), (2, 2), (2, 0)]
+
+
+def test_ctrl_c_comes_out_when_all_replicas_have_ended():
+    """One that still computes while the interpreter is taken down aborts the process."""
+    ended = []
+
+    def act(wire):
+        os.kill(os.getpid(), signal.SIGINT)
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:  # computes, and does not look up
+            torch.ones(64).sum()
+        ended.append(wire.replica)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play(act, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [0]
 
 
 def test_what_can_never_arrive_is_an_error_not_a_hang():

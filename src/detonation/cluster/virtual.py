@@ -6,6 +6,7 @@ waits for a message that is not there yet, and the next is always the next in re
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,7 @@ def play(act: Callable[["VirtualWire"], T], replicas: int) -> list[T]:
     """
     stage = _Stage(replicas)
     results: dict[int, T] = {}
+    gone, news = [False] * replicas, SimpleQueue[None]()
 
     def live(replica: int) -> None:
         try:
@@ -35,17 +37,21 @@ def play(act: Callable[["VirtualWire"], T], replicas: int) -> list[T]:
             stage.fail(error)
         finally:
             stage.leave(replica)
+            gone[replica] = True
+            news.put(None)
 
-    threads = [threading.Thread(target=live, args=(r,), name=f"replica {r}", daemon=True) for r in range(replicas)]
-    for thread in threads:
-        thread.start()
+    def all_gone() -> None:  # Thread.join takes a thread for ended when Ctrl-C comes while it waits for it
+        while not all(gone):
+            news.get()
+
+    for replica in range(replicas):
+        threading.Thread(target=live, args=(replica,), name=f"replica {replica}", daemon=True).start()
     try:
-        for thread in threads:
-            thread.join()
+        stage.begin()  # here, where Ctrl-C finds all of them
+        all_gone()
     except BaseException as error:  # Ctrl-C: each ends at its next wait
         stage.fail(error)
-        for thread in threads:
-            thread.join()
+        all_gone()
     if stage.failure is not None:
         raise stage.failure
     return [results[replica] for replica in range(replicas)]
@@ -103,10 +109,14 @@ class _Stage:
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
         self.failure: BaseException | None = None
-        self._turns = [threading.Semaphore(int(replica == 0)) for replica in range(replicas)]
+        self._turns = [threading.Semaphore(0) for _ in range(replicas)]
         self._here = [True] * replicas
         self._open: dict[int, _Meeting] = {}
         self._idle = 0  # turns in a row in which nobody got what it waited for
+
+    def begin(self) -> None:
+        """Gives the first replica its turn."""
+        self._turns[0].release()
 
     def enter(self, replica: int) -> None:
         """Waits for the first turn of `replica`."""
