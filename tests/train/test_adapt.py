@@ -178,3 +178,7 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     assert after.bytes_sent == last.bytes_sent
     saved = json.loads((out / "checkpoints" / "step-000025" / "manifest.json").read_text())
     assert saved["extra"]["followed"]["budget"] == 0.1
+    capfd.readouterr()
+    assert main([*train, *sets, "--resume", "--json"]) == 0
+    last = [record.setting for record in metrics.read(out / "metrics.jsonl") if record.setting][-1]
+    assert json.loads(capfd.readouterr().out)["adapted_to"] == last

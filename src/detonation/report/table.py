@@ -14,6 +14,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     less = summary["reduction"]
     found = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
+        ("adapted to", summary.get("adapted_to", "")),
         ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{_virtual(summary)}"),
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),

@@ -18,16 +18,19 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
 
     `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
     `bytes_sent_per_step` is what one replica, all its shards together, sends to the others, on average over the steps.
+    `adapted_to`, where the run followed its link, is the scheme that it ended with.
     """
     config, last = session.config, records[-1]
     full_sync = session.world.over_shards(session.optimizer.dense_bytes)
     sent = sum(record.bytes_sent for record in records) / len(records)
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
+    moves = [record.setting for record in records if record.setting]
     examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
     return {
         "scheme": config.schemes,
         **_levels(session, records),
+        **({"adapted_to": moves[-1]} if moves else {}),
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
         "shards": config.mesh.shards,
