@@ -2,19 +2,26 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+
+def _said(metavar: str | None = None) -> Any:
+    """How an argument is shown whose text says what happens without it."""
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
+_Flag = Annotated[bool, _said()]
+_Integer = Annotated[int | None, _said("INT")]
 _Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
-_Integer = Annotated[int | None, arg(metavar="INT")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Common:
-    json: bool = False
+    json: _Flag = False
     """Print exactly one JSON object last on stdout; what people read goes to stderr."""
-    debug: bool = False
+    debug: _Flag = False
     """Show tracebacks and the warnings of the libraries underneath."""
 
 
@@ -34,11 +41,11 @@ class Train(Common):
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    out: Annotated[Path | None, _said("DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
-    resume: bool = False
+    resume: _Flag = False
     """Continue the run in --out from its newest whole checkpoint, exactly; or with other --replicas and --shards."""
     checkpoint_every: _Integer = None
     """Write a checkpoint every so many steps, beside training; only at the end when left out."""
@@ -48,7 +55,7 @@ class Train(Common):
     """Stop after so many steps with the state saved, as a preemption would."""
     logger: UseAppendAction[tuple[Literal["tensorboard", "trackio", "wandb"], ...]] = ()
     """Send each step to a tracker too, as --logger tensorboard; more than one may be given."""
-    interface: Annotated[str, arg(metavar="NAME")] = ""
+    interface: Annotated[str, _said("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
 
@@ -69,9 +76,9 @@ class Simulate(Common):
     """Copies of the model; the recipe's when left out."""
     total_batch: _Integer = None
     """Examples a step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
-    profile: Annotated[Path | None, arg(metavar="FILE")] = None
+    profile: Annotated[Path | None, _said("FILE")] = None
     """Of `detonation probe RECIPE --replicas 2 --shards 1`: the seconds of a step are predicted for that cluster."""
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    out: Annotated[Path | None, _said("DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
@@ -93,11 +100,11 @@ class Compare(Common):
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    lab: bool = False
+    lab: _Flag = False
     """Give each node a network namespace, with links that the kernel slows down to --link. Needs Linux and root."""
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    out: Annotated[Path | None, _said("DIR")] = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
 
@@ -109,7 +116,7 @@ class Probe(Common):
     detonation probe recipes/quick-lm.toml --out profile.json
     """
 
-    recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
+    recipe: Positional[Annotated[Path | None, _said("[RECIPE.toml]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
     set: _Sets = ()
     """Override the recipe, as in train."""
@@ -117,7 +124,7 @@ class Probe(Common):
     """Copies of the model (nodes); 2 when left out everywhere."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); 2 when left out everywhere."""
-    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
@@ -132,21 +139,21 @@ class Plan(Common):
     detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
-    recipe: Positional[Annotated[Path | None, arg(metavar="[RECIPE.toml]")]] = None
+    recipe: Positional[Annotated[Path | None, _said("[RECIPE.toml]")]] = None
     """What to train; or say --parameters."""
     set: _Sets = ()
     """Override the recipe, as in train."""
-    profile: Annotated[Path | None, arg(metavar="FILE")] = None
+    profile: Annotated[Path | None, _said("FILE")] = None
     """Links and steps as detonation probe measured them."""
-    link: Annotated[str | None, arg(metavar="RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
     """Links as you say, such as 100mbit,20ms, instead of a profile."""
-    step_time: Annotated[float | None, arg(metavar="SECONDS")] = None
+    step_time: Annotated[float | None, _said("SECONDS")] = None
     """Forward and backward of one step; the profile's when left out."""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's or the profile's, or 2, when left out."""
     shards: _Integer = None
     """Accelerators in a node; the recipe's or the profile's, or 1, when left out."""
-    parameters: Annotated[str | None, arg(metavar="COUNT")] = None
+    parameters: Annotated[str | None, _said("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
 
 
@@ -157,11 +164,11 @@ class Report(Common):
     Examples: detonation report runs/first, or detonation report runs/slow/*/ --out slow.html
     """
 
-    directories: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR...")]] = dataclasses.field(kw_only=True)
+    directories: Positional[Annotated[tuple[Path, ...], _said("DIR...")]] = dataclasses.field(kw_only=True)
     """Run directories."""
-    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    out: Annotated[Path | None, _said("FILE")] = None
     """The page; DIR/report.html for one run and report.html for several when left out. PNGs lie beside it."""
-    plan: Annotated[Path | None, arg(metavar="FILE")] = None
+    plan: Annotated[Path | None, _said("FILE")] = None
     """Show this plan too, as detonation plan --json printed it; a run that a plan chose shows its own."""
 
 
@@ -187,7 +194,7 @@ class Export(Common):
 class Fetch(Common):
     """Bring data sets to this machine."""
 
-    names: Positional[Annotated[tuple[str, ...], arg(metavar="NAME...")]] = dataclasses.field(kw_only=True)
+    names: Positional[Annotated[tuple[str, ...], _said("NAME...")]] = dataclasses.field(kw_only=True)
     """Data sets, such as fashion-mnist, cifar10, sotu, shakespeare, bible-en-es."""
 
 
