@@ -105,7 +105,16 @@ VISION = {
 }
 """vit-fashion at 2 replicas."""
 
+VISION_TUNING = {
+    "demo 1/64, sign": [signs(1, 64, 0.95, lr) for lr in (1e-3, 2e-3, 4e-3)],
+    "random_sign 1/8": [votes(8, 0.9, lr) for lr in (5e-3, 1e-2, 2e-2)],
+}
+"""Of vit-fashion on seed 0; AdamW's rates are in docs/log.md."""
+
 LATE = "scheme.delay=1 scheme.lookahead={}"
+
+LARGER = "model.hidden_size=256 model.layers=4 model.feed_forward=1024"
+"""quick-lm with 7 times as many parameters."""
 
 
 def grid() -> Iterator[Cell]:
@@ -133,6 +142,11 @@ def grid() -> Iterator[Cell]:
     for seed in (1, 2, 3):
         for method, sets in VISION.items():
             yield cell("vision", method, VIT, sets, 2, seed)
+    for method, settings in VISION_TUNING.items():
+        for sets in settings:
+            yield cell("tuning", method, VIT, sets, 2, seed=0)
+    for method in ("AdamW, full", "random_sign 1/8"):
+        yield cell("vision", method, VIT, VISION[method], 8, seed=1)
     for method in CORE[:2]:
         yield chosen(method, 1, "late", LATE.format("true"))
     for method in CORE:
@@ -151,6 +165,10 @@ def grid() -> Iterator[Cell]:
             yield chosen(method, seed)
     for method in ("AdamW, full", "random_sign 1/8", "demo 1/64, sign"):
         yield chosen(method, 1, "long", "train.steps=1200")
+    for method in ("AdamW, full", "demo 1/64, sign", "random_sign 1/8"):
+        yield chosen(method, 1, "larger", LARGER)
+    for method in ("random_sign 1/8", "muloco 30, 2bit"):
+        yield chosen(method, 1, "larger", LARGER, replicas=8)
 
 
 def chosen(method: str, seed: int, study: str = "bytes", also: str = "", replicas: int = 2) -> Cell:
@@ -271,7 +289,8 @@ def figure(found: Sequence[Row], path: Path) -> None:
 
     from detonation.report.colours import LIGHT
 
-    shown = [row for row in found if row["study"] in ("bytes", "tuning") and row["val_loss"]]
+    asked = [row for row in found if row["study"] in ("bytes", "tuning") and row["recipe"] == QUICK]
+    shown = [row for row in asked if row["val_loss"]]
     methods = list(dict.fromkeys(row["method"] for row in shown))
     full = statistics.fmean(row["val_loss"] for row in shown if row["method"] == "AdamW, full")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 10}):
