@@ -75,9 +75,15 @@ def muon(lr: float, scheme: str = "full") -> str:
 
 def muloco(every: int, precision: str) -> str:
     """Rounds of Muon in few bits, at the outer settings and rate of recipes/quick-lm.toml."""
-    outer = "scheme.outer_lr=1.0 scheme.outer_momentum=0.0"
-    return f"{muon(1e-2, 'muloco')} scheme.every={every} scheme.precision={precision} {outer}"
+    return f"{muon(1e-2, 'muloco')} scheme.every={every} scheme.precision={precision} {PLAIN_OUTER}"
 
+
+def averaged(scheme: str, also: str = "") -> str:
+    """Rounds of 20 steps of AdamW, as recipes/quick-lm.toml has them."""
+    return f"scheme.name={scheme} scheme.every=20 {also} optimizer.name=AdamW optimizer.lr=3e-3"
+
+
+PLAIN_OUTER = "scheme.outer_lr=1.0 scheme.outer_momentum=0.0"
 
 CHOSEN = {
     "AdamW, full": adamw(3e-3),
@@ -91,10 +97,15 @@ CHOSEN = {
     "Muon, full": muon(1e-2),
     "muloco 60, 4bit": muloco(60, "4bit"),
     "muloco 30, 2bit": muloco(30, "2bit"),
+    "sparseloco 20": averaged("sparseloco"),
+    "demo_diloco 20": averaged("demo_diloco", PLAIN_OUTER),
+    "streaming_diloco 20": averaged("streaming_diloco", f"scheme.delay=2 {PLAIN_OUTER}"),
 }
 """quick-lm at 2 replicas, at the rates that seed 0 chose."""
 
 CORE = ("random_sign 1/8", "demo 1/64, sign", "demo 1/128, sign", "AdamW, full", "demo 4/64, fp32")
+
+AVERAGED = ("sparseloco 20", "demo_diloco 20", "streaming_diloco 20")
 
 ROUNDS = ("muloco 60, 4bit", "muloco 30, 2bit", "Muon, full")
 
@@ -145,8 +156,12 @@ def grid() -> Iterator[Cell]:
     for method, settings in VISION_TUNING.items():
         for sets in settings:
             yield cell("tuning", method, VIT, sets, 2, seed=0)
-    for method in ("AdamW, full", "random_sign 1/8"):
-        yield cell("vision", method, VIT, VISION[method], 8, seed=1)
+    for seed in (1, 2, 3):
+        for method in ("AdamW, full", "random_sign 1/8"):
+            yield cell("vision", method, VIT, VISION[method], 8, seed)
+        yield chosen("demo 1/64, sign", seed, "replicas", replicas=8)
+        for method in AVERAGED:
+            yield chosen(method, seed)
     for method in CORE[:2]:
         yield chosen(method, 1, "late", LATE.format("true"))
     for method in CORE:

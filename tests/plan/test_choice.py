@@ -7,10 +7,10 @@ import detonation as dt
 import worlds
 from detonation.cluster.emulate import Emulated
 from detonation.core.pace import Pace
-from detonation.plan import auto
+from detonation.plan import auto, losses
 from detonation.plan.choice import choose, waiting, why
 from detonation.plan.cost import Network, Work
-from detonation.plan.losses import expected, loss_of, table
+from detonation.plan.losses import Loss, expected, loss_of, near, table
 from detonation.plan.search import candidates, options
 
 WORK = Work([{"w": (600, 700), "b": (700,)}], compute_s=0.1)
@@ -28,7 +28,7 @@ def test_nothing_within_the_budget_is_expected_to_cost_less_loss(rate, budget):
     best = choose(found_at(rate), budget)
     within = [option for option in found if waiting(option) <= budget]
     if within:
-        assert waiting(best) <= budget and all(expected(best.cost.scheme) <= expected(o.cost.scheme) for o in within)
+        assert waiting(best) <= budget and all(best.expected <= option.expected for option in within)
     else:
         assert all(best.cost.exposed_s <= option.cost.exposed_s for option in found)
     assert choose(list(reversed(found_at(rate))), budget).cost.scheme == best.cost.scheme
@@ -36,11 +36,23 @@ def test_nothing_within_the_budget_is_expected_to_cost_less_loss(rate, budget):
 
 def test_what_nobody_has_measured_is_expected_to_cost_more_than_what_somebody_has():
     known, relative, strange = dt.demo(), dt.demo(topk=3), dt.slicing()
-    assert loss_of(relative) is None and not [loss for loss in table() if loss.scheme == "slicing"]
-    assert 0 <= expected(known) < expected(relative) < expected(strange)
+    assert loss_of(relative, 2) is None and not [loss for loss in table() if loss.scheme == "slicing"]
+    assert 0 <= expected(known, 2) < expected(relative, 2) < expected(strange, 2)
     told = dt.demo(1, decay=0.95, precision="sign", error="drop")  # better than full on text, worse on images
-    assert min(loss.cost for loss in table()) < 0 < 0.05 < expected(told) < expected(strange)
-    assert all(expected(scheme) >= 0 for scheme in candidates())
+    assert min(loss.cost for loss in table()) < 0 < 0.05 < expected(told, 2) < expected(strange, 2)
+    assert all(expected(scheme, 2) >= 0 for scheme in candidates())
+
+
+def test_a_loss_counts_for_as_many_replicas_as_it_was_measured_with_or_more(monkeypatch):
+    measured = [(2, 0.01, "text"), (8, 0.14, "text"), (2, 0.02, "images")]
+    rows = tuple(Loss("demo", {"topk": 4}, cost, 3, recipe, 300, n, "docs/log.md") for n, cost, recipe in measured)
+    monkeypatch.setattr(losses, "table", lambda: rows)
+    near.cache_clear()
+    found = [loss_of(dt.demo(), replicas).cost for replicas in (1, 2, 7, 8, 64)]
+    told = expected(dt.demo(), 4), expected(dt.demo(), 8), expected(dt.demo(topk=3), 8)
+    near.cache_clear()
+    assert found == [0.02, 0.02, 0.02, 0.14, 0.14]
+    assert told == (0.02, 0.14, 0.14 + losses.UNTRIED)
 
 
 def test_a_fast_link_gets_full_synchronisation_and_a_slow_one_a_scheme_that_fits():

@@ -123,8 +123,9 @@ def test_what_was_measured_to_cost_little_comes_first_and_the_quickest_of_those(
 def test_measured_losses_are_of_schemes_that_exist():
     for loss in table():
         made = dt.scheme(loss.scheme, loss.arguments)
-        assert loss_of(made) is not None and loss.seeds >= 3 and loss.source.startswith("docs/")
-    assert loss_of(dt.demo(topk=3)) is None
+        assert loss_of(made, loss.replicas) is not None and loss.seeds >= 3 and loss.source.startswith("docs/")
+        assert made in candidates()
+    assert loss_of(dt.demo(topk=3), 2) is None
 
 
 def test_break_even_is_where_both_take_as_long():

@@ -160,7 +160,7 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(adapt, "STEPS", 2)
     monkeypatch.setattr(auto, "SCHEMES", {"demo": dt.demo})
-    monkeypatch.setattr(auto, "SETTINGS", {})
+    monkeypatch.setattr(auto, "settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(toml.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
     train = ["train", str(path), "--link", "1gbit", "--out", str(out)]

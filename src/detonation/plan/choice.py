@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from detonation.core.pace import Pace
 from detonation.plan.cost import Network
-from detonation.plan.losses import expected
 from detonation.plan.search import Option
 from detonation.plan.spelling import spelled
 
@@ -56,10 +55,10 @@ def _known(option: Option) -> str:
     """What is known of the loss."""
     if option.loss is not None:
         return f"measured {option.loss}"
-    guess = expected(option.cost.scheme)
+    guess = option.expected
     return f"{guess:+.1%} expected, from other settings of it" if guess < math.inf else "nobody has measured it"
 
 
 def _order(option: Option) -> tuple[float, bool, float, str]:
     chosen = option.cost.scheme
-    return expected(chosen), chosen.name != "full", -option.cost.bytes_sent, spelled(chosen)
+    return option.expected, chosen.name != "full", -option.cost.bytes_sent, spelled(chosen)

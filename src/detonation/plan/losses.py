@@ -29,9 +29,9 @@ class Loss:
         return f"{self.cost:+.1%} on {self.recipe} ({self.steps} steps, {self.replicas} replicas, {self.seeds} seeds)"
 
 
-def loss_of(scheme: Scheme) -> Loss | None:
+def loss_of(scheme: Scheme, replicas: int) -> Loss | None:
     """The largest loss that `scheme` was measured to cost at these settings; None where nobody has measured it."""
-    found = [loss for loss in table() if loss.scheme == scheme.name and _same(loss, scheme)]
+    found = [loss for loss in near(replicas) if loss.scheme == scheme.name and _same(loss, scheme)]
     return max(found, key=lambda loss: loss.cost, default=None)
 
 
@@ -39,17 +39,28 @@ UNTRIED = 0.02
 """What is added, in parts of the loss, to what a scheme was measured to cost at other settings than these."""
 
 
-def expected(scheme: Scheme) -> float:
+def expected(scheme: Scheme, replicas: int) -> float:
     """The loss that `scheme` is expected to cost, at least 0: what is below full synchronisation's is noise.
 
     What it was measured to cost; else the most that it was at other settings, and a little more; infinite where nobody
     has measured any.
     """
-    measured = loss_of(scheme)
+    measured = loss_of(scheme, replicas)
     if measured is not None:
         return max(0.0, measured.cost)
-    relatives = [loss.cost for loss in table() if loss.scheme == scheme.name]
+    relatives = [loss.cost for loss in near(replicas) if loss.scheme == scheme.name]
     return max(0.0, *relatives) + UNTRIED if relatives else math.inf
+
+
+@cache
+def near(replicas: int) -> tuple[Loss, ...]:
+    """Of each setting and recipe what was measured with the most replicas up to so many, else with the fewest."""
+    found: dict[str, Loss] = {}
+    few = sorted((loss for loss in table() if loss.replicas <= replicas), key=lambda loss: -loss.replicas)
+    many = sorted((loss for loss in table() if loss.replicas > replicas), key=lambda loss: loss.replicas)
+    for loss in (*few, *many):
+        found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.recipe)), loss)
+    return tuple(found.values())
 
 
 def _same(loss: Loss, scheme: Scheme) -> bool:

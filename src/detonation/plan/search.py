@@ -8,30 +8,28 @@ from detonation.core.scheme import Scheme
 from detonation.core.schemes import SCHEMES, scheme
 from detonation.core.traffic import LargerThanDense
 from detonation.plan.cost import Cost, Network, Work, cost
-from detonation.plan.losses import Loss, loss_of
+from detonation.plan.losses import Loss, expected, loss_of, table
 
 TOLERANCE = 0.02
 """How much more loss than full synchronisation, in parts of it, a first choice may have been measured to cost."""
 
 _SIGN = {"precision": "sign", "error": "drop"}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "demo": [
-        *({"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, _SIGN)),
-        {"topk": 1, "decay": 0.95, **_SIGN},
-    ],
+    "demo": [{"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, _SIGN)],
     "random": [{"rate": 1 / n} for n in (4, 16, 64)],
     "random_sign": [{"rate": 1 / n} for n in (2, 4, 8, 16)],
     "diloco": [{"every": every} for every in (20, 100, 500)],
 }
-"""Besides a scheme's defaults, the settings that are looked at."""
+"""Besides a scheme's defaults and what was measured of it, the settings that are looked at."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A scheme that could be used: its cost, and what its loss was where it was measured."""
+    """A scheme that could be used: its cost, what its loss was where it was measured, and what it should be."""
 
     cost: Cost
     loss: Loss | None
+    expected: float
 
     @property
     def trusted(self) -> bool:
@@ -39,9 +37,16 @@ class Option:
         return self.loss is not None and self.loss.cost <= TOLERANCE
 
 
+def settings(name: str) -> list[dict[str, Any]]:
+    """What is looked at of a scheme: as it comes, at settings that matter most, and at those that were measured."""
+    plain = scheme(name, {}).arguments
+    measured = [loss.arguments.items() for loss in table() if loss.scheme == name]
+    return [{}, *SETTINGS.get(name, []), *({k: v for k, v in found if v != plain[k]} for found in measured)]
+
+
 def candidates() -> list[Scheme]:
-    """Every scheme as it comes, and at other settings where they matter most."""
-    found = [scheme(name, arguments) for name in SCHEMES for arguments in ({}, *SETTINGS.get(name, []))]
+    """Every scheme at all its `settings`."""
+    found = [scheme(name, arguments) for name in SCHEMES for arguments in settings(name)]
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 
@@ -51,10 +56,11 @@ def options(schemes: Sequence[Scheme], work: Work, network: Network) -> list[Opt
     First those that were measured to cost next to no loss, then those of which nothing is known, then the others; the
     quicker step first, and of steps that take as long the one that sends less.
     """
-    found = []
+    found, replicas = [], network.replicas
     for candidate in schemes:
         try:
-            found.append(Option(cost(candidate, work, network), loss_of(candidate)))
+            known = loss_of(candidate, replicas), expected(candidate, replicas)
+            found.append(Option(cost(candidate, work, network), *known))
         except LargerThanDense:
             continue
     return sorted(found, key=_order)

@@ -8,7 +8,7 @@ import detonation as dt
 from detonation.choices import unknown
 from detonation.core.schemes import SCHEMES
 from detonation.plan.choice import BUDGET, check_budget
-from detonation.plan.search import SETTINGS
+from detonation.plan.search import settings
 from detonation.plan.spelling import spelled
 from detonation.train import optimizers, recipe
 from detonation.train.config import Config, Table, require
@@ -67,12 +67,12 @@ class Asked:
         """The recipe under every scheme, as it is tuned and at other settings that go with that."""
         made: dict[str, Config] = {}
         for name in SCHEMES:
-            for settings in ({}, *SETTINGS.get(name, [])):
-                config = self.under(name, settings)
+            for arguments in settings(name):
+                config = self.under(name, arguments)
                 try:
                     made.setdefault(spelled(dt.scheme(name, config.scheme.arguments)), config)
                 except ValueError:
-                    if not settings:  # then it is the recipe that makes no sense
+                    if not arguments:  # then it is the recipe that makes no sense
                         raise
         return made
 
