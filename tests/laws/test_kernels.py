@@ -1,4 +1,7 @@
-"""The compiled kernels against plain torch, under the same laws. They need g++, as the project's tests do."""
+"""The fast engines, compiled and in blocks, against plain torch, under the same laws.
+
+The compiled ones need g++, as the project's tests do.
+"""
 
 import pytest
 import torch
@@ -6,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
+from detonation.core.blocked import Blocked
 from detonation.core.columns import numbers
 from detonation.core.combine import Agreed
-from detonation.core.engine import Native, Plain, engine_for
+from detonation.core.engine import Native, engine_for
 from detonation.core.flat import Layout
 from detonation.core.memory import Memory
+from detonation.core.plain import Plain
 from detonation.kernels import native
 
 CPU = torch.device("cpu")
@@ -24,16 +29,15 @@ SHAPES = st.lists(
 laws = settings(max_examples=15, deadline=None)
 
 
-def engines(scheme, shapes):
-    """A plain and a native engine on equal, non-zero memories."""
+def engines(scheme, shapes, fast=Native):
+    """A plain and a `fast` engine on equal, non-zero memories."""
     layout = scheme.codec.layout({f"p{i}": shape for i, shape in enumerate(shapes)})
-    made = []
-    for kernels in (False, True):
-        memory = Memory(layout, scheme.feedback, CPU)
+    memories = [Memory(layout, scheme.feedback, CPU) for _ in range(2)]
+    for memory in memories:
         memory.absorb(signals(layout, 99))
-        made.append(engine_for(scheme.codec, layout, memory, CPU, 0, kernels))
-    assert type(made[0]) is Plain and type(made[1]) is Native
-    return layout, *made
+    made = engine_for(scheme.codec, layout, memories[1], CPU, 0, kernels=fast is Native)
+    assert type(made) is fast
+    return layout, Plain(scheme.codec, layout, memories[0], CPU, 0), made
 
 
 def signals(layout, seed):
@@ -41,15 +45,20 @@ def signals(layout, seed):
     return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
 
 
-@pytest.mark.parametrize("chunk", native.CHUNKS)
+each_engine = pytest.mark.parametrize("fast", [Native, Blocked])
+
+
+@pytest.mark.parametrize(
+    ("fast", "chunk"), [*((Native, c) for c in native.CHUNKS), (Blocked, 2), (Blocked, 64), (Blocked, 256)]
+)
 @pytest.mark.parametrize(("precision", "error"), [("fp32", "keep"), ("sign", "drop"), ("2bit", "keep")])
 @given(shapes=SHAPES, topk=st.sampled_from([1, 2, 3, 4, 8, 11, 13, 32, 50, 150]), alpha=st.sampled_from([1.0, 0.2]))
 @laws
-def test_a_step_is_the_one_of_plain_torch(chunk, precision, error, shapes, topk, alpha):
+def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error, shapes, topk, alpha):
     """Which of two equal coefficients is told may differ; what is told and what is kept may not."""
     topk = min(topk, chunk)
     scheme = dt.demo(topk=topk, chunk=chunk, decay=0.9, alpha=alpha, precision=precision, error=error)
-    layout, plain, fast = engines(scheme, shapes)
+    layout, plain, fast = engines(scheme, shapes, fast)
     given_signals = [None if i == 2 else s for i, s in enumerate(signals(layout, 1))]  # one has no gradient
     coefficients = scheme.codec.basis.forward(plain.memory.absorb(given_signals))
     selected = fast.select(given_signals, 0)
@@ -69,11 +78,12 @@ def close(mine, plain):
     torch.testing.assert_close(mine, plain, atol=5e-5, rtol=1e-4)
 
 
+@each_engine
 @given(shapes=SHAPES, steps=st.integers(1, 5), precision=st.sampled_from(["fp32", "2bit", "sign"]))
 @laws
-def test_law_1_nothing_is_lost(shapes, steps, precision):
+def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
     scheme = dt.demo(topk=4, chunk=64, decay=1.0, precision=precision)
-    layout, _, fast = engines(scheme, shapes)
+    layout, _, fast = engines(scheme, shapes, fast)
     put_in, told = fast.memory.residual.clone(), layout.zeros(CPU)
     for step in range(steps):
         put_in += layout.flatten(signals(layout, step), CPU)
@@ -85,12 +95,13 @@ def test_law_1_nothing_is_lost(shapes, steps, precision):
         torch.testing.assert_close(kept + sent, total, atol=5e-5, rtol=1e-5)
 
 
+@each_engine
 @pytest.mark.parametrize("combine", ["replicas", "senders", "majority", "clipped"])
 @given(shapes=SHAPES, replicas=st.integers(1, 5))
 @laws
-def test_messages_are_combined_as_in_plain_torch(combine, shapes, replicas):
+def test_messages_are_combined_as_in_plain_torch(fast, combine, shapes, replicas):
     scheme = dt.demo(topk=3, chunk=32, combine=combine)
-    layout, plain, fast = engines(scheme, shapes)
+    layout, plain, fast = engines(scheme, shapes, fast)
     told = [plain.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
     agreed = Agreed([t.values for t in told], [t.columns for t in told], combine)
     for mine, reference in zip(*[layout.views(engine.update(agreed)) for engine in (fast, plain)], strict=True):
@@ -116,12 +127,13 @@ def test_a_sign_step_is_bitwise_that_of_torch(weight_decay):
     assert torch.equal(fast.detach(), torch.cat([part.detach() for part in parts]))
 
 
+@each_engine
 @pytest.mark.parametrize(("topk", "combine"), [(4, "replicas"), (32, "replicas"), (3, "senders")])
 @given(shapes=SHAPES, replicas=st.integers(1, 4))
 @laws
-def test_weights_that_follow_messages_end_where_the_update_takes_them(topk, combine, shapes, replicas):
+def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk, combine, shapes, replicas):
     scheme = dt.demo(topk=topk, chunk=64, combine=combine)
-    layout, _, fast = engines(scheme, shapes)
+    layout, _, fast = engines(scheme, shapes, fast)
     told = [fast.select(signals(layout, r), 0) for r in range(replicas)]
     agreed = Agreed([t.values for t in told], [t.columns for t in told], combine)
     paces = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]
@@ -164,10 +176,10 @@ def test_a_bitmap_gets_its_columns_in_order():
     assert torch.equal(columns, columns.sort(1).values)
 
 
-def test_without_a_compiler_the_plain_engine_does_it(monkeypatch):
+def test_without_a_compiler_ordinary_torch_does_it(monkeypatch):
     native.load.cache_clear()
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     scheme = dt.demo()
     layout = Layout.of({"w": (9, 9)}, 64)
-    assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), CPU, 0, True)) is Plain
+    assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), CPU, 0, True)) is Blocked
     native.load.cache_clear()

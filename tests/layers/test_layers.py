@@ -19,7 +19,7 @@ CORE = [  # from the ground up: a module imports from lines above its own, or it
     ["pace", "wire", "lanes"],
     ["link"],
     ["guard", "drift"],
-    ["engine", "exchange", "private", "channel", "trial"],
+    ["plain", "blocked", "engine", "exchange", "private", "channel", "trial"],
     [
         "place",
         "closure",

@@ -8,6 +8,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+_ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
+"""oneDNN's product of a matrix and a transposed one: on an AMD MKL, which torch multiplies with, does half as much."""
+
 
 class Basis(Protocol):
     """An orthonormal change of coordinates of every row. Pure; the inverse undoes it up to rounding."""
@@ -42,18 +45,20 @@ class DCT:
     tile: ClassVar[int] = 0
 
     def forward(self, chunks: Tensor) -> Tensor:
-        matrix = dct_matrix(chunks.shape[1], chunks.device)
-        if chunks.device.type == "cpu":
-            return (matrix.T @ chunks.T).T  # each column in one piece: what reads them all, as a top-k does, is faster
-        return chunks @ matrix
+        return chunks @ dct_matrix(chunks.shape[1], chunks.device)
+
+    def lines(self, chunks: Tensor) -> Tensor:
+        """The same of chunks on a CPU, each coefficient of all of them in one line."""  # -> [chunk, rows]
+        waves = _waves(chunks.shape[1], chunks.device)
+        lines: Tensor = _ONE_DNN(waves, chunks, None, "none", [], "") if _ONE_DNN else waves @ chunks.T
+        return lines
 
     def inverse(self, coefficients: Tensor) -> Tensor:
         return coefficients @ dct_matrix(coefficients.shape[1], coefficients.device).T
 
     def spread(self, values: Tensor, columns: Tensor, chunk: int) -> Tensor:
         """The inverse of rows that are zero but for a few coefficients; those of the same column add up."""
-        waves = dct_matrix(chunk, values.device).T.contiguous()
-        weights = values.contiguous()
+        waves, weights = _waves(chunk, values.device), values.contiguous()
         return torch.nn.functional.embedding_bag(columns, waves, per_sample_weights=weights, mode="sum")
 
 
@@ -86,3 +91,9 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
     matrix = torch.cos(math.pi / size * torch.outer(at + 0.5, at)) * math.sqrt(2 / size)
     matrix[:, 0] = math.sqrt(1 / size)
     return matrix.to(torch.float32).to(device)
+
+
+@lru_cache(maxsize=16)
+def _waves(size: int, device: torch.device) -> Tensor:
+    """The basis vectors, one a row."""
+    return dct_matrix(size, device).T.contiguous()

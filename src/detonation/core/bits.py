@@ -1,6 +1,7 @@
 """Bits: small whole numbers packed without gaps, in a number of bytes that is known beforehand."""
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -23,21 +24,21 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     library = native.load_for(numbers)  # exact, so it does not matter which replicas have it
     if library:
         return library.pack(numbers.to(torch.int64), width, packed_bytes(len(numbers), width))
-    group, per_group = _group(width)
-    words = torch.nn.functional.pad(numbers, (0, -len(numbers) % group)).view(-1, group)
     if width == 1:
+        octets = torch.nn.functional.pad(numbers, (0, -len(numbers) % 8)).to(torch.uint8)
         # eight bytes of 0 or 1 times this: each lands in the highest byte, at the bit of its place
-        packed = words.to(torch.uint8).view(torch.int64).mul(0x0102040810204080) >> 56
-    elif width * group <= 62:  # a whole group fits one word; column by column, as torch is slow in short rows
-        word = _joined(words, width, width * group)
-        packed = torch.empty(len(words), per_group, dtype=torch.uint8, device=words.device)
-        for i in range(per_group):
-            packed[:, i] = (word >> 8 * i) & 255
-    else:
-        words = words.to(torch.int64)
-        bits = (words.unsqueeze(2) >> _shifts(width, 1, words.device)).bitwise_and_(1).view(len(words), per_group, 8)
-        packed = (bits << _shifts(8, 1, words.device)).sum(2)
-    return packed.to(torch.uint8).view(-1)[: packed_bytes(len(numbers), width)].clone()
+        return (octets.view(torch.int64).mul(0x0102040810204080) >> 56).to(torch.uint8)
+    split = _split(width, numbers.device)
+    filled = torch.nn.functional.pad(numbers, (0, -len(numbers) % split.group))
+    lines = filled.view(-1, split.group).t().to(torch.int32, memory_format=torch.contiguous_format)
+    shifted, words = lines << split.shift, []
+    for bit in range(0, 32 * split.words, 32):
+        first, end = -(-bit // width), -(-(bit + 32) // width)  # the numbers that begin in this word
+        words.append(shifted[first:end].sum(0, dtype=torch.int32))
+        if bit % width:
+            words[-1] |= lines[first - 1] >> bit - width * (first - 1)
+    packed = torch.stack(words, 1).view(-1).view(torch.uint8)
+    return packed[: packed_bytes(len(numbers), width)]
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
@@ -45,21 +46,16 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     library = native.load_for(packed)
     if library:
         return library.unpack(packed, count, width)
-    group, per_group = _group(width)
-    groups = -(-count // group)
-    octets = torch.nn.functional.pad(packed, (0, groups * per_group - len(packed))).view(groups, per_group)
     if width == 1:
         return marks(packed, count).to(torch.int64)
-    if width * group <= 62:
-        word = _joined(octets, 8, 8 * per_group)
-        numbers = torch.empty(groups, group, dtype=torch.int64, device=octets.device)
-        for i in range(group):
-            numbers[:, i] = (word >> width * i) & (2**width - 1)
-    else:
-        octets = octets.to(torch.int64)
-        bits = (octets.unsqueeze(2) >> _shifts(8, 1, octets.device)).bitwise_and_(1).view(groups, group, width)
-        numbers = (bits << _shifts(width, 1, octets.device)).sum(2)
-    return numbers.view(-1)[:count]
+    split = _split(width, packed.device)
+    filled = torch.nn.functional.pad(packed, (0, -len(packed) % (4 * split.words)))
+    if filled.storage_offset() % 4:
+        filled = filled.clone()
+    words = filled.view(torch.int32).view(-1, split.words).t().contiguous()
+    lines = (words.index_select(0, split.word) >> split.shift).bitwise_and_(split.low)
+    lines |= (words.index_select(0, split.next) << split.rest).bitwise_and_(split.high)
+    return lines.t().to(torch.int64, memory_format=torch.contiguous_format).view(-1)[:count]
 
 
 def marks(packed: Tensor, count: int) -> Tensor:
@@ -68,19 +64,35 @@ def marks(packed: Tensor, count: int) -> Tensor:
     return octets.view(torch.uint8)[:count]
 
 
-def _joined(columns: Tensor, width: int, bits: int) -> Tensor:
-    """Each row of small numbers in one word of at least `bits` bits, lowest first."""  # [rows, n] -> [rows]
-    words = columns.to(torch.int32 if bits < 32 else torch.int64)
-    joined = words[:, 0].clone()
-    for i in range(1, words.shape[1]):
-        joined |= words[:, i] << width * i
-    return joined
+@dataclass(frozen=True)
+class _Split:
+    """How numbers of some bits lie in the fewest whole words of 32 bits; each `[group]` or `[group, 1]`.
+
+    word: the one that each begins in, at bit `shift`. next: the one it ends in, with its bits from number `rest` on.
+    low, high: which of its bits are in the one, and which in the other.
+    """
+
+    group: int
+    words: int
+    word: Tensor
+    next: Tensor
+    shift: Tensor
+    rest: Tensor
+    low: Tensor
+    high: Tensor
 
 
-def _group(width: int) -> tuple[int, int]:
-    """The fewest numbers of `width` bits that fill whole bytes, and how many bytes those are."""
-    bits = math.lcm(width, 8)
-    return bits // width, bits // 8
+@lru_cache(maxsize=32)
+def _split(width: int, device: torch.device) -> _Split:
+    bits = math.lcm(width, 32)
+    at = torch.arange(0, bits, width)
+    word, shift = at // 32, at % 32
+    inside = (32 - shift).clamp(max=width)
+    low = 2**inside - 1
+    parts = [shift, (32 - shift).clamp(max=31), low, 2**width - 1 - low]
+    shift, rest, low, high = [part.to(torch.int32).unsqueeze(1).to(device) for part in parts]
+    following = (at + width - 1) // 32
+    return _Split(bits // width, bits // 32, word.to(device), following.to(device), shift, rest, low, high)
 
 
 @lru_cache(maxsize=8)
@@ -88,8 +100,3 @@ def _octets(device: torch.device) -> Tensor:
     """The eight bits of every byte, as eight bytes in one word."""  # [256] int64
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1
     return bits.to(torch.uint8).view(torch.int64).view(-1)
-
-
-@lru_cache(maxsize=64)
-def _shifts(count: int, step: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device) * step

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from detonation.core.buckets import Bucket, codec_of, cut
 from detonation.core.combine import Agreed
-from detonation.core.engine import Plain, engine_for
+from detonation.core.engine import engine_for
 from detonation.core.exchange import Exchange, Relay, exchange_for
 from detonation.core.flat import Layout, copy
 from detonation.core.guard import Guard
 from detonation.core.ledger import Ledger
 from detonation.core.link import Link
 from detonation.core.memory import Memory
+from detonation.core.plain import Plain
 from detonation.core.private import Private
 from detonation.core.scheme import Scheme
 from detonation.kernels.native import Pace

@@ -8,7 +8,7 @@ from torch import Tensor
 from detonation.core.bits import marks, pack, packed_bytes, unpack
 from detonation.kernels import native
 
-SOME = 256
+SOME = 2048
 """Rows that are looked at together, as many as stay in a cache."""
 
 
@@ -27,7 +27,7 @@ class Packed:
 
     def parts(self) -> "list[Packed]":
         """All, some rows at a time."""
-        return [self.part(first, 16 * SOME) for first in range(0, max(1, self.rows), 16 * SOME)]
+        return [self.part(first, 2 * SOME) for first in range(0, max(1, self.rows), 2 * SOME)]
 
     def numbers(self) -> Tensor:
         return self.columns.decode(self.encoded, self.rows)  # [rows, kept] int64
@@ -40,14 +40,15 @@ def numbers(columns: Tensor | Packed) -> Tensor:
 
 def listed(marked: Tensor, kept: int) -> Tensor:
     """The first `kept` columns of every row that are marked, rising; 0 where there are fewer."""
-    rows, chunk = marked.shape  # [rows, chunk] bool -> [rows, kept] int64
+    rows, chunk = marked.shape  # [rows, chunk] uint8 of 0 and 1 -> [rows, kept] int64
+    small = torch.uint8 if chunk < 256 else torch.int32
     found = torch.empty(rows, kept, dtype=torch.int64, device=marked.device)
-    numbers = torch.arange(chunk, device=marked.device)
-    for first, block in zip(range(0, rows, SOME), torch.split(marked, SOME), strict=False):
-        # what is not wanted goes to one place more, which is cut off
-        place = torch.where(block, block.cumsum(1).sub_(1), kept).clamp_(max=kept)
-        room = torch.zeros(len(block), kept + 1, dtype=torch.int64, device=marked.device)
-        found[first : first + SOME] = room.scatter_(1, place, numbers.expand_as(place))[:, :kept]
+    numbers = torch.arange(chunk, dtype=small, device=marked.device).repeat(min(rows, SOME), 1)
+    for some, columns in zip(torch.split(marked, SOME), torch.split(found, SOME), strict=True):
+        # what is not wanted goes to a place before the first, or to one after the last: both are cut off
+        place = some.cumsum(1, dtype=small).clamp_(max=min(kept + 1, chunk)).mul_(some).to(torch.int64)
+        room = torch.zeros(len(some), kept + 2, dtype=small, device=marked.device)
+        columns.copy_(room.scatter_(1, place, numbers[: len(some)])[:, 1:-1])
     return found
 
 
@@ -76,11 +77,12 @@ class Columns:
         if isinstance(columns, Packed):
             return columns.encoded
         if self.bitmap:
+            columns = columns.to(torch.int64)
             library = native.load_for(columns)
             if library:
                 return library.mark(columns, self.chunk)
             marked = torch.zeros(len(columns), self.chunk, dtype=torch.uint8, device=columns.device)
-            return pack(marked.scatter_(1, columns, 1).view(-1), 1)
+            return pack(marked.scatter_(1, columns, torch.ones_like(columns, dtype=torch.uint8)).view(-1), 1)
         return pack(columns.reshape(-1), self.width) if self.width else columns.new_empty(0, dtype=torch.uint8)
 
     def decode(self, encoded: Tensor, rows: int) -> Tensor:  # -> [rows, kept] int64
@@ -88,7 +90,7 @@ class Columns:
             library = native.load_for(encoded)
             if library:
                 return library.marked(encoded, rows, self.kept, self.chunk)
-            return listed(marks(encoded, rows * self.chunk).view(rows, self.chunk).bool(), self.kept)
+            return listed(marks(encoded, rows * self.chunk).view(rows, self.chunk), self.kept)
         if not self.width:
             return torch.zeros(rows, self.kept, dtype=torch.long, device=encoded.device)
         return unpack(encoded, rows * self.kept, self.width).view(rows, self.kept)
@@ -105,6 +107,8 @@ class Columns:
             some = Packed(self, encoded, rows).parts()
             marked = torch.cat([marks(p.encoded, p.rows * self.chunk).view(p.rows, -1).sum(1) for p in some])
             return 2 * (marked != self.kept).any().to(torch.int64)
-        columns = self.decode(encoded, rows)
-        outside, fall = (columns >= self.chunk).any(), (columns.diff(dim=1) <= 0).any()
-        return torch.where(outside, 1, 2 * fall.to(torch.int64)).to(device)
+        columns = self.decode(encoded, rows).view(-1)
+        falls = torch.zeros(len(columns), dtype=torch.bool, device=device)
+        torch.le(columns[1:], columns[:-1], out=falls[1:])
+        falls.view(rows, self.kept)[:, 0] = False  # where a row begins
+        return torch.where((columns >= self.chunk).any(), 1, 2 * falls.any().to(torch.int64))

@@ -1,84 +1,21 @@
-"""Engines: the arithmetic of one replica's step, plain or compiled, under the same laws."""
+"""Engines: the arithmetic of one replica's step, plain, in blocks or compiled, under the same laws."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from detonation.core.basis import DCT
+from detonation.core.blocked import Blocked, told_as_selected
 from detonation.core.codec import Codec, Selected
-from detonation.core.columns import Packed, numbers
-from detonation.core.combine import Agreed, combined
-from detonation.core.flat import BLOCK, Layout, copy
+from detonation.core.columns import Packed
+from detonation.core.combine import Agreed
+from detonation.core.flat import Layout, copy
+from detonation.core.largest import CHUNKS
 from detonation.core.memory import Memory
-from detonation.core.precision import Float
+from detonation.core.plain import Plain
 from detonation.core.selection import TopK
 from detonation.kernels import native
-
-
-class Plain:
-    """Ordinary torch, on any device: the reference."""
-
-    name = "torch"
-
-    def __init__(self, codec: Codec, layout: Layout, memory: Memory | None, device: torch.device, seed: int) -> None:
-        self.codec, self.layout, self.memory = codec, layout, memory
-        self._device, self._seed = device, seed
-        self._some = max(8, BLOCK // codec.selection.chunk // 8 * 8)  # rows
-
-    def select(self, signals: Sequence[Tensor | None], step: int) -> Selected:
-        """Takes in a signal and selects what to tell of it."""
-        flat = self.memory.absorb(signals) if self.memory else self.layout.flatten(signals, self._device)
-        if self.codec.selection.shared or self._device.type != "cpu" or not len(flat):
-            return self.codec.select(flat, step, self._seed)
-        blocks = [self.codec.select(block, step, self._seed) for block in torch.split(flat, self._some)]
-        columns = torch.cat([numbers(block.columns) for block in blocks if block.columns is not None])
-        return Selected(torch.cat([block.values for block in blocks]), columns, owned=True)
-
-    def silence(self, step: int) -> Selected:
-        """What is selected where there is nothing to tell: zeros, and the memory stays as it is."""
-        return self.codec.silence(self.layout.rows, step, self._seed, self._device)
-
-    def release(self, selected: Selected, read: Tensor) -> None:
-        """Takes out of memory what was told: what everyone reads, or the selected coefficients themselves."""
-        if self.memory:
-            out = selected.values if self.memory.feedback.error == "drop" else read
-            self.memory.release(self._parts(Agreed.one(out, selected.columns)))
-
-    def update(self, agreed: Agreed) -> Tensor:
-        """What was agreed on, in the coordinates of the parameters; the padding means nothing."""  # [rows, chunk]
-        parts = list(self._parts(agreed))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _parts(self, agreed: Agreed) -> Iterator[Tensor]:
-        """The same, some rows at a time: on a CPU it costs more to reach for memory than to compute."""
-        own = not self.codec.selection.shared and agreed.combine != "clipped"  # whose norms are of all rows
-        if own and self._device.type == "cpu" and self.layout.rows:
-            return map(self._decoded, agreed.split(self._some))
-        return iter([self._decoded(agreed)])
-
-    def _decoded(self, agreed: Agreed) -> Tensor:
-        chunk = self.codec.selection.chunk
-        if isinstance(self.codec.basis, DCT) and agreed.sparse(chunk):
-            values, columns = agreed.together()
-            return self.codec.basis.spread(values, columns, chunk)
-        return self.codec.basis.inverse(combined(agreed, chunk))
-
-    def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
-        """Makes `targets`, one tensor a parameter in its local shape, what was agreed on."""
-        if self.layout.tiled or not all(target.is_contiguous() for target in targets):
-            copy(targets, self.layout.parts(self.update(agreed)))
-        else:
-            self.layout.spread(self._parts(agreed), targets)
-
-    def can_follow(self, agreed: Agreed, weights: Sequence[Tensor]) -> bool:
-        """Whether `follow` can be called with these."""
-        return False
-
-    def follow(self, agreed: Agreed, weights: Sequence[Tensor], paces: Sequence[native.Pace]) -> None:
-        """Moves `weights`, one a parameter, by the signs of what was agreed on, which is itself not written down."""
-        raise NotImplementedError
-
 
 _MEANS = ("replicas", "senders")
 
@@ -94,9 +31,7 @@ class Native(Plain):
         self._library, self._memory = library, memory
         self._numel = [slot.numel for slot in layout.slots]
         self._width = 0 if codec.columns.bitmap else codec.columns.width
-        # where the others read the coefficients as they are, what was told can go in the same pass
-        exact = codec.precision == Float(torch.float32) or memory.feedback.error == "drop"
-        self._released_at_once = memory.feedback.alpha if exact else 0.0
+        self._released_at_once = memory.feedback.alpha if told_as_selected(codec, memory) else 0.0
 
     def select(self, signals: Sequence[Tensor | None], step: int) -> Selected:
         gradients = [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals]
@@ -151,9 +86,13 @@ def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, device: torch.device, seed: int, kernels: bool
 ) -> Plain:
     """The fastest engine that can do it; the plain one where `kernels` are not wanted or cannot be built."""
-    fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK) and codec.selection.chunk in native.CHUNKS
-    if kernels and fits and memory is not None and device.type == "cpu":
-        library = native.load()
-        if library is not None:
-            return Native(library, codec, layout, memory, device, seed)
+    fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK) and memory is not None
+    if not fits or device.type != "cpu":
+        return Plain(codec, layout, memory, device, seed)
+    assert memory is not None
+    library = native.load() if kernels and codec.selection.chunk in native.CHUNKS else None
+    if library is not None:
+        return Native(library, codec, layout, memory, device, seed)
+    if codec.selection.chunk in CHUNKS:
+        return Blocked(codec, layout, memory, device, seed)
     return Plain(codec, layout, memory, device, seed)

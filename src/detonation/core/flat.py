@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.core.tiles import Tiles
 
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 """Coordinates that plain torch works on at once on a CPU: few enough for its cache, enough to be worth an operation."""
 
 

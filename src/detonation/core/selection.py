@@ -80,8 +80,7 @@ class TopK:
 
     def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         if self.chunk in CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
-            blocks = torch.split(coefficients, max(1, BLOCK // self.chunk))
-            return torch.cat([largest(block, self.topk) for block in blocks])
+            return largest(coefficients, self.topk, max(1, BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
 
     def part(self, first: int, rows: int) -> "TopK":
