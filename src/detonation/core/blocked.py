@@ -8,7 +8,7 @@ from torch import Tensor
 from detonation.core.basis import DCT
 from detonation.core.buckets import Bucket
 from detonation.core.codec import Codec, Selected
-from detonation.core.columns import Packed
+from detonation.core.columns import Packed, numbers
 from detonation.core.combine import Agreed
 from detonation.core.flat import Layout, copy
 from detonation.core.largest import Largest
@@ -61,9 +61,20 @@ class Blocked(Plain):
         if not agreed.sparse(self.codec.selection.chunk) or not self._blocks:
             yield from super()._parts(agreed)
             return
-        for some in agreed.split(self._many):
-            for values, columns in zip(*[torch.split(told, self._some) for told in some.together()], strict=True):
-                yield self._basis.spread(values, columns, self.codec.selection.chunk)
+        for many in agreed.split(self._many):
+            columns = [numbers(columns) for columns in many.columns if columns is not None]
+            for some in Agreed(many.values, columns, many.combine).split(self._some):
+                yield self._mean(some)
+
+    def _mean(self, agreed: Agreed) -> Tensor:
+        """What few coefficients of each row come to, in the coordinates of the parameters."""
+        total: Tensor | None = None
+        for values, columns in zip(agreed.values, agreed.columns, strict=True):
+            assert isinstance(columns, Tensor)
+            part = self._basis.spread(values / len(agreed.values), columns, self.codec.selection.chunk)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
 
     def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
         if agreed.combine == "clipped" or not all(target.is_contiguous() for target in targets):

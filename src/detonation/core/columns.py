@@ -111,4 +111,5 @@ class Columns:
         falls = torch.zeros(len(columns), dtype=torch.bool, device=device)
         torch.le(columns[1:], columns[:-1], out=falls[1:])
         falls.view(rows, self.kept)[:, 0] = False  # where a row begins
-        return torch.where((columns >= self.chunk).any(), 1, 2 * falls.any().to(torch.int64))
+        outside = (columns >= self.chunk).any() if self.chunk < 2**self.width else torch.zeros_like(falls[:1]).any()
+        return torch.where(outside, 1, 2 * falls.any().to(torch.int64))
