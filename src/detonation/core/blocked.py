@@ -47,11 +47,10 @@ class Blocked(Plain):
         """Fills in values and columns of what is told of some rows, and lets go of it."""
         lines = self._basis.lines(residual)
         found, places = finder.find(lines)
-        values.copy_(lines.view(-1).index_select(0, places.view(-1)).view_as(places).t())
-        where = found.t().contiguous()
-        columns.copy_(where)
+        torch.index_select(lines.view(-1), 0, places.view(-1), out=values.view(-1))
+        columns.copy_(found)
         if self._released_at_once:
-            memory.release([self._basis.spread(values, where, residual.shape[1])])
+            memory.release([self._basis.spread(values, found, residual.shape[1])])
 
     def release(self, selected: Selected, read: Tensor) -> None:
         if not self._released_at_once:

@@ -29,6 +29,8 @@ class Largest:
         self._keys, spare = torch.empty(2, chunk, rows, dtype=torch.int32)
         self._falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32).unsqueeze(1)
         self._first = torch.arange(rows)  # the place of the first column of each row
+        self._firsts = self._first.repeat_interleave(count)
+        self._turned = (self._first + rows * torch.arange(count).unsqueeze(1)).t().reshape(-1)  # from lines to rows
         self._places = torch.empty(count, rows, dtype=torch.int64)
         size = 1 << (count - 1).bit_length()
         self._search: list[Call] = []
@@ -41,10 +43,10 @@ class Largest:
         self._ordered, _ = _sorted(self._order, self._found, spare, size)
 
     def find(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Of coefficients in lines: the columns of the largest, rising, and their places in the flattened lines.
+        """The columns of the largest coefficients of each row, rising, and where in the flattened `lines` they are.
 
-        The next call changes both.
-        """  # [chunk, rows] fp32 -> [count, rows] int32 and int64
+        The next call changes the places.
+        """  # lines [chunk, rows] fp32 -> [rows, count] int32 and int64
         torch.bitwise_and(lines.view(torch.int32), 0x7FFFFFFF & -self._chunk, out=self._keys)
         self._keys.bitwise_or_(self._falling)
         if self._search:
@@ -54,8 +56,10 @@ class Largest:
             self._one_by_one()
         self._found[self._count :] = -1
         _run(self._order)
-        columns = self._ordered[: self._count].neg_().add_(self._chunk - 1)
-        return columns, self._places.copy_(columns).mul_(self._rows).add_(self._first)
+        # by index: to turn a narrow matrix round takes torch twice as long
+        columns = self._ordered.view(-1).index_select(0, self._turned).neg_().add_(self._chunk - 1)
+        places = self._places.view(-1).copy_(columns).mul_(self._rows).add_(self._firsts)
+        return columns.view(self._rows, self._count), places.view(self._rows, self._count)
 
     def _one_by_one(self) -> None:
         keys, last = self._keys.view(-1), self._first + (self._chunk - 1) * self._rows
@@ -73,7 +77,7 @@ def largest(coefficients: Tensor, count: int, some: int) -> Tensor:
     for rows, columns in zip(torch.split(coefficients, some), torch.split(found, some), strict=True):
         if finder is None or len(rows) < some:
             finder = Largest(coefficients.shape[1], count, len(rows))
-        columns.copy_(finder.find(rows.t().contiguous())[0].t())
+        columns.copy_(finder.find(rows.t().contiguous())[0])
     return found
 
 
