@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
+from detonation.core import plain
 from detonation.core.blocked import Blocked
 from detonation.core.columns import numbers
 from detonation.core.combine import Agreed
@@ -143,6 +144,32 @@ def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk
     assert fast.can_follow(agreed, weights)
     fast.follow(agreed, weights, paces)
     assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("topk", [4, 9])
+def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
+    scheme, shapes = dt.demo(topk=topk, chunk=64), [(257,), (40, 64), (), (0, 3), (1009,), (64, 64)]
+    layout, _, whole = engines(scheme, shapes, Blocked)
+    monkeypatch.setattr(plain, "BLOCK", 16 * 64)
+    _, _, cut = engines(scheme, shapes, Blocked)
+    told = []
+    for engine in (whole, cut):
+        selected = engine.select(signals(layout, 1), 0)
+        updates = [torch.full(slot.shape, float("nan")) for slot in layout.slots]
+        agreed = Agreed([selected.values] * 2, [selected.columns] * 2, "replicas")
+        engine.write(agreed, updates)
+        weights = [torch.ones(slot.shape) for slot in layout.slots]
+        engine.follow(agreed, weights, [(0.5, 0.25 * i) for i, _ in enumerate(layout.slots)])
+        assert all(
+            torch.equal(w, 0.5 - 0.25 * i * u.sign()) for i, (w, u) in enumerate(zip(weights, updates, strict=True))
+        )
+        told.append((selected, updates, engine.memory.residual))
+    (one, updates, residual), (other, their_updates, their_residual) = told
+    assert torch.equal(numbers(one.columns), numbers(other.columns))
+    close(other.values, one.values)
+    close(their_residual, residual)
+    for mine, theirs in zip(updates, their_updates, strict=True):
+        close(theirs, mine)
 
 
 def test_sign_sgd_does_what_was_deferred_once_and_steps_on_the_rest():

@@ -27,7 +27,7 @@ class Packed:
 
     def parts(self) -> "list[Packed]":
         """All, some rows at a time."""
-        return [self.part(first, 2 * SOME) for first in range(0, max(1, self.rows), 2 * SOME)]
+        return [self.part(first, 8 * SOME) for first in range(0, max(1, self.rows), 8 * SOME)]
 
     def numbers(self) -> Tensor:
         return self.columns.decode(self.encoded, self.rows)  # [rows, kept] int64
@@ -97,19 +97,23 @@ class Columns:
 
     def fault(self, encoded: Tensor, rows: int) -> Tensor:
         """Whether `encoded` could come from `encode`: 1 where a column is not below `chunk`, 2 where some fall."""
-        device = encoded.device  # [] int64
-        library = native.load_for(encoded)
+        library = native.load_for(encoded)  # -> [] int64
         if library and self.bitmap:
             return torch.tensor(library.check_bitmap(encoded, rows, self.kept, self.chunk))
         if library and self.width:
             return torch.tensor(library.check_columns(encoded, rows, self.kept, self.chunk, self.width))
+        some = Packed(self, encoded, rows).parts()
         if self.bitmap:
-            some = Packed(self, encoded, rows).parts()
             marked = torch.cat([marks(p.encoded, p.rows * self.chunk).view(p.rows, -1).sum(1) for p in some])
             return 2 * (marked != self.kept).any().to(torch.int64)
-        columns = self.decode(encoded, rows).view(-1)
-        falls = torch.zeros(len(columns), dtype=torch.bool, device=device)
-        torch.le(columns[1:], columns[:-1], out=falls[1:])
-        falls.view(rows, self.kept)[:, 0] = False  # where a row begins
-        outside = (columns >= self.chunk).any() if self.chunk < 2**self.width else torch.zeros_like(falls[:1]).any()
+        faults = torch.stack([self._fault(part.numbers()) for part in some])
+        return torch.where((faults == 1).any(), 1, faults.amax())
+
+    def _fault(self, columns: Tensor) -> Tensor:
+        line = columns.view(-1)  # [rows, kept] -> []
+        falls = torch.zeros(len(line), dtype=torch.bool, device=line.device)
+        torch.le(line[1:], line[:-1], out=falls[1:])
+        falls.view_as(columns)[:, 0] = False  # where a row begins
+        within = self.chunk == 2**self.width
+        outside = torch.zeros_like(falls.any()) if within else (line >= self.chunk).any()
         return torch.where(outside, 1, 2 * falls.any().to(torch.int64))
