@@ -6,7 +6,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Byte code is written for what is imported, when it is: for all that is installed it would take longer than installing.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test chaos lint clean
 
@@ -40,10 +42,10 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e '.[train]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.train
-	@echo "installing what the tests need into $(VENV)"
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	@echo "installing detonation and what training and tests need into $(VENV)"
 	@$(PIP) -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.train $@
 
 clean:
 	rm -rf $(VENV) runs
