@@ -139,9 +139,13 @@ def preempted(folder: Path, whole: Run, seed: int, count: int) -> Row:
     return row
 
 
-def disk_full(folder: Path, sizes: int) -> list[Row]:
-    """A disk that is full again and again while a run saves, each time at another size; in between there is room."""
-    whole = uninterrupted(folder / "whole", 15 * sizes + 10)
+def disk_full(folder: Path, whole: Run, sizes: int) -> list[Row]:
+    """A disk that is full again and again while a run saves, each time at another size; in between there is room.
+
+    whole: stands for a run without that, where it is as long as this takes.
+    """
+    if whole.steps != (steps := 15 * sizes + 10):
+        whole = uninterrupted(folder / "whole", steps)
     saved = [file.bytes for file in newest(whole.out / "checkpoints")[1].files.values()]
     files, disk = Row("disk full: no file may grow"), Row("disk full: a file system of 64 MB")
     widen = partial(_limit, resource.RLIM_INFINITY)

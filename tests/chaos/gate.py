@@ -33,7 +33,7 @@ class Amount:
 
 
 FULL = Amount(60, 40, 20, 10, ("demo", "diloco", "full"), 1000, 20, 28)
-SHORT = Amount(24, 3, 1, 1, ("demo",), 100, 2, 2)
+SHORT = Amount(25, 2, 1, 1, ("demo",), 100, 1, 2)
 
 
 def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
@@ -45,7 +45,7 @@ def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
         preempted(folder / "preempted", whole, seed, amount.signals),
         crash_points(folder / "crashed", amount.schemes),
         corruptions(newest, folder / "corrupted", seed, amount.corruptions),
-        *disk_full(folder / "full", amount.sizes),
+        *disk_full(folder / "full", whole, amount.sizes),
         bad_messages(seed, amount.messages),
     ]
 
