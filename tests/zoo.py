@@ -48,6 +48,11 @@ SCHEMES = {
 
 TALKING = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
 GRADIENT = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal == "gradients"}
+KINDS = [
+    "full", "demo", "demo-owner", "demo-tiles-64-sign", "random-late", "streaming", "sparseloco", "muloco-2bit",
+    "sparta", "decoupled-adamw",
+]  # fmt: skip
+"""One of every kind of codec, link, round and memory: where what is tested next to a scheme is more than the scheme."""
 WORLDS = [(2, 1), (2, 2), (4, 1), (1, 2)]
 
 

@@ -14,6 +14,8 @@ from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
 """Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
+SAVED = [0, 4, 6, 8, 10, 12, 14]
+"""After which steps: in the middle of rounds, and with messages on their way."""
 CHOSEN = ["full", "demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming", "diloco"]
 
 
@@ -80,10 +82,10 @@ def one_world(mesh, folder, names, kind, width, turn):
         model, optimizer = start(mesh, SCHEMES[name], kind)
         if turn:
             loaded = dt.load_checkpoint(f"{folder}/{name}", model, optimizer)
-            assert loaded.step == 4 * turn and f"to {mesh.size(0)} x {mesh.size(1)}" in loaded.merged
+            assert loaded.step == SAVED[turn] and f"to {mesh.size(0)} x {mesh.size(1)}" in loaded.merged
             before = torch.load(f"{folder}/{name}.held", weights_only=True)
             differ[name] = apart(before, held(mesh, model, optimizer))
-        advance(model, optimizer, range(4 * turn, 4 * turn + 4), width)
+        advance(model, optimizer, range(SAVED[turn], SAVED[turn + 1]), width)
         now = held(mesh, model, optimizer)
         dt.save_checkpoint(f"{folder}/{name}", model, optimizer)
         if dist.get_rank() == 0:
