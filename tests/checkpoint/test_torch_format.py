@@ -9,7 +9,7 @@ import detonation as dt
 import worlds
 from zoo import SCHEMES
 
-CHOSEN = ["demo", "demo-owner", "random-late", "streaming", "diloco"]
+CHOSEN = ["demo-owner", "random-late", "streaming"]
 """Saved after 4 steps: with messages on their way, and in the middle of a round."""
 
 

@@ -29,12 +29,13 @@ def stopped_everywhere(mesh, folder, how, first):
         ends[step] = everything(model, optimizer)
         if step == first:
             dt.save_checkpoint(folder / "before", model, optimizer)
+    other, again = start(mesh, DEMO, BASES["AdamW"])
     point, reached, loaded = 0, True, []
     while reached:
         shutil.rmtree(folder / "run", ignore_errors=True)
         shutil.copytree(folder / "before", folder / "run")
         reached = (killed if how == "killed" else disk_full)(folder / "run", model, optimizer, point)
-        other, again = start(mesh, DEMO, BASES["AdamW"])
+        advance(other, again, [3])  # what was loaded last is there no more
         step = dt.load_checkpoint(folder / "run", other, again).step
         loaded.append((step, everything(other, again) == ends[step]))
         dt.save_checkpoint(folder / "run", model, optimizer, keep=1)

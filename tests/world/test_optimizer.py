@@ -14,7 +14,7 @@ from detonation.core.ledger import NonFiniteGradient
 from detonation.core.link import Mismatch
 from detonation.core.traffic import LargerThanDense
 from worlds import caught
-from zoo import SCHEMES, Plain, batch, built
+from zoo import KINDS, SCHEMES, Plain, batch, built
 
 BASES = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -136,9 +136,9 @@ def resumed(mesh, base, names):
     return results
 
 
-@pytest.mark.parametrize(("shards", "names"), [(1, SCHEMES), (2, ["demo", "demo-owner", "random-late", "diloco"])])
+@pytest.mark.parametrize(("shards", "names"), [(1, KINDS), (2, ["demo", "demo-owner", "random-late", "diloco"])])
 def test_law_9_private_state_resumes_exactly(shards, names):
-    """By state_dict and torch.save; tests/checkpoint does the whole matrix through checkpoints."""
+    """By state_dict and torch.save; tests/checkpoint takes every scheme, through checkpoints."""
     assert worlds.run(resumed, 2, shards, "AdamW", list(names)) == [dict.fromkeys(names, True)] * 2 * shards
 
 
