@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,13 +35,22 @@ RECIPE = {
 class Command:
     """`detonation arguments...`, running in a session of its own; what it prints is in `folder`.
 
-    env: what it finds in its environment besides. network: the network namespace that it runs in.
+    env: what it finds in its environment besides. network: the network namespace that it runs in. program: another than
+    `detonation`: takes the arguments, returns its exit code.
     """
 
-    def __init__(self, folder: Path, *arguments: object, env: Mapping[str, object] = {}, network: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: object,
+        env: Mapping[str, object] = {},
+        network: str = "",
+        program: Callable[[list[str]], int] = cli.main,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._env = {name: str(value) for name, value in env.items()}
         self._network = network
+        self._program = program
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.write_text("")
         self._err.write_text("")
@@ -67,7 +76,7 @@ class Command:
             tempfile.tempdir = None  # what the parent found in its own environment
             if self._network:
                 _enter(self._network)
-            code = cli.main(list(arguments))
+            code = self._program(list(arguments))
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         finally:

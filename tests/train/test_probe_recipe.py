@@ -3,12 +3,20 @@
 import dataclasses
 import json
 
+import pytest
+
 from detonation.cli import main
 from detonation.cluster.launch import run_local
 from detonation.cluster.profile import Profile
 from detonation.core.schemes import SCHEMES
 from detonation.train import probe
 from detonation.train.config import to_table
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Also in the ranks, which are forks."""
+    monkeypatch.setattr(probe, "_AXIS_S", 0.3)
 
 
 def test_a_recipe_is_probed_with_every_scheme(tiny, tiny_recipe):
