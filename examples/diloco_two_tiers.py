@@ -19,12 +19,12 @@ def train() -> None:
     for axis in ("node", "rack"):
         dt.same_weights(model, mesh[axis])
 
-    levels = [(mesh["node"], dt.full()), (mesh["rack"], dt.diloco(every=20, outer_lr=0.7, outer_momentum=0.6))]
+    levels = [(mesh["node"], dt.full()), (mesh["rack"], dt.diloco(every=10, outer_lr=0.7, outer_momentum=0.6))]
     optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-2), model, levels=levels)
 
     torch.manual_seed(1 + mesh.get_rank())
     losses = []
-    for _ in range(200):
+    for _ in range(100):
         x = torch.randn(32, 16)
         loss = (model(x) - x.square().mean(1, keepdim=True)).square().mean()
         loss.backward()
@@ -32,10 +32,10 @@ def train() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    optimizer.settle()  # ends a round that is still open; here 200 is a multiple of 20
+    optimizer.settle()  # ends a round that is still open; here 100 is a multiple of 10
     _, equal = dt.fingerprint(model, mesh)
     if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}, replicas equal: {equal}")
+        print(f"loss {losses[0]:.2f} -> {sum(losses[-10:]) / 10:.2f}, replicas equal: {equal}")
 
 
 train()
