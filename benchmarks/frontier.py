@@ -111,13 +111,13 @@ ROUNDS = ("muloco 60, 4bit", "muloco 30, 2bit", "Muon, full")
 
 VISION = {
     "AdamW, full": adamw(1e-3),
-    "demo 1/64, sign": signs(1, 64, 0.95, 2e-3),
+    "demo 1/64, sign": signs(1, 64, 0.95, 4e-3),
     "random_sign 1/8": votes(8, 0.9, 2e-2),
 }
 """vit-fashion at 2 replicas."""
 
 VISION_TUNING = {
-    "demo 1/64, sign": [signs(1, 64, 0.95, lr) for lr in (1e-3, 2e-3, 4e-3)],
+    "demo 1/64, sign": [signs(1, 64, 0.95, lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     "random_sign 1/8": [votes(8, 0.9, lr) for lr in (5e-3, 1e-2, 2e-2)],
 }
 """Of vit-fashion on seed 0; AdamW's rates are in docs/log.md."""
@@ -153,6 +153,7 @@ def grid() -> Iterator[Cell]:
     for seed in (1, 2, 3):
         for method, sets in VISION.items():
             yield cell("vision", method, VIT, sets, 2, seed)
+        yield cell("vision", "demo 1/64, sign", VIT, signs(1, 64, 0.95, 2e-3), 2, seed)
     for method, settings in VISION_TUNING.items():
         for sets in settings:
             yield cell("tuning", method, VIT, sets, 2, seed=0)
