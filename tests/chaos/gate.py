@@ -20,20 +20,24 @@ from payloads import CLASSES, fuzz
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of each kind of fault, to runs of `steps`; `messages` of each class of bad ones."""
+    """How much of each kind of fault, to runs of `steps`; `messages` of each class of bad ones.
+
+    crashes: of saves of which scheme, over the checkpoint after which step.
+    """
 
     steps: int
     kills: int
     stops: int
     signals: int
-    schemes: tuple[str, ...]
+    crashes: tuple[tuple[str, int], ...]
     corruptions: int
     sizes: int
     messages: int
 
 
-FULL = Amount(60, 40, 20, 10, ("demo", "diloco", "full"), 1000, 20, 28)
-SHORT = Amount(25, 2, 1, 1, ("demo",), 100, 1, 2)
+CRASHES = tuple((name, first) for name in ("demo", "diloco", "full") for first in (1, 2))
+FULL = Amount(60, 40, 20, 10, CRASHES, 1000, 20, 28)
+SHORT = Amount(25, 2, 1, 1, CRASHES[:1], 100, 1, 2)
 
 
 def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
@@ -43,7 +47,7 @@ def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
     return [
         *killed_and_stopped(folder / "killed", whole, seed, amount.kills, amount.stops),
         preempted(folder / "preempted", whole, seed, amount.signals),
-        crash_points(folder / "crashed", amount.schemes),
+        crash_points(folder / "crashed", amount.crashes),
         corruptions(newest, folder / "corrupted", seed, amount.corruptions),
         *disk_full(folder / "full", whole, amount.sizes),
         bad_messages(seed, amount.messages),

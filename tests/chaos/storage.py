@@ -21,13 +21,12 @@ from zoo import Plain, batch, built
 SCHEMES = {"demo": dt.demo(topk=4, chunk=16), "diloco": dt.diloco(every=3), "full": dt.full()}
 
 
-def crash_points(folder: Path, schemes: Sequence[str]) -> Row:
+def crash_points(folder: Path, crashes: Sequence[tuple[str, int]]) -> Row:
     """A save ends before each of its operations: what loads then is the checkpoint before or the new one, exactly."""
     row = Row("crash points of a save")
-    for name in schemes:
-        for first in (1, 2):
-            for problem in worlds.run(_cut_short, 1, 1, folder / f"{name}{first}", name, first)[0]:
-                row.add(problem)
+    for name, first in crashes:
+        for problem in worlds.run(_cut_short, 1, 1, folder / f"{name}{first}", name, first)[0]:
+            row.add(problem)
     return row
 
 

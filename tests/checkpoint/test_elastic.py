@@ -16,7 +16,7 @@ CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
 """Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
 SAVED = [0, 4, 6, 8, 10, 12, 14]
 """After which steps: in the middle of rounds, and with messages on their way."""
-CHOSEN = ["full", "demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming", "diloco"]
+CHOSEN = ["demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming"]
 
 
 def start(mesh, scheme, kind):
