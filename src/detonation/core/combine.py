@@ -78,7 +78,9 @@ def _combined(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk:
         return signs * _sum([v.abs() for v in values], columns, chunk) / len(values)
     if combine == "clipped":
         norms = torch.stack([v.norm() for v in values])
-        middle = torch.where(norms > 0, norms, torch.nan).nanmedian()  # of those that tell anything
+        silent = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
+        rising = norms.masked_fill(silent, torch.inf).sort().values
+        middle = rising.gather(0, silent.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2)
         scales = (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
         values = [v * scale for v, scale in zip(values, scales, strict=True)]
     total = _sum(values, columns, chunk)

@@ -149,7 +149,7 @@ class Layout:
 def _padding(slot: Slot, chunk: int, device: torch.device) -> Tensor:
     start = slot.row * chunk
     if slot.tiles:
-        return slot.tiles.cut(torch.ones(slot.shape, device=device)).view(-1).eq(0).nonzero().view(-1) + start
+        return slot.tiles.cut(torch.ones(slot.shape)).view(-1).eq(0).nonzero().view(-1).to(device) + start
     return torch.arange(start + slot.numel, start + slot.rows * chunk, device=device)
 
 

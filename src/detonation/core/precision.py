@@ -135,7 +135,8 @@ class TwoBit(Blocks):
         return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
-        return statistics * torch.tensor([1.0, 1.0, -1.0, -1.0], device=statistics.device) >= 0
+        positive, negative = statistics.chunk(2, 1)
+        return torch.cat([positive >= 0, negative <= 0], 1)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
     real = torch.ones(len(filled), 1, device=line.device).expand(-1, block)
     if missing:
         real = real.clone()
-        real[-1, block - missing :] = 0
+        real[-1, block - missing :].zero_()
     return filled, real
 
 
