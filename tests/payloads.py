@@ -259,8 +259,8 @@ class Seen(Ledger):
         pass  # a thousand lines that nobody reads
 
 
-def guard(scheme: dt.Scheme, replica: int, ledger: Ledger | None = None) -> Guard:
-    return Guard(scheme.codec, ["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica))
+def guard(scheme: dt.Scheme, replica: int, ledger: Ledger | None = None, late: bool = False) -> Guard:
+    return Guard(scheme.codec, ["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica), late)
 
 
 @cache
@@ -286,18 +286,21 @@ class Result:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
-def fuzz(seed: int, count: int) -> dict[str, Result]:
-    """Sends `count` bad messages of all classes in turn, to their senders and to another; the outcome by class."""
+def fuzz(seed: int, count: int, late: bool = False) -> dict[str, Result]:
+    """Sends `count` bad messages of all classes in turn, to their senders and to another; the outcome by class.
+
+    late: the guards decide as on an accelerator, and say so afterwards.
+    """
     random = torch.Generator().manual_seed(seed)
     results = {name: Result() for name in CLASSES}
     for trial in range(count):
         name = list(CLASSES)[trial % len(CLASSES)]
         function, schemes = CLASSES[name]
-        _try(results[name], function, schemes[trial // len(CLASSES) % len(schemes)], random)
+        _try(results[name], function, schemes[trial // len(CLASSES) % len(schemes)], random, late)
     return results
 
 
-def _try(result: Result, function: Bad, name: str, random: torch.Generator) -> None:
+def _try(result: Result, function: Bad, name: str, random: torch.Generator, late: bool) -> None:
     said, shared = honest(name)
     scheme, sender = SCHEMES[name], int(torch.randint(0, REPLICAS, (), generator=random))
     other = (sender + 1) % REPLICAS
@@ -306,7 +309,7 @@ def _try(result: Result, function: Bad, name: str, random: torch.Generator) -> N
     arrived = [said[replica, STEP] for replica in range(REPLICAS)]
     arrived[sender] = function(case)
     result.tried += 1
-    outcomes = [_received(scheme, replica, arrived, shared) for replica in (sender, other)]
+    outcomes = [_received(scheme, replica, arrived, shared, late) for replica in (sender, other)]
     result.refused += all(named == [sender] for named, _, _ in outcomes)
     without = silent(name, sender)
     result.applied += any(not torch.equal(update, without) for _, _, update in outcomes)
@@ -314,11 +317,13 @@ def _try(result: Result, function: Bad, name: str, random: torch.Generator) -> N
 
 
 def _received(
-    scheme: dt.Scheme, replica: int, arrived: list[Parts], shared: Tensor | None
+    scheme: dt.Scheme, replica: int, arrived: list[Parts], shared: Tensor | None, late: bool
 ) -> tuple[list, list, Tensor]:
     """Whom `replica` refuses and why, and the update that it would apply."""
     ledger = Seen(replica)
-    opened = guard(scheme, replica, ledger).open(arrived, ROWS, [shared] * REPLICAS, STEP)
+    opened = guard(scheme, replica, ledger, late).open(arrived, ROWS, [shared] * REPLICAS, STEP)
+    assert not (late and ledger.named)
+    ledger.catch_up(STEP)
     update = combined(Agreed(opened.values, opened.columns, "replicas"), scheme.codec.selection.chunk)
     return [sender for sender, _ in ledger.named], [reason for _, reason in ledger.named], update
 

@@ -1,6 +1,10 @@
 """Messages that are not what they must be: none is used, nothing ends, the sender is named, all decide alike."""
 
 import math
+import struct
+from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -11,9 +15,10 @@ import detonation as dt
 from detonation.core import envelope
 from detonation.core.codec import Message
 from detonation.core.columns import Columns
-from detonation.core.guard import LIMIT
 from detonation.core.ledger import IN_A_ROW, STRIKES, BadPeer, Drift, Ledger, NonFiniteGradient
+from detonation.core.poison import LIMIT
 from detonation.core.precision import PRECISIONS
+from detonation.core.verdict import Expected, Inspected, faults, usable
 from detonation.kernels import native
 from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest
 
@@ -23,6 +28,40 @@ def test_of_a_thousand_bad_messages_none_is_used_and_each_sender_is_named():
     assert len(results) >= 20 and sum(result.tried for result in results.values()) >= 1000
     for name, result in results.items():
         assert (result.refused, result.applied) == (28, 0), (name, result)
+
+
+def test_a_guard_that_reports_late_uses_none_either_and_names_the_same_for_the_same_reasons():
+    count = len(SCHEMES) * len(CLASSES)
+    assert fuzz(seed=0, count=count, late=True) == fuzz(seed=0, count=count)
+
+
+def test_what_a_device_decides_on_messages_is_what_the_host_does():
+    """On tables of what is found in messages, of which any word may be one that is nearly right."""
+    random = Random(0)
+    expected = Expected(envelope.Stamp(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
+    identity = envelope.MAGIC | envelope.VERSION << 56
+    outcomes = Counter()
+    for _ in range(3000):
+        norms = [random.choice([0.0, 1e-3, 1.0, 1001.0, LIMIT]) for _ in range(random.randint(1, 5))]
+        rows = [[identity, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, 1, bits(n)] for r, n in enumerate(norms)]
+        for row in rows:
+            if random.random() < 0.4:
+                at = random.randrange(12)
+                wrong = {9: [1, 2], 10: [0], 11: [bits(n) for n in (math.nan, math.inf, -0.0, 1.01 * LIMIT)]}
+                row[at] = random.choice(
+                    wrong.get(at, [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)])
+                )
+        expected = replace(expected, signals=random.random() < 0.8)
+        table = [Inspected.of(row) for row in rows]
+        found = faults(table, expected)
+        used = [not fault and not each.header.status for each, fault in zip(table, found, strict=True)]
+        assert usable(torch.tensor(rows), expected).tolist() == used, rows
+        outcomes.update(fault[:12] for fault in found)
+    assert len(outcomes) >= 14 and outcomes[""] > 1000
+
+
+def bits(value):
+    return struct.unpack("q", struct.pack("d", value))[0]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -94,11 +133,22 @@ def test_what_an_encoder_makes_is_lawful(name, scale):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -1.1 * LIMIT])
 @pytest.mark.parametrize("size", [10, 10_000], ids=["plain", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype):
-    this = guard(dt.full(), 0)
-    signals = [None, torch.full((size,), -LIMIT / 2, dtype=dtype), torch.zeros(0), torch.ones(size, dtype=dtype)]
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype, late):
+    this = guard(dt.full(), 0, late=late)
+    ones = torch.ones(size, dtype=dtype)
+    signals = [
+        None,
+        torch.full((size,), -LIMIT / 2, dtype=dtype),
+        torch.zeros(0),
+        ones,
+        torch.tensor(0.0),
+        ones.clone(),
+    ]
     assert this.status(signals) == 0 and this.status([None]) == 0
-    signals[3][size // 2] = value
+    signals[5][size // 2] = value
+    assert this.status(signals) == 6
+    ones[size // 2] = value
     assert this.status(signals) == 4
 
 
@@ -129,21 +179,24 @@ def test_three_strikes_stop_all_and_name_the_sender():
     assert isinstance(error, BadPeer) and "3 messages of replica 1 were refused, the last at step 2" in str(error)
 
 
-def test_a_message_that_was_damaged_for_one_only_shows_with_the_next():
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
     """Replica 2 receives something else from 1 than the others do: they cannot know, until it says what it heard."""
     said, _ = honest("list")
     scheme, ledgers = SCHEMES["list"], [Seen(r) for r in range(REPLICAS)]
-    guards = [guard(scheme, r, ledgers[r]) for r in range(REPLICAS)]
+    guards = [guard(scheme, r, ledgers[r], late) for r in range(REPLICAS)]
     messages = [guards[r].seal(Message(*said[r, STEP][1:]), STEP, 0) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         arrived = [list(parts) for parts in messages]
         if r == 2:
             arrived[1][1] = arrived[1][1] + 1
         guards[r].open(arrived, ROWS, [None] * REPLICAS, STEP)
+        ledgers[r].catch_up(math.inf)
     assert [ledger.refused for ledger in ledgers] == [0, 0, 1]
     following = [guards[r].seal(Message(*said[r, STEP][1:]), STEP + 1, 0) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         guards[r].open(following, ROWS, [None] * REPLICAS, STEP + 1)
+        ledgers[r].catch_up(math.inf)
     error = ledgers[0].error(ledgers[0].fatal, STEP + 1)
     assert isinstance(error, Drift) and "replica 2" in str(error)
     assert {ledger.fatal for ledger in ledgers} == {ledgers[0].fatal}

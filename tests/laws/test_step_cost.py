@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import detonation as dt
 from detonation.core.codec import Message
 from detonation.core.engine import engine_for
+from detonation.core.guard import Guard
+from detonation.core.ledger import Ledger
 from detonation.core.memory import Memory
 from detonation.kernels import native
 from zoo import TALKING
@@ -95,6 +97,22 @@ def test_operations_do_not_grow_with_the_number_of_tensors(scheme, plain):
         pytest.skip("each matrix is cut into tiles by itself")
     few, many = [watched(scheme, [(64 * 300 // n,)] * n, kernels=False)[0] for n in (10, 100)]
     assert len(few.names) == len(many.names)
+
+
+@pytest.mark.parametrize("name", ["full", "demo", "random"])
+def test_nor_do_those_of_what_an_accelerator_decides(name, plain):
+    scheme, counted = TALKING[name], []
+    for n in (10, 100):
+        layout = scheme.codec.layout({f"p{i}": (64 * 300 // n,) for i in range(n)})
+        memory = Memory(layout, scheme.feedback, CPU) if scheme.feedback else None
+        engine = engine_for(scheme.codec, layout, memory, CPU, 0, kernels=False)
+        guard = Guard(scheme.codec, [slot.name for slot in layout.slots], "", 0, 0, 0, Ledger([], 0), late=True)
+        gradients = [torch.randn(slot.shape) for slot in layout.slots]
+        for step in range(2):
+            with Watch() as watch:
+                engine.select_where(guard.status(gradients) == 0, gradients, step)
+        counted.append(len(watch.names))
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("topk", [4, 32])

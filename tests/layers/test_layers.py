@@ -12,7 +12,7 @@ import detonation
 SOURCE = Path(detonation.__file__).parent
 CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
     ["tiles", "flat"],
-    ["envelope", "ledger"],
+    ["later", "envelope", "ledger", "poison", "verdict"],
     ["bits", "basis", "columns", "largest", "selection", "precision", "combine", "rounds"],
     ["codec"],
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "buckets", "traffic", "owners"],
@@ -72,8 +72,11 @@ NO_NETWORK = [
     "owners",
     "pending",
     "private",
+    "later",
     "envelope",
     "ledger",
+    "poison",
+    "verdict",
     "guard",
 ]
 FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))

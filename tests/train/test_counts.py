@@ -5,7 +5,10 @@ import json
 import pytest
 
 from detonation.checkpoint import manifest, shelf
+from detonation.cluster.failure import WorldError
+from detonation.core import later
 from detonation.core.flat import local
+from detonation.kernels import native
 from detonation.report.table import rows
 from detonation.train import counts, worker
 
@@ -41,6 +44,14 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
     assert "refused" not in dict(rows(written))
     last = manifest.read(shelf.candidates(tmp_path / "run" / "checkpoints")[0])
     assert counts.saved(last.extra) == counts.Counts(summary["skipped"])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
+    monkeypatch.setattr(later, "late", lambda device: late)
+    monkeypatch.setattr(native, "load", lambda: None)
+    with pytest.raises(WorldError, match=f"^the gradient of .*{NAME} is not finite on replica 1 at step 0$"):
+        train("run", "train.steps=3")
 
 
 @pytest.mark.parametrize("extra", [{}, {"skipped": 3, "refused": "x"}, {"skipped": {"a": "b"}, "refused": None}])

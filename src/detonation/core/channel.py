@@ -7,7 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from detonation.core import later
 from detonation.core.buckets import Bucket, codec_of, cut
+from detonation.core.codec import Selected
 from detonation.core.combine import Agreed
 from detonation.core.engine import engine_for
 from detonation.core.exchange import Exchange, Relay, exchange_for
@@ -35,13 +37,13 @@ class Carrier:
 class Flight:
     """What one replica tells at one step, on its way in one message or in several, and what all agree on.
 
-    silent: whether any of it is zeros in the place of what is not finite.
+    silent: whether any of it is zeros in the place of what is not finite; `[]` bool where the host does not know.
     told: what the update would be if all had told what this replica did; only for a scheme that needs it.
     """
 
     def __init__(self, scheme: Scheme, layout: Layout, step: int) -> None:
         self.told: Tensor | None = None
-        self.silent = False
+        self.silent: bool | Tensor = False
         self._layout, self._step = layout, step
         self._tells = scheme.lookahead or scheme.follow != "anchor"
         self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
@@ -56,15 +58,20 @@ class Flight:
         pieces = carrier.bucket.cut(signals)
         status = carrier.guard.status(pieces)
         self.silent |= status > 0
-        selected = carrier.engine.silence(self._step) if status else carrier.engine.select(pieces, self._step)
+        selected = self._selected(carrier, pieces, status)
         prepared = carrier.exchange.prepare(selected, self._step, status)
         if self._tells:
             # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
             told = carrier.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
             self.told = self._placed(self.told, carrier.bucket, told)
-        if not status:
+        if isinstance(status, Tensor) or not status:
             carrier.engine.release(selected, selected.values if self._drops else prepared.read())
         self._relays.append((carrier, prepared.start()))
+
+    def _selected(self, carrier: Carrier, pieces: Sequence[Tensor | None], status: int | Tensor) -> Selected:
+        if isinstance(status, Tensor):
+            return carrier.engine.select_where(status == 0, pieces, self._step)
+        return carrier.engine.silence(self._step) if status else carrier.engine.select(pieces, self._step)
 
     def update(self) -> Tensor:
         """Waits for what all replicas agree on, the same bits on each."""  # [rows, chunk]
@@ -151,6 +158,7 @@ class Channel:
 
     def flight(self, step: int) -> Flight:
         """The message of `step`, with nothing in it yet: to be sent by one carrier after another."""
+        self.ledger.expect(step + self.scheme.round.delay)
         return Flight(self.scheme, self.layout, step)
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Flight:
@@ -169,7 +177,8 @@ class Channel:
         scheme, replicas = self.scheme, self.link.replicas
         schema = (scheme.name, dict(scheme.arguments), layout.slots, self._seed, self.engine.name, replicas)
         names, place = [slot.name for slot in layout.slots], self.place << 10 | number
-        return Guard(scheme.codec, names, repr(schema), place, self.link.replica, scheme.round.delay, self.ledger)
+        late = later.late(self.device)
+        return Guard(scheme.codec, names, repr(schema), place, self.link.replica, scheme.round.delay, self.ledger, late)
 
     def _carrier(self, bucket: Bucket, number: int) -> Carrier:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from detonation.core import later
 from detonation.core.basis import DCT
 from detonation.core.blocked import Blocked, told_as_selected
 from detonation.core.codec import Codec, Selected
@@ -87,7 +88,7 @@ def engine_for(
 ) -> Plain:
     """The fastest engine that can do it; the plain one where `kernels` are not wanted or cannot be built."""
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK) and memory is not None
-    if not fits or device.type != "cpu":
+    if not fits or later.late(device):
         return Plain(codec, layout, memory, device, seed)
     assert memory is not None
     library = native.load() if kernels and codec.selection.chunk in native.CHUNKS else None

@@ -8,11 +8,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from detonation.core import later
 from detonation.kernels import native
 
 MAGIC = int.from_bytes(b"DeToNAT", "little")
 VERSION = 2
 """Of header and messages: another one cannot be read."""
+_IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES = 64
 DIGITS = 3
 """Numbers below 256 in which a replica says its status where the network adds messages up, exact in bf16 too."""
@@ -24,24 +26,23 @@ class Stamp:
     """What a message says of itself; each word from 0 to below 2**63.
 
     schema: of everything that both sides must know alike to read it. place: which of its sender's messages of that
-    step it is. status: 0, or 1 + the number of the parameter for whose sake it tells nothing. heard: a digest of what
-    its sender took in earlier, which must be the same on all replicas.
+    step it is. status: 0, or 1 + the number of the parameter for whose sake it tells nothing; `[]` int64 where only the
+    device knows. heard: a digest of what its sender took in earlier, which must be the same on all replicas.
     """
 
     schema: int
     step: int
     place: int
     sender: int
-    status: int = 0
+    status: int | Tensor = 0
     heard: int = 0
 
 
 def sealed(parts: Sequence[Tensor], stamp: Stamp) -> tuple[Tensor, ...]:
     """The header for `parts`, and after it the parts themselves."""
-    identity = MAGIC | VERSION << 56
     place = stamp.sender << 32 | stamp.place
-    said = [identity, stamp.schema, stamp.step, place, sum(p.nbytes for p in parts), stamp.status, stamp.heard]
-    words = torch.tensor(said, device=parts[0].device)
+    nbytes = sum(part.nbytes for part in parts)
+    words = _words([_IDENTITY, stamp.schema, stamp.step, place, nbytes, stamp.status, stamp.heard], parts[0].device)
     return (torch.cat([words, checksum([words, *parts]).view(1)]), *parts)
 
 
@@ -105,6 +106,15 @@ class Facts:
         return ""
 
 
+def faultless(words: Tensor, expected: Stamp, nbytes: int, parameters: int) -> Tensor:
+    """Where `Facts.fault` finds nothing in the words of each sender, in arithmetic: nobody waits for the device."""
+    identity, schema, step, origin, length, status, _, said, added = words.unbind(1)  # [replicas, 9] -> [replicas] bool
+    senders = torch.arange(len(words), device=words.device) << 32
+    same = (identity == _IDENTITY) & (schema == expected.schema) & (step == expected.step)
+    same &= (origin == (senders | expected.place)) & (length == nbytes)
+    return same & (status >= 0) & (status <= parameters) & (said == added)
+
+
 def checksum(parts: Sequence[Tensor]) -> Tensor:
     """The sum of the 32-bit words of all parts, each times an odd number that depends on its place, modulo 2**64.
 
@@ -124,6 +134,23 @@ def checksum(parts: Sequence[Tensor]) -> Tensor:
 def number(text: str) -> int:
     """A word that stands for `text`: 63 bits of its sha256."""
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _words(said: Sequence[int | Tensor], device: torch.device) -> Tensor:
+    if not later.late(device):
+        return torch.tensor(said)
+    words = torch.empty(len(said), dtype=torch.int64, device=device)
+    for word, value in zip(words.unbind(), said, strict=True):
+        put(word, value)
+    return words
+
+
+def put(place: Tensor, value: int | Tensor) -> None:
+    """Makes `place` (`[]`) hold `value`. A number goes to the device with the call; a list would be waited for."""
+    if isinstance(value, Tensor):
+        place.copy_(value)
+    else:
+        place.fill_(value)
 
 
 def _summed(part: Tensor, first: int) -> Tensor:

@@ -42,7 +42,7 @@ class Exchange(Protocol):
         """Whether a replica is told what the others do not see."""
         ...
 
-    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
+    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
         """The message of `step`; status: see `Stamp`."""
         ...
 
@@ -63,7 +63,7 @@ class Reduced:
     def __init__(self, codec: Codec, link: Link, guard: Guard) -> None:
         self._codec, self._link, self._guard = codec, link, guard
 
-    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
+    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
         buffer = self._guard.seal_sum(selected.values, self._link.replicas, status)
         rows, count = len(selected.values), selected.values.numel()
 
@@ -92,7 +92,7 @@ class Gathered:
     def __init__(self, codec: Codec, link: Link, combine: Combine, guard: Guard) -> None:
         self._codec, self._link, self._combine, self._guard = codec, link, combine, guard
 
-    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
+    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
         message, rows = self._codec.encode(selected), len(selected.values)
         shared = selected.columns if self._codec.selection.shared else None
 
@@ -128,7 +128,7 @@ class Owned:
         self._codec, self._link, self._combine, self._guard = codec, link, combine, guard
         self.owners, self.residual = owners, residual  # [owned, chunk]
 
-    def prepare(self, selected: Selected, step: int, status: int) -> Prepared:
+    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
         dealt = self._deal(selected)
         messages = [self._codec.encode(part) for part in dealt]
         shared = [part.columns if self._codec.selection.shared else None for part in dealt]

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from detonation.core.channel import Channel, Flight, Landed
 from detonation.core.flat import copy, local
-from detonation.core.overlap import Overlap, OverlapError, Side
+from detonation.core.later import Later
+from detonation.core.overlap import Overlap, OverlapError, Side, refuse_unequal
 from detonation.core.pending import LookAhead, Pending, apply, gradients
 from detonation.core.private import Private
 from detonation.core.scheme import Scheme
@@ -37,6 +38,7 @@ class GradientReplicator:
         self._pending = Pending(channel.layout, scheme.round.delay, channel.device)
         self._told = Pending(channel.layout, scheme.round.delay if scheme.lookahead else 0, channel.device)
         self._overlap: Overlap | None = None
+        self._equal: Later | None = None  # whether gradients stayed as they were sent, of the last step that overlapped
         self._side: Side | None = None
         self._lookahead = LookAhead(parameters, base, channel.layout) if scheme.lookahead else None
 
@@ -59,9 +61,10 @@ class GradientReplicator:
 
     def _send(self, step: int) -> Flight:
         if self._overlap:
-            flight = self._overlap.finish()
+            flight, self._equal = self._overlap.finish()
             self._overlap = None
             return flight
+        self._refuse_unequal()
         signals = [gradient(name, parameter) for name, parameter in self._parameters.items()]
         return self.channel.send(signals, step)
 
@@ -85,12 +88,18 @@ class GradientReplicator:
         return self._overlap is not None
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` while a step is half done."""
+        """Raises `OverlapError` while a step is half done, or where what one sent changed."""
+        self._refuse_unequal()
         if self._overlap:
             raise OverlapError(
                 f"gradients of step {self._overlap.step} left within overlap(), but no step() followed: call it once "
                 "after every overlap(); a GradScaler, which skips steps, cannot be used with it"
             )
+
+    def _refuse_unequal(self) -> None:
+        equal, self._equal = self._equal, None
+        if equal:
+            refuse_unequal(*equal.read())
 
     def after(self, step: int) -> None:
         self.ahead()

@@ -2,8 +2,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+from detonation.core.later import Later
 
 Policy = Literal["stop", "skip"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -33,7 +35,7 @@ class Ledger:
     skipped: contributions left out because a gradient was not finite, by_parameter: those of each; refused: messages
     that were not what they had to be; all over all replicas. fatal: 0, or a number that says why all must stop, which
     `error` reads on any rank.
-    news: something arrived since `Watch` looked.
+    What the host does not know yet, because it would have to wait for a device, is counted when somebody catches up.
     """
 
     def __init__(
@@ -46,12 +48,34 @@ class Ledger:
     ) -> None:
         self.skipped = self.refused = self.fatal = 0
         self.by_parameter: Counter[str] = Counter()
-        self.news = False
+        self._due: set[int] = set()
         self._names, self._replica, self._what = list(names), replica, what
         self._policy, self._repairs = policy, repairs
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
         self._said: set[tuple[int, int]] = set()
+        self._reports: list[tuple[int, Later, Callable[[list[Any]], object]]] = []
+
+    def expect(self, step: int) -> None:
+        """Something is to arrive at `step`."""
+        self._due.add(step)
+
+    def news(self, until: float) -> bool:
+        """Whether anything was to arrive at steps up to `until` since somebody asked; the same on all ranks."""
+        came = {step for step in self._due if step <= until}
+        self._due -= came
+        return bool(came)
+
+    def hear(self, due: int, numbers: Later, report: Callable[[list[Any]], object]) -> None:
+        """Lets `report` count what `numbers` say of what was to arrive at step `due`, when they are read."""
+        self._reports.append((due, numbers, report))
+
+    def catch_up(self, until: float) -> None:
+        """Counts what was to arrive at steps up to `until`: all ranks know the same, whoever looked before its time."""
+        ready = [each for each in self._reports if each[0] <= until]
+        self._reports = [each for each in self._reports if each[0] > until]
+        for _, numbers, report in ready:
+            report(numbers.read())
 
     def fine(self, sender: int, place: int) -> None:
         """A message of `sender` was taken in; place: which of those that it sends in a step."""

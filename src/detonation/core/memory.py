@@ -63,6 +63,20 @@ class Memory:
             torch._foreach_add_([view for view, _ in pairs], [signal.to(torch.float32) for _, signal in pairs])
         return self.residual
 
+    def absorb_where(self, fine: Tensor, signals: Sequence[Tensor | None]) -> Tensor:
+        """The same where `fine` (`[]` bool) says so, else the residual stays as it is: decided where it lies."""
+        self.residual.mul_(
+            torch.full((), self.feedback.decay, device=fine.device).masked_fill_(fine.logical_not(), 1.0)
+        )
+        if self._views is None:
+            flat = self._layout.flatten(signals, self.residual.device)
+            return self.residual.add_(flat.masked_fill_(fine.logical_not(), 0.0))
+        pairs = [(v, s) for v, s in zip(self._views, signals, strict=True) if s is not None and s.numel()]
+        if pairs:  # times 0 as whole numbers, because 0 * NaN is NaN
+            bits = torch._foreach_mul([s.to(torch.float32).view(torch.int32) for _, s in pairs], fine.to(torch.int32))
+            torch._foreach_add_([view for view, _ in pairs], [b.view(torch.float32) for b in bits])
+        return self.residual
+
     def release(self, told: Iterable[Tensor]) -> None:
         """Takes out what was told, from the first row on."""  # each [some rows, chunk]
         first = 0

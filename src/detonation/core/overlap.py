@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detonation.core import later
 from detonation.core.channel import Channel, Flight
 from detonation.core.flat import local
 from detonation.core.signals import gradient
@@ -62,6 +63,7 @@ class Overlap:
         self._here: set[int] = set()  # numbers of the parameters whose gradients came
         self._seen: dict[int, _Seen] = {}  # what they were when their first piece left
         self._samples: list[tuple[Tensor, Tensor]] = []
+        self._device = channel.device
         side.follow()
 
     @property
@@ -83,14 +85,16 @@ class Overlap:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self) -> Flight:
-        """Sends what is left. Raises `OverlapError`."""
+    def finish(self) -> tuple[Flight, later.Later | None]:
+        """Sends what is left. Raises `OverlapError`; what only a device knows of it is for `refuse_unequal`, later."""
         self._refuse_changed()
         self._side.follow()
         while self._left:
             self._send_next()
         self._side.join()
-        return self._flight
+        if not later.late(self._device):
+            return self._flight, None
+        return self._flight, later.Later(self._equal().view(1))
 
     @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
@@ -125,12 +129,27 @@ class Overlap:
             self._samples.append((sample, sample.clone()))
 
     def _refuse_changed(self) -> None:
-        changed = [self._names[i] for i, seen in self._seen.items() if not seen.same(self._parameters[i])]
-        if changed or not all(torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in self._samples):
-            which = f"the gradient of {changed[0]}" if changed else "a gradient"
-            raise OverlapError(
-                f"{which} changed after it was sent within overlap(): clip, unscale or zero gradients without overlap()"
-            )
+        for index, seen in self._seen.items():
+            if not seen.same(self._parameters[index]):
+                raise _changed(f"the gradient of {self._names[index]}")
+        if not later.late(self._device):
+            refuse_unequal(bool(self._equal()))
+
+    def _equal(self) -> Tensor:
+        """Whether the samples are what they were."""  # [] bool
+        same = [(now.nan_to_num() == then.nan_to_num()).all() for now, then in self._samples]
+        return torch.stack(same).all() if same else torch.ones((), dtype=torch.bool, device=self._device)
+
+
+def refuse_unequal(equal: bool) -> None:
+    """Raises `OverlapError` unless the samples of gradients were still `equal` to what was sent."""
+    if not equal:
+        raise _changed("a gradient")
+
+
+def _changed(which: str) -> OverlapError:
+    text = f"{which} changed after it was sent within overlap()"
+    return OverlapError(f"{text}: clip, unscale or zero gradients without overlap()")
 
 
 class _Seen:

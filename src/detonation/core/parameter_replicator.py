@@ -1,5 +1,6 @@
 """ParameterReplicator: replicas train alone for a round, then all move to a common anchor."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -30,7 +31,7 @@ class ParameterReplicator:
         self._settled_at = torch.zeros((), dtype=torch.int64)
         self._arriving: Callable[[], Tensor] | Tensor | None = None
         self._untold: Tensor | None = None
-        self._lost = False
+        self._lost: bool | Tensor = False
         self._steps_left = torch.zeros((), dtype=torch.int64)  # until the message lands; 0 where none is on its way
         self._anchor = OuterSGD(self._where(), scheme.outer)
         ahead = scheme.follow == "share"
@@ -57,6 +58,7 @@ class ParameterReplicator:
         if self._cycle > 1 or not self._round.ends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
+                self.channel.ledger.catch_up(math.inf)  # each message tells what its sender heard before it
                 self._send(each)
                 self._land()
         copy(self._weights(), self.shared())
@@ -116,12 +118,14 @@ class ParameterReplicator:
         if self._follows == "share":
             return
         target = self._anchor.flat
-        if self._lost:  # the weights here are not finite: nothing of where they have got to is kept
-            pass
-        elif self._untold is not None:
+        if self._untold is not None:
             target = target - self._untold
         elif self._keep:
             target = target.lerp(self._where(), self._keep)
+        if isinstance(self._lost, Tensor):
+            target = torch.where(self._lost, self._anchor.flat, target)
+        elif self._lost:  # the weights here are not finite: nothing of where they have got to is kept
+            target = self._anchor.flat
         copy(self._weights(), self.channel.layout.parts(target))
 
     def _arrived(self) -> Tensor:

@@ -33,6 +33,12 @@ class Plain:
         columns = torch.cat([numbers(block.columns) for block in blocks if block.columns is not None])
         return Selected(torch.cat([block.values for block in blocks]), columns, owned=True)
 
+    def select_where(self, fine: Tensor, signals: Sequence[Tensor | None], step: int) -> Selected:
+        """The same where `fine` (`[]` bool) says so; else zeros, and the memory stays as it is. Nobody waits for it."""
+        flat = self.memory.absorb_where(fine, signals) if self.memory else self.layout.flatten(signals, self._device)
+        selected = self.codec.select(flat, step, self._seed)
+        return Selected(selected.values.masked_fill(fine.logical_not(), 0.0), selected.columns, owned=True)
+
     def silence(self, step: int) -> Selected:
         """What is selected where there is nothing to tell: zeros, and the memory stays as it is."""
         return self.codec.silence(self.layout.rows, step, self._seed, self._device)

@@ -16,6 +16,7 @@ from detonation.core.closure import evaluated
 from detonation.core.flat import local
 from detonation.core.gradient_replicator import GradientReplicator
 from detonation.core.lanes import ways
+from detonation.core.ledger import Ledger
 from detonation.core.link import Link
 from detonation.core.place import Place, alike, place_of
 from detonation.core.replicator import Replicator
@@ -116,18 +117,17 @@ class Replicated(Optimizer):
     @property
     def skipped(self) -> int:
         """Contributions of any replica left out so far, because a gradient was not finite."""
-        return sum(ledger.skipped for ledger in self._watch.ledgers) if self._watch else 0
+        return sum(ledger.skipped for ledger in self._ledgers())
 
     @property
     def skipped_by_parameter(self) -> dict[str, int]:
         """The same by the parameter whose gradient it was."""
-        ledgers = self._watch.ledgers if self._watch else []
-        return dict(sum((ledger.by_parameter for ledger in ledgers), Counter()))
+        return dict(sum((ledger.by_parameter for ledger in self._ledgers()), Counter()))
 
     @property
     def refused(self) -> int:
         """Messages of any replica refused so far, because they were not what they had to be."""
-        return sum(ledger.refused for ledger in self._watch.ledgers) if self._watch else 0
+        return sum(ledger.refused for ledger in self._ledgers())
 
     @property
     def waited_s(self) -> float:
@@ -153,6 +153,8 @@ class Replicated(Optimizer):
             self.base.step()
             return loss
         replicators = self.set_up()
+        if not self._overlapping():  # otherwise the step began before backward
+            self._begin()
         for replicator in replicators:
             replicator.before(self.step_count)
         self._check()
@@ -181,6 +183,7 @@ class Replicated(Optimizer):
         within it, or no `step()` after it.
         """
         # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
+        self._begin()
         innermost = next(iter(self._replicators or []), None)
         with innermost.overlap(self.step_count) if isinstance(innermost, GradientReplicator) else nullcontext():
             yield
@@ -203,9 +206,11 @@ class Replicated(Optimizer):
         Collective. A round that was ended early is not made up for: the next one ends when it would have.
         """
         self._refuse_overlap()
+        self._begin()
         for replicator in self._replicators or []:
             replicator.settle(self.step_count)
-        self._check()
+        if self._watch is not None:
+            self._watch.conclude(self.step_count)
 
     @torch.no_grad()
     def change(self, scheme: Scheme, level: int = -1) -> None:
@@ -346,6 +351,16 @@ class Replicated(Optimizer):
         for replicator in self._replicators or []:
             if isinstance(replicator, GradientReplicator):
                 replicator.refuse_overlap()
+
+    def _ledgers(self) -> list[Ledger]:
+        if self._watch is None:
+            return []
+        self._watch.catch_up(self.step_count - 1)
+        return self._watch.ledgers
+
+    def _begin(self) -> None:
+        if self._watch is not None:
+            self._watch.begin(self.step_count)
 
     def _check(self) -> None:
         if self._watch is not None:

@@ -1,6 +1,7 @@
 """Watch: whether to go on. What one rank's ledger says stops all ranks at the same step, with the same words."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from detonation.core import later
 from detonation.core.drift import ON_DRIFT, OnDrift, differences, mended
 from detonation.core.ledger import POLICIES, Ledger, Policy
 from detonation.core.link import Link
@@ -21,7 +23,8 @@ _log = logging.getLogger("detonation")
 class Safety:
     """What to do about poison and drift.
 
-    non_finite: what happens where a replica's gradient is not finite: "stop", or "skip" its contribution.
+    non_finite: what happens where a replica's gradient is not finite: "stop", or "skip" its contribution. On an
+    accelerator "stop" skips it too, and stops a step later, or two.
     verify_every: steps after which what must be equal on all replicas is compared; 0 for never.
     on_drift: where it is not: "stop", or "repair" it from the majority.
     """
@@ -46,12 +49,16 @@ class Watch:
 
     Those are the other shards of a replica, and where there are several levels, or owners that alone see what they are
     told, the replicas of each.
+
+    On an accelerator nobody waits to learn of a reason: what a step gave is read when the next one begins, and when the
+    one after that does where it must first reach such ranks.
     """
 
     safety: Safety
     device: torch.device
     ledgers: list[Ledger] = field(default_factory=list)
     others: list[Link] = field(default_factory=list)
+    _asked: tuple[later.Later, int] | None = None  # the gravest reason of all ranks, and the step that gave it
 
     @classmethod
     def over(cls, parameters: Mapping[str, Tensor], device: torch.device, safety: Safety) -> "Watch":
@@ -72,15 +79,59 @@ class Watch:
         if len(axes) > 1 or any(replicator.channel.exchange.secluded for replicator in replicators):
             self.others += [Link(axis) for axis in axes]
 
-    def check(self, step: int) -> None:
-        """Raises on all ranks where a ledger of any has reason to. Collective where something arrived since then."""
-        if not any(ledger.news for ledger in self.ledgers):  # the same on all ranks: exchanges follow the step alone
+    def begin(self, step: int) -> None:
+        """Raises on all ranks where earlier steps gave reason to, and `check` did not wait to know. Collective."""
+        if not later.late(self.device):
             return
-        fatal = max(ledger.fatal << 4 | level for level, ledger in enumerate(self.ledgers))
-        for link in self.others:
-            fatal = int(link.collect(torch.tensor([fatal], device=self.device)).max())
+        self._raise_asked()
+        fatal = self._fatal(step - 1)
+        if fatal is not None and self.others:
+            self._asked = later.Later(self._gravest(fatal)), step - 1
+        elif fatal:
+            self._raise(fatal, step - 1)
+
+    def check(self, step: int) -> None:
+        """Raises on all ranks where a ledger of any has reason to, if that needs no wait for a device. Collective."""
+        if not later.late(self.device):
+            self._decide(step, step)
+
+    def conclude(self, step: int) -> None:
+        """The same after `step` steps, when nothing is on its way any more; waits where it must."""
+        self._decide(step, math.inf)
+
+    def catch_up(self, until: float) -> None:
+        """Counts in all ledgers what was to arrive at steps up to `until`."""
         for ledger in self.ledgers:
-            ledger.news = False
+            ledger.catch_up(until)
+
+    def _decide(self, step: int, until: float) -> None:
+        self._raise_asked()
+        fatal = self._fatal(until)
+        if fatal is not None:
+            self._raise(int(self._gravest(fatal)) if self.others else fatal, step)
+
+    def _fatal(self, until: float) -> int | None:
+        """The gravest reason of this rank's ledgers; None where nothing was to arrive at the steps up to `until`."""
+        self.catch_up(until)
+        news = [ledger.news(until) for ledger in self.ledgers]
+        if not any(news):
+            return None
+        return max(ledger.fatal << 4 | level for level, ledger in enumerate(self.ledgers))
+
+    def _gravest(self, fatal: int) -> Tensor:
+        """That of all ranks. Collective."""  # [1] int64
+        told = torch.full((1,), fatal, device=self.device)
+        for link in self.others:
+            told = link.collect(told).amax(0)
+        return told
+
+    def _raise_asked(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked:
+            (fatal,), step = asked[0].read(), asked[1]
+            self._raise(fatal, step)
+
+    def _raise(self, fatal: int, step: int) -> None:
         if fatal >> 4:
             raise self.ledgers[fatal & 15].error(fatal >> 4, step)
 
@@ -99,5 +150,5 @@ class Watch:
                 if channel.link.replica in (0, *difference.odd):
                     _log.warning("after step %d %s: %s", step, difference, outcome)
             replicator.mend(repaired)
-            channel.ledger.news = True
-        self.check(step)
+            channel.ledger.expect(step - 1)
+        self._decide(step, step - 1)

@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -48,11 +48,12 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         began = time.perf_counter()
         before, waited = session.optimizer.bytes_sent_by_level, session.optimizer.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
-        loss, asked = _gradients(session, step, stop)
-        computed = time.perf_counter()
-        _update(session, schedule)
-        if step + 1 == train.steps:
-            session.optimizer.settle()
+        with _safely():
+            loss, asked = _gradients(session, step, stop)
+            computed = time.perf_counter()
+            _update(session, schedule)
+            if step + 1 == train.steps:
+                session.optimizer.settle()
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
         waited = session.optimizer.waited_s - waited
         now = session.optimizer.bytes_sent_by_level
@@ -128,9 +129,15 @@ def _agree(session: Session, step: int, loss: torch.Tensor, stop: Stop) -> tuple
 def _update(session: Session, schedule: LambdaLR) -> None:
     if session.config.train.clip:
         clip_grad_norm_(session.model.parameters(), session.config.train.clip)
-    try:
-        session.optimizer.step()
-    except (NonFiniteGradient, BadPeer, Drift) as error:  # on all ranks at once, in the same words
-        raise Unsafe(str(error)) from error
+    session.optimizer.step()
     session.optimizer.zero_grad()
     schedule.step()
+
+
+@contextmanager
+def _safely() -> Iterator[None]:
+    """Within it what the optimizer will not go on with ends the run; on an accelerator it says so before backward."""
+    try:
+        yield
+    except (NonFiniteGradient, BadPeer, Drift) as error:  # on all ranks at once, in the same words
+        raise Unsafe(str(error)) from error

@@ -1,0 +1,161 @@
+"""The host waits for nothing in a step on an accelerator. The device `meta` plays one: nothing can be read from it."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import detonation as dt
+from detonation.core import buckets, later, selection
+from detonation.core.ledger import Ledger
+from zoo import TALKING
+
+STEPS = 4
+SCHEMES = TALKING | {
+    "ahead": dt.random(rate=1 / 4, delay=2),
+    "ahead-sign": dt.distro(chunk=16),
+    "ahead-owner": dt.distro(chunk=16, link="owner"),
+}
+SOMETIMES = {"aten.nanmedian.default", "aten.fill_.Tensor", "aten.repeat_interleave.Tensor", "aten.bincount.default"}
+"""What reads on the host inside torch, on some devices or in some versions."""
+
+
+class Mirror:
+    """A wire of which the other end says the same; it answers where it was asked."""
+
+    replica = 0
+
+    def size(self):
+        return 2
+
+    def reduce(self, values):
+        return lambda: values + values
+
+    def gather(self, mine):
+        return lambda: torch.stack([mine, mine])
+
+    def swap(self, mine):
+        return lambda: mine.view(2, -1)
+
+
+class Devices(TorchDispatchMode):
+    """No operation copies between the device and the host, sees tensors of both, or may read inside."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert str(function) not in SOMETIMES
+        out = function(*args, **(kwargs or {}))
+        met = [t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        assert len(set(met)) < 2, function
+        return out
+
+
+class Posted:
+    """Plays what is on its way to the host: nothing bad happened. Nobody may read it in the step that sent it."""
+
+    step = 0
+
+    def __init__(self, numbers):
+        self._shape, self._sent, self._good = numbers.shape, Posted.step, numbers.dtype == torch.bool
+
+    def read(self):
+        assert self._sent < Posted.step
+        rows = [self._good] * self._shape[-1]
+        return rows if len(self._shape) == 1 else [rows] * self._shape[0]
+
+
+@pytest.fixture(autouse=True)
+def accelerator(monkeypatch):
+    """What `meta` lacks to be one: a way to the host, and generators."""
+    monkeypatch.setattr(later, "Later", Posted)
+    monkeypatch.setattr(Ledger, "refuse", lambda *_: None)  # of messages that say nothing
+    monkeypatch.setattr(selection, "_generator", lambda device, *key: None)
+    yield
+    selection._permutations.cache_clear()
+    selection._choices.cache_clear()
+
+
+def refused(*_, device=None, **__):
+    raise AssertionError(f"a copy from the host to {device}")
+
+
+def model_and_optimizer(levels, base):
+    model = nn.Sequential(nn.Linear(257, 310), nn.Linear(310, 64, bias=False), nn.Linear(64, 3)).to("meta")
+    model[2].to(torch.bfloat16)
+    return model, dt.replicate(base(model.parameters()), model, levels=levels)
+
+
+def trained(levels, base, monkeypatch):
+    """Some steps, of which all but the first may look at nothing on the host."""
+    model, optimizer = model_and_optimizer(levels, base)
+    optimizer.built()
+    for step in range(STEPS):
+        Posted.step = step
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        if step:
+            monkeypatch.setattr(torch, "tensor", refused)
+            with Devices():
+                optimizer.step()
+        else:
+            optimizer.step()
+    return optimizer
+
+
+def signs(parameters):
+    return dt.SignSGD(parameters, lr=1e-3)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_host_waits_for_nothing_in_a_step(name, monkeypatch):
+    trained([(Mirror(), SCHEMES[name])], signs, monkeypatch)
+
+
+@pytest.mark.parametrize("base", [momentum, lambda p: dt.SignSGD(p, lr=1e-3, momentum=0.9)], ids=["sgd", "signsgd"])
+def test_the_host_waits_for_nothing_under_a_momentum(base, monkeypatch):
+    trained([(Mirror(), dt.demo())], base, monkeypatch)
+
+
+def test_the_host_waits_for_nothing_where_levels_tell_one_another_to_stop(monkeypatch):
+    optimizer = trained([(Mirror(), dt.full()), (Mirror(), dt.demo(link="owner"))], signs, monkeypatch)
+    assert optimizer._watch.others
+
+
+class Streams:
+    """What `torch.cuda` would be: streams that are in order as they are."""
+
+    def Stream(self, device):
+        return self
+
+    def current_stream(self, device):
+        return self
+
+    def wait_stream(self, other):
+        pass
+
+    def stream(self, other):
+        return nullcontext()
+
+
+@pytest.mark.parametrize("name", ["full", "demo"])
+def test_the_host_waits_for_nothing_while_backward_sends(name, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Streams())
+    monkeypatch.setattr(buckets, "SMALLEST", 2**16)
+    monkeypatch.setattr(buckets, "LARGEST", 2**16)
+    model, optimizer = model_and_optimizer([(Mirror(), SCHEMES[name])], signs)
+    assert len(optimizer.built()[0].channel.carriers) > 1
+    for Posted.step in range(3):
+        if Posted.step == 1:
+            monkeypatch.setattr(torch, "tensor", refused)
+        with Devices() if Posted.step else nullcontext():
+            loss = model[2](model[:2](torch.empty(5, 257, device="meta")).bfloat16()).mean()
+            with optimizer.overlap():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()

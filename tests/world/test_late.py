@@ -1,0 +1,146 @@
+"""What is decided on an accelerator, and reported later, is what a CPU decides at once: the same bits and counts."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from detonation.core import buckets, engine, later, ledger
+from detonation.core.flat import digest, local
+from detonation.core.ledger import NonFiniteGradient
+from detonation.core.overlap import OverlapError
+from worlds import caught
+from zoo import TALKING, Plain, batch, built
+
+STEPS = 6
+BUCKETED = {"full", "demo", "demo-owner", "ahead-owner"}
+SKIP = dt.Safety(non_finite="skip")
+KINDS = (
+    *("full", "full-bf16", "demo", "demo-tiles", "demo-sign", "demo-bitmap-2bit", "demo-owner", "random-late"),
+    *("random-int8-clipped", "diloco", "streaming", "eager-int8", "sparta"),
+)
+SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.distro(chunk=16, link="owner")}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets_patience_and_one_engine(monkeypatch):
+    """Also in the ranks, which are forks."""
+    monkeypatch.setattr(engine, "CHUNKS", ())  # the one that accelerators have, at once and late
+    monkeypatch.setattr(ledger, "STRIKES", 1000)
+    monkeypatch.setattr(buckets, "SMALLEST", 2**12)
+    monkeypatch.setattr(buckets, "LARGEST", 2**12)
+
+
+def start(mesh, levels, safety):
+    model = dt.shard(built(Plain), mesh)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)  # what is not finite reaches the weights of parameter schemes
+    return model, dt.replicate(base, model, levels=levels, safety=safety, kernels=False)
+
+
+def advance(mesh, model, optimizer, steps, bad=(), overlapped=False):
+    """Trains on; at some steps a gradient of the last rank, and what it makes of the weights, is not finite."""
+    for step in steps:
+        poison = torch.nan if step in bad and mesh.get_rank() == mesh.size() - 1 else 1.0
+        weight = model.layers[1].weight
+        hook = weight.register_post_accumulate_grad_hook(lambda p, by=poison: local(p.grad).mul_(by))
+        with optimizer.overlap() if overlapped else nullcontext():
+            model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def damage(guard, at):
+    """After `at` messages two leave damaged, or what is added up where the network adds."""
+    count = iter(range(1000))
+    seal, seal_sum = guard.seal, guard.seal_sum
+
+    def damaged(*arguments, **options):
+        header, values, *rest = seal(*arguments, **options)
+        if next(count) in (at, at + 1):
+            values.view(-1).view(torch.uint8)[:1] += 1
+        return header, values, *rest
+
+    def damaged_sum(*arguments):
+        buffer = seal_sum(*arguments)
+        if next(count) == at:
+            buffer[0] = torch.inf
+        return buffer
+
+    guard.seal, guard.seal_sum = damaged, damaged_sum
+
+
+def outcome(mesh, levels, late, overlapped):
+    later.late = lambda device: late
+    model, optimizer = start(mesh, levels, SKIP)
+    channel = optimizer.built()[0].channel  # without the comparison at the start, which is not what is tested
+    if mesh.get_rank() == 0:
+        for carrier in channel.carriers if overlapped else [channel._whole]:
+            damage(carrier.guard, 1)
+    advance(mesh, model, optimizer, range(STEPS), {1, 2, 4}, overlapped)
+    optimizer.settle()
+    state = {key: digest([t + 0.0]) for key, t in optimizer.replica_state().items()}  # zeros have no sign
+    counts = optimizer.skipped, optimizer.refused, optimizer.skipped_by_parameter
+    return digest(model.parameters()), state, counts, dt.fingerprint(model, mesh)[1]
+
+
+def compared(mesh, schemes):
+    ends = {}
+    for name, scheme in schemes.items():
+        for overlapped in (False, True) if name in BUCKETED else (False,):
+            once, after = (outcome(mesh, [(mesh["replicate"], scheme)], late, overlapped) for late in (False, True))
+            ends[name, overlapped] = once == after, once[3], once[2][0] + once[2][1] > 0
+    return ends
+
+
+@pytest.mark.parametrize("replicas, shards", [(3, 1), (2, 2)])
+def test_late_reports_leave_the_same_bits_and_counts(replicas, shards):
+    names = SCHEMES if shards == 1 else ("full", "demo-owner", "random-late")
+    ranks = worlds.run(compared, replicas, shards, {name: SCHEMES[name] for name in names})
+    for name in ranks[0]:
+        ends = [rank[name] for rank in ranks]
+        assert all(same and equal for same, equal, _ in ends), name
+        assert any(counted for _, _, counted in ends), name  # what only an owner sees only it counts
+
+
+def stopped(mesh, curious):
+    """A poisoned gradient at step 2. curious: whether the first rank alone looks before all stop."""
+    later.late = lambda device: True
+    model, optimizer = start(mesh, [(mesh["replicate"], dt.demo(delay=1, lookahead=False))], dt.Safety())
+    for step in range(9):
+        outcome = caught(advance, mesh, model, optimizer, [step], {2})
+        if outcome[0] != "nothing":
+            break
+        if curious and mesh.get_rank() == 0:
+            optimizer.replica_state()
+            assert optimizer.skipped == (mesh.size() == 2 and step >= 3)
+    return outcome, optimizer.step_count, dt.fingerprint(model, mesh)[1]
+
+
+@pytest.mark.parametrize("curious", [False, True])
+@pytest.mark.parametrize("shards, after", [(1, 4), (2, 5)])
+def test_a_reason_to_stop_is_known_to_all_ranks_at_the_same_later_step(shards, after, curious):
+    text = "the gradient of layers.1.weight is not finite on replica 1 at step 3"  # where the message of step 2 lands
+    assert worlds.run(stopped, 2, shards, curious) == [((NonFiniteGradient.__name__, text), after, True)] * 2 * shards
+
+
+def overwritten(mesh):
+    """What no tensor's version tells, as where a GradScaler unscales, is found one step later."""
+    later.late = lambda device: True
+    model, optimizer = start(mesh, [(mesh["replicate"], dt.demo())], dt.Safety())
+    optimizer.built()
+    advance(mesh, model, optimizer, range(2), overlapped=True)
+    with optimizer.overlap():
+        model(batch(mesh.get_rank(), 2, 32)).mean().backward()
+    for parameter in model.parameters():
+        local(parameter.grad).data.mul_(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    return caught(advance, mesh, model, optimizer, [3])
+
+
+def test_gradients_that_changed_after_they_were_sent_are_refused_a_step_later():
+    for kind, text in worlds.run(overwritten, 2, 1):
+        assert kind == OverlapError.__name__ and text.startswith("a gradient changed after it was sent")
