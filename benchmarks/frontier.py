@@ -117,10 +117,11 @@ VISION = {
 """vit-fashion at 2 replicas."""
 
 VISION_TUNING = {
+    "AdamW, full": [adamw(5e-4), adamw(2e-3)],
     "demo 1/64, sign": [signs(1, 64, 0.95, lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     "random_sign 1/8": [votes(8, 0.9, lr) for lr in (5e-3, 1e-2, 2e-2)],
 }
-"""Of vit-fashion on seed 0; AdamW's rates are in docs/log.md."""
+"""Of vit-fashion on seed 0; AdamW's other rates are in docs/log.md."""
 
 LATE = "scheme.delay=1 scheme.lookahead={}"
 
@@ -148,7 +149,7 @@ def grid() -> Iterator[Cell]:
         signs(1, 64, 0.95, 2e-3),
     ):
         yield cell("replicas", "demo 1/64, sign", QUICK, setting, 8, seed=1)
-    for method in ("muloco 30, 2bit", "demo 4/64, fp32", "demo 4/64, sign"):
+    for method in ("demo 4/64, sign", "demo 1/128, sign", "demo 4/64, fp32", "muloco 30, 2bit"):
         yield chosen(method, 1, "replicas", replicas=8)
     for seed in (1, 2, 3):
         for method, sets in VISION.items():
@@ -163,6 +164,9 @@ def grid() -> Iterator[Cell]:
         yield chosen("demo 1/64, sign", seed, "replicas", replicas=8)
         for method in AVERAGED:
             yield chosen(method, seed)
+    for seed in (4, 5):  # as the first three lie far apart
+        for method in ("AdamW, full", "demo 1/64, sign"):
+            yield cell("vision", method, VIT, VISION[method], 2, seed)
     for method in CORE[:2]:
         yield chosen(method, 1, "late", LATE.format("true"))
     for method in CORE:

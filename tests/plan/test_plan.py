@@ -123,7 +123,8 @@ def test_what_was_measured_to_cost_little_comes_first_and_the_quickest_of_those(
 def test_measured_losses_are_of_schemes_that_exist():
     for loss in table():
         made = dt.scheme(loss.scheme, loss.arguments)
-        assert loss_of(made, loss.replicas) is not None and loss.seeds >= 3 and loss.source.startswith("docs/")
+        assert loss_of(made, loss.replicas) is not None and loss.source.startswith("docs/")
+        assert loss.seeds >= 3 or loss.cost > 0.05  # one seed is enough to warn
         assert made in candidates()
     assert loss_of(dt.demo(topk=3), 2) is None
 
