@@ -167,6 +167,8 @@ def grid() -> Iterator[Cell]:
     for seed in (4, 5):  # as the first three lie far apart
         for method in ("AdamW, full", "demo 1/64, sign"):
             yield cell("vision", method, VIT, VISION[method], 2, seed)
+    for seed in (1, 2, 3, 4, 5):
+        yield cell("vision", "AdamW, full", VIT, adamw(2e-3), 2, seed)
     for method in CORE[:2]:
         yield chosen(method, 1, "late", LATE.format("true"))
     for method in CORE:
