@@ -338,7 +338,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         drawing.legend(handles.values(), handles.keys(), frameon=False, loc="outside right upper")
         axes.set_xscale("log")
-        axes.set_xlim(0.004, 12)
+        axes.set_xlim(0.001, 12)
         axes.margins(y=0.12)
         axes.set_xlabel("bytes a parameter and step, sent by one of 2 replicas")
         axes.set_ylabel("validation loss (nats a byte)")
