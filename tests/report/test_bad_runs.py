@@ -39,6 +39,20 @@ def test_a_run_that_is_not_over_and_a_directory_of_runs(says, tmp_path):
     assert says("compared") == "error: compared holds 2 runs, not one: detonation report compared/*/"
 
 
+def test_pictures_of_an_earlier_page_are_no_run(says, tmp_path):
+    for name in ("full", "demo"):
+        made(tmp_path / "compared" / name)
+    runs = ["compared/demo", "compared/full"]
+    assert main(["report", *runs, "--out", "compared/report.html"]) == 0
+    everything = [
+        str(path.relative_to(tmp_path)) for path in sorted((tmp_path / "compared").iterdir()) if path.is_dir()
+    ]
+    assert everything == [*runs, "compared/report-figures"]
+    assert main(["report", *everything, "--out", "again.html"]) == 0
+    (tmp_path / "compared" / "report.html").unlink()
+    assert main(["report", *everything, "--out", "again.html"]) == 2
+
+
 @pytest.mark.parametrize("line", ["{", "3", "null", '{"step": 7, "loss": 2.0}', "\x00\x00"])
 def test_damaged_metrics_are_named_by_their_line(says, tmp_path, line):
     metrics = made(tmp_path / "run") / "metrics.jsonl"

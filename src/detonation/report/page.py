@@ -12,6 +12,7 @@ from detonation.report.figures import charts
 from detonation.report.read import Run, read_all, read_plan
 from detonation.report.sections import configurations, environments, figures, plans, raw, runs_table, tiles
 
+_FIGURES = "-figures"
 _EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
 
 _PAGE = Template("""<!doctype html>
@@ -52,9 +53,11 @@ class Report:
 def write(directories: Sequence[Path], out: Path | None = None, plan: Path | None = None) -> Report:
     """Writes the page about the runs in `directories`, and beside it a directory with a PNG of each figure.
 
-    plan: what `detonation plan --json` printed, for the page. Raises `ValueError` when a directory holds no finished
-    run, a file is damaged, or matplotlib is not installed.
+    Pictures of an earlier page, which `compared/*/` names as well, are left out. plan: what `detonation plan --json`
+    printed, for the page. Raises `ValueError` when a directory holds no finished run, a file is damaged, or matplotlib
+    is not installed.
     """
+    directories = [directory for directory in directories if not _beside_a_page(directory)]
     if not directories:
         raise ValueError("report needs at least one run directory: detonation report DIR...")
     target = out or (directories[0] / "report.html" if len(directories) == 1 else Path("report.html"))
@@ -62,7 +65,7 @@ def write(directories: Sequence[Path], out: Path | None = None, plan: Path | Non
     if target.is_dir() or not target.parent.is_dir():
         what = "is a directory" if target.is_dir() else f"would be in {target.parent}, which is no directory"
         raise ValueError(f"the page {target} {what}: choose another --out")
-    folder = target.with_name(f"{target.stem}-figures")
+    folder = target.with_name(target.stem + _FIGURES)
     try:
         drawn = charts(runs)
         text = page(runs, drawn, target, folder, planned)
@@ -74,6 +77,11 @@ def write(directories: Sequence[Path], out: Path | None = None, plan: Path | Non
         _put(folder / name, content)
     _put(target, text.encode())
     return Report(target, [folder / name for name in pixels])
+
+
+def _beside_a_page(directory: Path) -> bool:
+    """Whether it is where a page has its pictures."""
+    return directory.name.endswith(_FIGURES) and Path(f"{str(directory).removesuffix(_FIGURES)}.html").is_file()
 
 
 def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
