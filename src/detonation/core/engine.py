@@ -87,10 +87,9 @@ def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, device: torch.device, seed: int, kernels: bool
 ) -> Plain:
     """The fastest engine that can do it; the plain one where `kernels` are not wanted or cannot be built."""
-    fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK) and memory is not None
-    if not fits or later.late(device):
+    fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
+    if memory is None or not fits or later.late(device):
         return Plain(codec, layout, memory, device, seed)
-    assert memory is not None
     library = native.load() if kernels and codec.selection.chunk in native.CHUNKS else None
     if library is not None:
         return Native(library, codec, layout, memory, device, seed)

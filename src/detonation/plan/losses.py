@@ -56,9 +56,7 @@ def expected(scheme: Scheme, replicas: int) -> float:
 def near(replicas: int) -> tuple[Loss, ...]:
     """Of each setting and recipe what was measured with the most replicas up to so many, else with the fewest."""
     found: dict[str, Loss] = {}
-    few = sorted((loss for loss in table() if loss.replicas <= replicas), key=lambda loss: -loss.replicas)
-    many = sorted((loss for loss in table() if loss.replicas > replicas), key=lambda loss: loss.replicas)
-    for loss in (*few, *many):
+    for loss in sorted(table(), key=lambda loss: (loss.replicas > replicas, abs(loss.replicas - replicas))):
         found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.recipe)), loss)
     return tuple(found.values())
 

@@ -59,10 +59,10 @@ def options(schemes: Sequence[Scheme], work: Work, network: Network) -> list[Opt
     found, replicas = [], network.replicas
     for candidate in schemes:
         try:
-            known = loss_of(candidate, replicas), expected(candidate, replicas)
-            found.append(Option(cost(candidate, work, network), *known))
+            price = cost(candidate, work, network)
         except LargerThanDense:
             continue
+        found.append(Option(price, loss_of(candidate, replicas), expected(candidate, replicas)))
     return sorted(found, key=_order)
 
 
