@@ -1,4 +1,4 @@
-"""Settings that every test needs before torch starts threads."""
+"""Settings that every test needs before torch starts threads, and what tests of commands share."""
 
 import gc
 import os
@@ -6,8 +6,11 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import pytest
 import torch
 from hypothesis import settings
+
+from detonation.cluster import board, pulse
 
 torch.set_num_threads(1)
 
@@ -22,3 +25,10 @@ def pytest_collection_finish() -> None:
     """What was imported is no garbage: no collection looks through it again, here or in a fork."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a sign of a rank waits less, in the commands too, which are forks; the gate has the real times."""
+    monkeypatch.setattr(pulse, "BEAT_S", 0.15)
+    monkeypatch.setattr(board, "_READING_S", 1.0)

@@ -9,17 +9,11 @@ import subprocess
 import pytest
 
 from commands import Command, launched, write_recipe
-from detonation.cluster import board, pulse
+
+pytestmark = pytest.mark.usefixtures("soon")
 
 LONG = ("--set", "train.steps=100000", "peers.silence_s=1.5")
 REMEDY = " s: ended, stopped or cut off; go on with --resume\n"
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """Who waits for a sign of a rank waits less, in the commands too, which are forks; the gate has the real times."""
-    monkeypatch.setattr(pulse, "BEAT_S", 0.15)
-    monkeypatch.setattr(board, "_READING_S", 1.0)
 
 
 @pytest.fixture

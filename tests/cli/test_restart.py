@@ -8,7 +8,8 @@ import pytest
 import torch.distributed.run
 
 from commands import Command, launched, write_recipe
-from detonation.cluster import board, pulse
+
+pytestmark = pytest.mark.usefixtures("soon")
 
 SETS = ("--replicas", 2, "--shards", 1, "--checkpoint-every", 2, "--set", "train.steps=30", "peers.silence_s=3")
 SAME = ("fingerprint", "train_loss", "val_loss", "bytes_sent_per_step", "steps")
@@ -19,13 +20,6 @@ def result(run):
     summary = json.loads((run / "summary.json").read_text())
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {key: summary[key] for key in SAME}, losses
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """Who is left after a kill waits less for signs of the others, in commands that are forks."""
-    monkeypatch.setattr(pulse, "BEAT_S", 0.15)
-    monkeypatch.setattr(board, "_READING_S", 1.0)
 
 
 @pytest.fixture
