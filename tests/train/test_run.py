@@ -138,7 +138,11 @@ def test_when_nothing_is_whole_it_says_why(train, tmp_path):
         train("run", resume=True)
 
 
-@pytest.mark.parametrize("sets", [[], ["mesh.shards=2", "train.accumulate=2"]], ids=["2x1", "2x2"])
+@pytest.mark.parametrize(
+    "sets",
+    [[], ["mesh.shards=2", "train.accumulate=2"], ["mesh.shards=2", "scheme.name=none"]],
+    ids=["2x1", "2x2", "agreed-later"],
+)
 def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
     sets = [*sets, "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0"]
     with pytest.raises(WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"):

@@ -33,10 +33,15 @@ class Side:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream: Any = self._module.Stream(device) if self._module else None
 
-    def follow(self) -> None:
-        """What it gets from now on waits for all that the current stream was given before."""
+    def follow(self, *used: Tensor) -> None:
+        """What it gets from now on waits for all that the current stream was given before.
+
+        used: what it is to read, which may be forgotten at once: the memory is free when it has done so.
+        """
         if self._module:
             self._stream.wait_stream(self._module.current_stream(self._device))
+            for tensor in used:
+                tensor.record_stream(self._stream)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._module.stream(self._stream) if self._module else nullcontext()

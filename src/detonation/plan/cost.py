@@ -131,8 +131,8 @@ def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> i
 
 
 def _overlaps(scheme: Scheme, work: Work) -> bool:
-    """Whether messages leave while backward runs, bucket by bucket."""
-    return scheme.signal == "gradients" and work.overlap
+    """Whether messages leave while backward runs, bucket by bucket: for those with a delay there is no need."""
+    return scheme.signal == "gradients" and not scheme.round.delay and work.overlap
 
 
 def _own(scheme: Scheme, work: Work) -> float:

@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -76,20 +76,33 @@ def backward(session: Session, step: int) -> None:
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
-    """Gradients of one step's examples; returns what `_agree` does.
+    """Gradients of one step's examples; returns what `_agreed` does.
 
-    Clipping needs all of them first; otherwise those of the last micro-batch leave while it makes them. So the loss is
-    agreed on before: what has left cannot be taken back.
+    What leaves during backward cannot be taken back, so the loss is agreed on before. Otherwise that takes no time:
+    backward computes meanwhile.
     """
-    losses = []
+    losses: list[torch.Tensor] = []
     for loss in _losses(session, step):
         losses.append(loss.detach())
-        last = len(losses) == session.config.train.accumulate
-        if last:
-            agreed = _agree(session, step, torch.stack(losses).sum(), stop)
-        with session.optimizer.overlap() if last and not session.config.train.clip else nullcontext():
+        if len(losses) < session.config.train.accumulate:
             loss.backward()  # type: ignore[no-untyped-call]
+    told = session.world.tell(_own(torch.stack(losses).sum(), stop))
+    if not _leave_early(session):
+        loss.backward()  # type: ignore[no-untyped-call]
+        return _agreed(session, step, told())
+    agreed = _agreed(session, step, told())
+    with session.optimizer.overlap():
+        loss.backward()  # type: ignore[no-untyped-call]
     return agreed
+
+
+def _leave_early(session: Session) -> bool:
+    """Whether gradients leave during backward: clipping needs all of them first, and where none are sent, none do.
+
+    Nor is there any haste where what is sent lands a step later.
+    """
+    _, innermost = session.optimizer.levels[0]
+    return innermost.signal == "gradients" and not innermost.round.delay and not session.config.train.clip
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
@@ -111,16 +124,19 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
         yield loss
 
 
-def _agree(session: Session, step: int, loss: torch.Tensor, stop: Stop) -> tuple[float, int]:
+def _own(loss: torch.Tensor, stop: Stop) -> torch.Tensor:
+    """What this rank tells the others at each step."""  # [2] fp32: loss, signal
+    return torch.stack([loss.float(), loss.new_tensor(stop.number, dtype=torch.float32)])
+
+
+def _agreed(session: Session, step: int, told: list[list[float]]) -> tuple[float, int]:
     """The mean loss over all ranks, and the signal that asked one of them to stop (0 for none).
 
     Raises `NonFiniteLoss` on all of them when the loss is not finite on one.
     """
-    mine = torch.stack([loss.float(), loss.new_tensor(stop.number, dtype=torch.float32)])
-    told: list[list[float]] = session.world.gather(mine).tolist()
     for rank, (value, _) in enumerate(told):
         if not math.isfinite(value):
-            reshard(session.model)  # there was no backward pass, and what is saved now are the shards
+            reshard(session.model)  # there may have been no backward pass, and what is saved now are the shards
             replica, shard = divmod(rank, session.config.mesh.shards)
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
     return sum(value for value, _ in told) / len(told), int(max(number for _, number in told))

@@ -1,0 +1,69 @@
+"""The loop of one rank: for whom it waits, and when."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from detonation.cluster.signals import Stop
+from detonation.cluster.virtual import play
+from detonation.train.loop import fit
+from detonation.train.simulate import virtual
+
+GRADIENT, TOLD, HEARD = "gradient", "told", "heard"
+
+
+class Noted:
+    """A world that writes down when the others are told of a loss, and when they are waited for."""
+
+    def __init__(self, world, notes):
+        self._world, self._notes = world, notes
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
+
+    def tell(self, values):
+        self._notes.append(TOLD)
+        waiter = self._world.tell(values)
+
+        def wait():
+            self._notes.append(HEARD)
+            return waiter()
+
+        return wait
+
+
+def second_step(config):
+    """What happens in it, each run of gradients as one."""
+
+    def act(wire):
+        notes, steps, session = [], [], virtual(config, wire)
+        for parameter in session.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: notes.append(GRADIENT))
+
+        def report(record):
+            steps.append([note for note, _ in itertools.groupby(notes)])
+            notes.clear()
+
+        fit(replace(session, world=Noted(session.world, notes)), 0, 2, report, Stop())
+        return steps[1]
+
+    return play(act, 2)[0]
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["scheme.name=diloco", "scheme.every=3"],
+        ["scheme.name=random_sign", "scheme.delay=1", "optimizer.name=SignSGD", "optimizer.lr=1e-3"],
+        ["train.clip=1.0"],
+        ["scheme.name=none"],
+    ],
+    ids=["rounds", "late", "clipped", "none"],
+)
+def test_others_are_waited_for_while_backward_computes(tiny, sets):
+    assert second_step(tiny(*sets)) == [TOLD, GRADIENT, HEARD]
+
+
+def test_what_leaves_during_backward_is_agreed_on_before(tiny):
+    assert second_step(tiny("train.accumulate=2")) == [GRADIENT, TOLD, HEARD, GRADIENT]
