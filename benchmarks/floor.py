@@ -1,0 +1,109 @@
+"""What a step costs against the least that memory allows: one device, nobody at the other end of the link.
+
+    python benchmarks/floor.py [--device cuda] [--millions 8 128]
+
+The floor is the bytes that any step with a momentum must move (the gradient read, momentum and weights read and
+written: 20 a parameter; AdamW's 28), at the rate at which this device copies. Two replicas, of which the other says
+what this one says. Five steps at a time are measured, from the first to the end of the last, so that a wait for an
+accelerator in between would show; the subjects take turns, and the median counts. Memory is an accelerator's peak
+beyond what is there between two steps.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import detonation as dt
+from detonation.cluster.echo import Echo
+from detonation.core.later import late
+
+STEPS = 5
+SUBJECTS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "demo, compiled": (True, {}),
+    "demo": (False, {}),
+    "demo, sign": (False, {"precision": "sign", "error": "drop"}),
+}
+"""Whether with compiled kernels, which are for CPUs, and how values are told."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--millions", nargs="+", type=int, help="of parameters (default: 8, on an accelerator 128)")
+    parser.add_argument("--topk", nargs="+", type=int, default=[4, 32], help="of chunk 64")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| parameters | copied, GB/s | step | ms | floor, ms | step / floor | peak, bytes a parameter |")
+    print("|---|---|---|---|---|---|---|")
+    for millions in args.millions or ([128] if late(args.device) else [8]):
+        table(millions * 2**20, args.device, args.topk, args.rounds)
+
+
+def table(numel: int, device: torch.device, topks: list[int], rounds: int) -> None:
+    gradient = torch.randn(numel, device=device)
+    subjects = {"copy": copying(gradient), "AdamW, alone": stepping(gradient, lambda p, _: torch.optim.AdamW([p]))}
+    for topk in topks:
+        for name, (kernels, told) in SUBJECTS.items():
+            if not (kernels and late(device)):
+                scheme = dt.demo(topk=topk, chunk=64, **told)
+                subjects[f"{name}, topk {topk}"] = stepping(gradient, replicated(scheme, kernels))
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    peaks = dict.fromkeys(subjects, "")
+    for turn in range(rounds + 1):
+        for name, step in subjects.items():
+            seconds, peaks[name] = measured(step, device)
+            if turn:  # the first one warms up
+                times[name].append(seconds)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    rate = 8 * numel / medians.pop("copy")
+    for name, took in medians.items():
+        least = (28 if name.startswith("AdamW") else 20) * numel / rate
+        cells = [f"{numel / 2**20:.0f} Mi", f"{rate / 1e9:.1f}", name, f"{took * 1e3:.2f}", f"{least * 1e3:.2f}"]
+        peak = peaks[name] and f"{float(peaks[name]) / numel:.1f}"
+        print("| " + " | ".join([*cells, f"{took / least:.1f}", peak]) + " |", flush=True)
+
+
+def copying(gradient: torch.Tensor) -> Callable[[], Any]:
+    other = torch.empty_like(gradient)
+    return lambda: other.copy_(gradient)
+
+
+def replicated(
+    scheme: dt.Scheme, kernels: bool
+) -> Callable[[torch.nn.Parameter, torch.nn.Module], torch.optim.Optimizer]:
+    return lambda p, model: dt.replicate(dt.SignSGD([p], lr=1e-3), model, Echo(2), scheme, kernels=kernels)
+
+
+def stepping(
+    gradient: torch.Tensor, made: Callable[[torch.nn.Parameter, torch.nn.Module], torch.optim.Optimizer]
+) -> Callable[[], Any]:
+    """A step of the optimizer that is `made` for one parameter as large as `gradient`."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros_like(gradient))
+    model.weight.grad = gradient.clone()
+    return made(model.weight, model).step
+
+
+def measured(step: Callable[[], Any], device: torch.device) -> tuple[float, str]:
+    """Seconds of a step, and on an accelerator the most bytes beyond what is there before."""
+    module: Any = torch.get_device_module(device) if late(device) else None
+    if module:
+        module.synchronize(device)
+        module.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    if not module:
+        return (time.perf_counter() - began) / STEPS, ""
+    held = module.memory_allocated(device)
+    module.synchronize(device)
+    return (time.perf_counter() - began) / STEPS, str(module.max_memory_allocated(device) - held)
+
+
+if __name__ == "__main__":
+    main()
