@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import detonation as dt
 from detonation.core import envelope
 from detonation.core.codec import Message
-from detonation.core.columns import Columns
+from detonation.core.columns import Columns, Packed
 from detonation.core.ledger import IN_A_ROW, STRIKES, BadPeer, Drift, Ledger, NonFiniteGradient
 from detonation.core.poison import LIMIT
 from detonation.core.precision import PRECISIONS
@@ -117,7 +117,7 @@ def test_columns_that_no_encoder_makes_are_found_compiled_or_not(columns, monkey
         if not columns.bitmap and columns.chunk < 2**columns.width:
             cases.append(columns.encode(outside))
         monkeypatch.setattr(native, "load_for", lambda *_, library=library: library)
-        found.append([int(columns.fault(case, rows)) for case in cases])
+        found.append([int(Packed(columns, case, rows).fault()) for case in cases])
         monkeypatch.undo()
     assert found[0] == found[1] == [0, 2, 2, 1][: len(found[0])]
 

@@ -1,11 +1,11 @@
 """Bits: small whole numbers packed without gaps, in a number of bytes that is known beforehand."""
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from detonation.kernels import native
 
@@ -24,75 +24,63 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     library = native.load_for(numbers)  # exact, so it does not matter which replicas have it
     if library:
         return library.pack(numbers.to(torch.int64), width, packed_bytes(len(numbers), width))
-    if width == 1:
-        octets = torch.nn.functional.pad(numbers, (0, -len(numbers) % 8)).to(torch.uint8)
-        # eight bytes of 0 or 1 times this: each lands in the highest byte, at the bit of its place
-        return (octets.view(torch.int64).mul(0x0102040810204080) >> 56).to(torch.uint8)
-    split = _split(width, numbers.device)
-    filled = torch.nn.functional.pad(numbers, (0, -len(numbers) % split.group))
-    lines = filled.view(-1, split.group).t().to(torch.int32, memory_format=torch.contiguous_format)
-    shifted, words = lines << split.shift, []
-    for bit in range(0, 32 * split.words, 32):
-        first, end = -(-bit // width), -(-(bit + 32) // width)  # the numbers that begin in this word
-        words.append(shifted[first:end].sum(0, dtype=torch.int32))
-        if bit % width:
-            words[-1] |= lines[first - 1] >> bit - width * (first - 1)
-    packed = torch.stack(words, 1).view(-1).view(torch.uint8)
-    return packed[: packed_bytes(len(numbers), width)]
+    lane = 8 if width <= 8 else 16
+    filled = pad(numbers, (0, -len(numbers) % 8)).to(_UNITS[lane // 8])
+    words = filled.view(torch.int64)
+    for shift, low, high in reversed(_moves(width, lane)):
+        stays = words & low
+        words.bitwise_right_shift_(shift).bitwise_and_(high).bitwise_or_(stays)
+    if lane == 8:
+        unit = math.gcd(width, 8)
+        octets = words.view(_UNITS[unit]).view(-1, 8 // unit)[:, : width // unit].contiguous()
+    else:
+        first, second = torch.split(words.view(-1, 2), 1, 1)
+        begins, ends = (first | second << 4 * width), second << 64 - 4 * width
+        octets = torch.cat([begins.view(torch.uint8), ends.view(torch.uint8)[:, 16 - width :]], 1)
+    return octets.view(-1).view(torch.uint8)[: packed_bytes(len(numbers), width)]
 
 
-def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The `count` numbers that `pack` made bytes of, int64."""
+def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The `count` numbers that `pack` made bytes of, as `dtype`."""
     library = native.load_for(packed)
     if library:
-        return library.unpack(packed, count, width)
+        return library.unpack(packed, count, width).to(dtype)
     if width == 1:
-        return marks(packed, count).to(torch.int64)
-    split = _split(width, packed.device)
-    filled = torch.nn.functional.pad(packed, (0, -len(packed) % (4 * split.words)))
-    if filled.storage_offset() % 4:
-        filled = filled.clone()
-    words = filled.view(torch.int32).view(-1, split.words).t().contiguous()
-    lines = (words.index_select(0, split.word) >> split.shift).bitwise_and_(split.low)
-    lines |= (words.index_select(0, split.next) << split.rest).bitwise_and_(split.high)
-    return lines.t().to(torch.int64, memory_format=torch.contiguous_format).view(-1)[:count]
+        octets = _octets(packed.device).index_select(0, packed.to(torch.int32))
+        return octets.view(torch.uint8)[:count].to(dtype)
+    octets = pad(packed, (0, -(-count // 8) * width - len(packed)))
+    if width <= 8:
+        lane, unit = 8, math.gcd(width, 8)
+        words = pad(octets.view(_UNITS[unit]).view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
+    else:
+        lane, octets = 16, octets.view(-1, width)  # four numbers are in the first eight bytes, four in the last
+        words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
+        words[:, 1] >>= 64 - 4 * width
+        words &= _signed(2 ** (4 * width) - 1)
+    for shift, _, high in _moves(width, lane):
+        words.add_(words & high, alpha=2**shift - 1)
+    return words.view(torch.uint8 if lane == 8 else torch.uint16).view(-1)[:count].to(dtype)
 
 
-def marks(packed: Tensor, count: int) -> Tensor:
-    """The `count` numbers of one bit that `pack` made bytes of, a byte each."""  # [count] uint8
-    octets = _octets(packed.device).index_select(0, packed.to(torch.int32))
-    return octets.view(torch.uint8)[:count]
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What holds a number of bytes."""
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How numbers of some bits lie in the fewest whole words of 32 bits; each `[group]` or `[group, 1]`.
+@lru_cache(maxsize=16)
+def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
+    """How numbers of `width` bits in a word come to lie `lane` bits apart, in halves: all at once, not one by one.
 
-    word: the one that each begins in, at bit `shift`. next: the one it ends in, with its bits from number `rest` on.
-    low, high: which of its bits are in the one, and which in the other.
+    Each move is by how many bits, of all that stay, and of those that go up.
     """
-
-    group: int
-    words: int
-    word: Tensor
-    next: Tensor
-    shift: Tensor
-    rest: Tensor
-    low: Tensor
-    high: Tensor
+    moves = []
+    for half in (4, 2, 1) if lane == 8 else (2, 1):  # numbers that go together
+        low = sum((2 ** (half * width) - 1) << at for at in range(0, 64, 2 * half * lane))
+        moves.append((half * (lane - width), _signed(low), _signed(low << half * width)))
+    return moves
 
 
-@lru_cache(maxsize=32)
-def _split(width: int, device: torch.device) -> _Split:
-    bits = math.lcm(width, 32)
-    at = torch.arange(0, bits, width)
-    word, shift = at // 32, at % 32
-    inside = (32 - shift).clamp(max=width)
-    low = 2**inside - 1
-    parts = [shift, (32 - shift).clamp(max=31), low, 2**width - 1 - low]
-    shift, rest, low, high = [part.to(torch.int32).unsqueeze(1).to(device) for part in parts]
-    following = (at + width - 1) // 32
-    return _Split(bits // width, bits // 32, word.to(device), following.to(device), shift, rest, low, high)
+def _signed(word: int) -> int:
+    return (word + 2**63) % 2**64 - 2**63
 
 
 @lru_cache(maxsize=8)

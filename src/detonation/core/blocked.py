@@ -8,7 +8,7 @@ from torch import Tensor
 from detonation.core.basis import DCT
 from detonation.core.buckets import Bucket
 from detonation.core.codec import Codec, Selected
-from detonation.core.columns import Packed, numbers
+from detonation.core.columns import Packed
 from detonation.core.combine import Agreed
 from detonation.core.flat import Layout, copy
 from detonation.core.largest import Largest
@@ -60,17 +60,16 @@ class Blocked(Plain):
         if not agreed.sparse(self.codec.selection.chunk) or not self._blocks:
             yield from super()._parts(agreed)
             return
-        for many in agreed.split(self._many):
-            columns = [numbers(columns) for columns in many.columns if columns is not None]
-            for some in Agreed(many.values, columns, many.combine).split(self._some):
-                yield self._mean(some)
+        columns = [c.small if isinstance(c, Packed) else c for c in agreed.columns]
+        yield from map(self._mean, Agreed(agreed.values, columns, agreed.combine).split(self._some))
 
     def _mean(self, agreed: Agreed) -> Tensor:
         """What few coefficients of each row come to, in the coordinates of the parameters."""
         total: Tensor | None = None
         for values, columns in zip(agreed.values, agreed.columns, strict=True):
             assert isinstance(columns, Tensor)
-            part = self._basis.spread(values / len(agreed.values), columns, self.codec.selection.chunk)
+            where = columns.to(torch.int32)
+            part = self._basis.spread(values / len(agreed.values), where, self.codec.selection.chunk)
             total = part if total is None else total.add_(part)
         assert total is not None
         return total

@@ -1,11 +1,12 @@
 """Columns: which coefficients of each row a message tells of, in the fewest bytes of a size known beforehand."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from detonation.core.bits import marks, pack, packed_bytes, unpack
+from detonation.core.bits import pack, packed_bytes, unpack
 from detonation.kernels import native
 
 SOME = 2048
@@ -14,35 +15,52 @@ SOME = 2048
 
 @dataclass(frozen=True)
 class Packed:
-    """The columns of `rows` rows as they travel; as numbers only where somebody asks for them."""
+    """The columns of `rows` rows as they travel; as numbers only where somebody asks for them, and then once."""
 
     columns: "Columns"
     encoded: Tensor
     rows: int
+
+    @cached_property
+    def small(self) -> Tensor:
+        """The numbers, in the fewest bytes."""  # [rows, kept] uint8, int64 where a row has more than 256 columns
+        return self.columns.decode(self.encoded, self.rows, torch.uint8 if self.columns.width <= 8 else torch.int64)
 
     def part(self, first: int, rows: int) -> "Packed":
         """Those of `rows` rows from row `first` on, a multiple of 8."""
         start, rows = self.columns.nbytes(first), min(rows, self.rows - first)
         return Packed(self.columns, self.encoded[start : start + self.columns.nbytes(rows)], rows)
 
-    def parts(self) -> "list[Packed]":
-        """All, some rows at a time."""
-        return [self.part(first, 8 * SOME) for first in range(0, max(1, self.rows), 8 * SOME)]
-
-    def numbers(self) -> Tensor:
-        return self.columns.decode(self.encoded, self.rows)  # [rows, kept] int64
+    def fault(self) -> Tensor:
+        """Whether they could come from `Columns.encode`: 1 where one is not below `chunk`, 2 where some fall."""
+        columns, library = self.columns, native.load_for(self.encoded)  # -> [] int64
+        kept, chunk, width = columns.kept, columns.chunk, columns.width
+        if library and columns.bitmap:
+            return torch.tensor(library.check_bitmap(self.encoded, self.rows, kept, chunk))
+        if library and width:
+            return torch.tensor(library.check_columns(self.encoded, self.rows, kept, chunk, width))
+        if columns.bitmap:
+            some = [self.part(first, 8 * SOME) for first in range(0, max(1, self.rows), 8 * SOME)]
+            bits = (unpack(part.encoded, part.rows * chunk, 1, torch.uint8).view(-1, chunk) for part in some)
+            return 2 * (torch.cat([marked.sum(1) for marked in bits]) != kept).any().to(torch.int64)
+        line = self.small.view(-1)
+        falls = torch.zeros(1 + len(line), dtype=torch.bool, device=line.device)
+        torch.le(line[1:], line[:-1], out=falls[1:-1])
+        falls[:-1].view_as(self.small)[:, 0] = False  # where a row begins
+        fall = falls.view(torch.uint8).amax().to(torch.int64)  # to ask whether any is true takes many times as long
+        return 2 * fall if chunk == 2**width else torch.where((line >= chunk).any(), 1, 2 * fall)
 
 
 def numbers(columns: Tensor | Packed) -> Tensor:
     """`columns` as torch indexes by them."""  # [rows, kept] int64
-    return columns.numbers() if isinstance(columns, Packed) else columns
+    return columns.small.to(torch.int64) if isinstance(columns, Packed) else columns
 
 
-def listed(marked: Tensor, kept: int) -> Tensor:
+def listed(marked: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     """The first `kept` columns of every row that are marked, rising; 0 where there are fewer."""
-    rows, chunk = marked.shape  # [rows, chunk] uint8 of 0 and 1 -> [rows, kept] int64
+    rows, chunk = marked.shape  # [rows, chunk] uint8 of 0 and 1 -> [rows, kept]
     small = torch.uint8 if chunk < 256 else torch.int32
-    found = torch.empty(rows, kept, dtype=torch.int64, device=marked.device)
+    found = torch.empty(rows, kept, dtype=dtype, device=marked.device)
     numbers = torch.arange(chunk, dtype=small, device=marked.device).repeat(min(rows, SOME), 1)
     for some, columns in zip(torch.split(marked, SOME), torch.split(found, SOME), strict=True):
         # what is not wanted goes to a place before the first, or to one after the last: both are cut off
@@ -85,35 +103,13 @@ class Columns:
             return pack(marked.scatter_(1, columns, torch.ones_like(columns, dtype=torch.uint8)).view(-1), 1)
         return pack(columns.reshape(-1), self.width) if self.width else columns.new_empty(0, dtype=torch.uint8)
 
-    def decode(self, encoded: Tensor, rows: int) -> Tensor:  # -> [rows, kept] int64
+    def decode(self, encoded: Tensor, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:  # -> [rows, kept]
         if self.bitmap:
             library = native.load_for(encoded)
             if library:
-                return library.marked(encoded, rows, self.kept, self.chunk)
-            return listed(marks(encoded, rows * self.chunk).view(rows, self.chunk), self.kept)
+                return library.marked(encoded, rows, self.kept, self.chunk).to(dtype)
+            marked = unpack(encoded, rows * self.chunk, 1, torch.uint8).view(rows, self.chunk)
+            return listed(marked, self.kept, dtype)
         if not self.width:
-            return torch.zeros(rows, self.kept, dtype=torch.long, device=encoded.device)
-        return unpack(encoded, rows * self.kept, self.width).view(rows, self.kept)
-
-    def fault(self, encoded: Tensor, rows: int) -> Tensor:
-        """Whether `encoded` could come from `encode`: 1 where a column is not below `chunk`, 2 where some fall."""
-        library = native.load_for(encoded)  # -> [] int64
-        if library and self.bitmap:
-            return torch.tensor(library.check_bitmap(encoded, rows, self.kept, self.chunk))
-        if library and self.width:
-            return torch.tensor(library.check_columns(encoded, rows, self.kept, self.chunk, self.width))
-        some = Packed(self, encoded, rows).parts()
-        if self.bitmap:
-            marked = torch.cat([marks(p.encoded, p.rows * self.chunk).view(p.rows, -1).sum(1) for p in some])
-            return 2 * (marked != self.kept).any().to(torch.int64)
-        faults = torch.stack([self._fault(part.numbers()) for part in some])
-        return torch.where((faults == 1).any(), 1, faults.amax())
-
-    def _fault(self, columns: Tensor) -> Tensor:
-        line = columns.view(-1)  # [rows, kept] -> []
-        falls = torch.zeros(len(line), dtype=torch.bool, device=line.device)
-        torch.le(line[1:], line[:-1], out=falls[1:])
-        falls.view_as(columns)[:, 0] = False  # where a row begins
-        within = self.chunk == 2**self.width
-        outside = torch.zeros_like(falls.any()) if within else (line >= self.chunk).any()
-        return torch.where(outside, 1, 2 * falls.any().to(torch.int64))
+            return torch.zeros(rows, self.kept, dtype=dtype, device=encoded.device)
+        return unpack(encoded, rows * self.kept, self.width, dtype).view(rows, self.kept)

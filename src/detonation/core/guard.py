@@ -85,7 +85,8 @@ class Guard:
         """
         messages = [Message(*parts[1:]) for parts in arrived]
         values = [self._codec.read(message, rows) for message in messages]
-        looked = [self._look(parts, told, rows) for parts, told in zip(arrived, values, strict=True)]
+        columns = [None if m.columns is None else Packed(self._codec.columns, m.columns, rows) for m in messages]
+        looked = [self._look(*each, rows) for each in zip(arrived, values, columns, strict=True)]
         table = torch.stack(looked)  # [replicas, 12]
         nbytes = sum(part.nbytes for part in messages[0].parts)
         expected = Expected(self._expected(step, phase, 0), nbytes, len(self._names), signals)
@@ -97,9 +98,9 @@ class Guard:
         else:
             use = report(table.tolist())
         opened = Opened([], [])
-        for message, told, where, used in zip(messages, values, shared, use, strict=True):
+        for packed, told, where, used in zip(columns, values, shared, use, strict=True):
             opened.values.append(_kept(told, used))
-            opened.columns.append(where if message.columns is None else self._columns(message.columns, rows, used))
+            opened.columns.append(where if packed is None else self._columns(packed, used))
         return opened
 
     def seal_sum(self, values: Tensor, replicas: int, status: int | Tensor) -> Tensor:
@@ -160,12 +161,10 @@ class Guard:
     def _expected(self, step: int, phase: int, sender: int) -> Stamp:
         return replace(self._stamp, step=step, place=self._stamp.place | phase, sender=sender)
 
-    def _look(self, parts: Sequence[Tensor], told: Tensor, rows: int) -> Tensor:
+    def _look(self, parts: Sequence[Tensor], told: Tensor, columns: Packed | None, rows: int) -> Tensor:
         """All that the decision on a message needs, on the device that it is on."""  # [12] int64
-        _, values, *columns = parts
-        precision, kept = self._codec.precision, self._codec.selection.kept
-        places = self._codec.columns.fault(columns[0], rows) if columns else torch.zeros((), device=told.device)
-        lawful = precision.lawful(values, rows, kept)
+        places = columns.fault() if columns else torch.zeros((), device=told.device)
+        lawful = self._codec.precision.lawful(parts[1], rows, self._codec.selection.kept)
         norm = torch.linalg.vector_norm(told).double().view(torch.int64)
         return torch.cat([facts(parts), torch.stack([places.long(), lawful.long(), norm])])
 
@@ -190,12 +189,12 @@ class Guard:
             self._ledger.fine(sender, self._stamp.place)
         return not fault and not status
 
-    def _columns(self, encoded: Tensor, rows: int, used: bool | Tensor) -> Tensor | Packed:
+    def _columns(self, packed: Packed, used: bool | Tensor) -> Tensor | Packed:
         if isinstance(used, Tensor):  # bytes of zeros are columns, too
-            return Packed(self._codec.columns, encoded.masked_fill(used.logical_not(), 0), rows)
+            return replace(packed, encoded=packed.encoded.masked_fill(used.logical_not(), 0))
         if used:
-            return Packed(self._codec.columns, encoded, rows)
-        return torch.arange(self._codec.selection.kept, device=encoded.device).expand(rows, -1)
+            return packed
+        return torch.arange(self._codec.selection.kept, device=packed.encoded.device).expand(packed.rows, -1)
 
 
 def _kept(told: Tensor, used: bool | Tensor) -> Tensor:
