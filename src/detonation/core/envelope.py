@@ -61,10 +61,10 @@ def resent(message: Tensor, sender: int) -> Tensor:
     return torch.cat([words, message[HEADER_BYTES:]])
 
 
-def facts(message: Sequence[Tensor]) -> Tensor:
-    """The words of the header of a message, and what it really adds up to; `Facts` reads them."""  # [9] int64
-    header, *parts = message
-    return torch.cat([header, checksum([header[:-1], *parts]).view(1)])
+def facts(messages: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The words of the header of each message, and what it really adds up to; `Facts` reads them."""
+    added = checksums([[header[:-1], *parts] for header, *parts in messages])  # -> [messages, 9] int64
+    return torch.cat([torch.stack([header for header, *_ in messages]), added.unsqueeze(1)], 1)
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,20 @@ def checksum(parts: Sequence[Tensor]) -> Tensor:
     It finds every change within one word, and any other but for one in about four thousand million; it is no
     protection against somebody who computes it anew. Plain arithmetic, so that it runs where the bytes are.
     """  # [] int64
+    return checksums([parts])[0]
+
+
+def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The checksum of each of `messages`, whose parts are as long as those of the others."""  # [messages] int64
     # exact, so it does not matter which replicas have it; worth the call for a header too
-    library = native.load() if all(part.device.type == "cpu" and part.is_contiguous() for part in parts) else None
-    starts = [0, *accumulate(-(-part.nbytes // 4) for part in parts)]
+    here = all(part.device.type == "cpu" and part.is_contiguous() for parts in messages for part in parts)
+    library = native.load() if here else None
+    starts = [0, *accumulate(-(-part.nbytes // 4) for part in messages[0])]
     if library:
-        total = sum(library.checksum(part, first) for part, first in zip(parts, starts, strict=False))
-        return torch.tensor((total + 2**63) % 2**64 - 2**63)
-    sums = [_summed(part, first) for part, first in zip(parts, starts, strict=False)]
-    return torch.stack(sums).sum()
+        totals = [sum(map(library.checksum, parts, starts)) for parts in messages]
+        return torch.tensor([(total + 2**63) % 2**64 - 2**63 for total in totals])
+    sums = [_summed(parts, first) for parts, first in zip(zip(*messages, strict=True), starts, strict=False)]
+    return torch.stack(sums).sum(0)
 
 
 def number(text: str) -> int:
@@ -156,17 +162,23 @@ def put(place: Tensor, value: int | Tensor) -> None:
         place.fill_(value)
 
 
-def _summed(part: Tensor, first: int) -> Tensor:
+def _summed(parts: Sequence[Tensor], first: int) -> Tensor:
+    """The sum of each of `parts`, all as long as one another, whose words begin at place `first`."""  # [parts] int64
+    lines, device = [_unsigned(part) for part in parts], parts[0].device
+    totals = torch.zeros(len(parts), dtype=torch.int64, device=device)
+    steps = _steps(_CACHED if device.type == "cpu" else _BLOCK, device)
+    for start in range(0, len(lines[0]), len(steps)):
+        weights = _weights(first + start, steps[: len(lines[0]) - start])  # they cost as much as what they are for
+        totals += torch.stack([line[start : start + len(steps)].to(torch.int64).mul_(weights).sum() for line in lines])
+    return totals
+
+
+def _unsigned(part: Tensor) -> Tensor:
+    """The 32-bit words of `part`, filled up with zeros."""
     octets = part.detach().contiguous().view(-1).view(torch.uint8)
     if octets.numel() % 4 or octets.storage_offset() % 4:
         octets = torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).clone()
-    words = octets.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
-    steps = _steps(_CACHED if part.device.type == "cpu" else _BLOCK, part.device)
-    for start in range(0, len(words), len(steps)):
-        block = words[start : start + len(steps)].to(torch.int64).bitwise_and_(0xFFFFFFFF)
-        total += block.mul_(_weights(first + start, steps[: len(block)])).sum()
-    return total
+    return octets.view(torch.uint32)
 
 
 def _weights(first: int, steps: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ class Guard:
         messages = [Message(*parts[1:]) for parts in arrived]
         values = [self._codec.read(message, rows) for message in messages]
         columns = [None if m.columns is None else Packed(self._codec.columns, m.columns, rows) for m in messages]
-        looked = [self._look(*each, rows) for each in zip(arrived, values, columns, strict=True)]
-        table = torch.stack(looked)  # [replicas, 12]
+        looked = [self._look(*each, rows) for each in zip(messages, values, columns, strict=True)]
+        table = torch.cat([facts(arrived), torch.stack(looked)], 1)  # [replicas, 12]
         nbytes = sum(part.nbytes for part in messages[0].parts)
         expected = Expected(self._expected(step, phase, 0), nbytes, len(self._names), signals)
         report = partial(self._report, expected=expected, last=not phase)
@@ -161,12 +161,12 @@ class Guard:
     def _expected(self, step: int, phase: int, sender: int) -> Stamp:
         return replace(self._stamp, step=step, place=self._stamp.place | phase, sender=sender)
 
-    def _look(self, parts: Sequence[Tensor], told: Tensor, columns: Packed | None, rows: int) -> Tensor:
-        """All that the decision on a message needs, on the device that it is on."""  # [12] int64
+    def _look(self, message: Message, told: Tensor, columns: Packed | None, rows: int) -> Tensor:
+        """What the decision on a message needs beside its `facts`, on the device that it is on."""  # [3] int64
         places = columns.fault() if columns else torch.zeros((), device=told.device)
-        lawful = self._codec.precision.lawful(parts[1], rows, self._codec.selection.kept)
+        lawful = self._codec.precision.lawful(message.values, rows, self._codec.selection.kept)
         norm = torch.linalg.vector_norm(told).double().view(torch.int64)
-        return torch.cat([facts(parts), torch.stack([places.long(), lawful.long(), norm])])
+        return torch.stack([places.long(), lawful.long(), norm])
 
     def _compare(self, table: Sequence[Inspected], faults: Sequence[str], step: int) -> None:
         """Did all hear the same earlier? A message that was damaged on its way to some only shows here."""
