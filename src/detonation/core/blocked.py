@@ -1,6 +1,6 @@
 """Blocked: DCT x top-k with memory by ordinary torch on a CPU, all done to some rows while they are in a cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,24 +55,6 @@ class Blocked(Plain):
     def release(self, selected: Selected, read: Tensor) -> None:
         if not self._released_at_once:
             super().release(selected, read)
-
-    def _parts(self, agreed: Agreed) -> Iterator[Tensor]:
-        if not agreed.sparse(self.codec.selection.chunk) or not self._blocks:
-            yield from super()._parts(agreed)
-            return
-        columns = [c.small if isinstance(c, Packed) else c for c in agreed.columns]
-        yield from map(self._mean, Agreed(agreed.values, columns, agreed.combine).split(self._some))
-
-    def _mean(self, agreed: Agreed) -> Tensor:
-        """What few coefficients of each row come to, in the coordinates of the parameters."""
-        total: Tensor | None = None
-        for values, columns in zip(agreed.values, agreed.columns, strict=True):
-            assert isinstance(columns, Tensor)
-            where = columns.to(torch.int32)
-            part = self._basis.spread(values / len(agreed.values), where, self.codec.selection.chunk)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
 
     def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
         if agreed.combine == "clipped" or not all(target.is_contiguous() for target in targets):

@@ -51,9 +51,14 @@ class Packed:
         return 2 * fall if chunk == 2**width else torch.where((line >= chunk).any(), 1, 2 * fall)
 
 
+def small(columns: Tensor | Packed) -> Tensor:
+    """`columns` as numbers in whatever bytes they have."""  # [rows, kept]
+    return columns.small if isinstance(columns, Packed) else columns
+
+
 def numbers(columns: Tensor | Packed) -> Tensor:
     """`columns` as torch indexes by them."""  # [rows, kept] int64
-    return columns.small.to(torch.int64) if isinstance(columns, Packed) else columns
+    return small(columns).to(torch.int64)
 
 
 def listed(marked: Tensor, kept: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from detonation.core.columns import Packed, numbers
+from detonation.core.columns import Packed, numbers, small
 
 Combine = Literal["replicas", "senders", "majority", "clipped"]
 COMBINES: tuple[str, ...] = get_args(Combine)
@@ -37,20 +37,21 @@ class Agreed:
         return self.combine == "replicas" and all(c is not None for c in self.columns) and told <= chunk // 4
 
     def split(self, rows: int) -> Iterator["Agreed"]:
-        """The same, some rows at a time, where replicas chose their own coefficients; `rows` is a multiple of 8."""
+        """The same, some rows at a time, where replicas chose their own coefficients."""
         for first in range(0, len(self.values[0]), rows):
             values = [v[first : first + rows] for v in self.values]
-            columns = [
-                c.part(first, rows) if isinstance(c, Packed) else c[first : first + rows]
-                for c in self.columns
-                if c is not None
-            ]
+            columns = [small(c)[first : first + rows] for c in self.columns if c is not None]
             yield Agreed(values, columns, self.combine)
 
     def together(self) -> tuple[Tensor, Tensor]:
         """All coefficients that go into that mean, and their columns; one that several tell is there several times."""
-        columns = [numbers(columns) for columns in self.columns if columns is not None]
-        return torch.cat(list(self.values), 1) / len(self.values), torch.cat(columns, 1)  # 2 x [rows, told]
+        (rows, kept), count = self.values[0].shape, len(self.values)
+        values = self.values[0].new_empty(rows, count, kept)
+        columns = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+        told = [small(where) for where in self.columns if where is not None]
+        for i in range(count):  # torch.cat takes longer with rows so narrow
+            values[:, i], columns[:, i] = self.values[i], told[i]
+        return values.flatten(1).div_(count), columns.flatten(1)  # 2 x [rows, told]
 
 
 def combined(agreed: Agreed, chunk: int) -> Tensor:
