@@ -28,10 +28,10 @@ class Largest:
         self._chunk, self._count, self._rows = chunk, count, rows
         self._keys, spare = torch.empty(2, chunk, rows, dtype=torch.int32)
         self._falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32).unsqueeze(1)
-        self._first = torch.arange(rows)  # the place of the first column of each row
-        self._firsts = self._first.repeat_interleave(count)
-        self._turned = (self._first + rows * torch.arange(count).unsqueeze(1)).t().reshape(-1)  # from lines to rows
-        self._places = torch.empty(count, rows, dtype=torch.int64)
+        self._last = torch.arange(rows) + (chunk - 1) * rows  # the place of the last column of each row
+        self._lasts = self._last.to(torch.int32).repeat_interleave(count)
+        self._turned = (torch.arange(rows) + rows * torch.arange(count).unsqueeze(1)).t().reshape(-1)  # lines to rows
+        self._place = torch.empty(rows, dtype=torch.int64)
         size = 1 << (count - 1).bit_length()
         self._search: list[Call] = []
         self._found = self._keys[:0]
@@ -43,10 +43,8 @@ class Largest:
         self._ordered, _ = _sorted(self._order, self._found, spare, size)
 
     def find(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of the largest coefficients of each row, rising, and where in the flattened `lines` they are.
-
-        The next call changes the places.
-        """  # lines [chunk, rows] fp32 -> [rows, count] int32 and int64
+        """The columns of the largest coefficients of each row, rising, and where in the flattened `lines` they are."""
+        # lines [chunk, rows] fp32 -> 2 x [rows, count] int32
         torch.bitwise_and(lines.view(torch.int32), 0x7FFFFFFF & -self._chunk, out=self._keys)
         self._keys.bitwise_or_(self._falling)
         if self._search:
@@ -54,18 +52,19 @@ class Largest:
             self._found.bitwise_and_(self._chunk - 1)
         else:
             self._one_by_one()
-        self._found[self._count :] = -1
+        if self._count < len(self._found):
+            self._found[self._count :] = -1
         _run(self._order)
         # by index: to turn a narrow matrix round takes torch twice as long
-        columns = self._ordered.view(-1).index_select(0, self._turned).neg_().add_(self._chunk - 1)
-        places = self._places.view(-1).copy_(columns).mul_(self._rows).add_(self._firsts)
+        falling = self._ordered.view(-1).index_select(0, self._turned)
+        columns, places = self._chunk - 1 - falling, torch.sub(self._lasts, falling, alpha=self._rows)
         return columns.view(self._rows, self._count), places.view(self._rows, self._count)
 
     def _one_by_one(self) -> None:
-        keys, last = self._keys.view(-1), self._first + (self._chunk - 1) * self._rows
-        for found, place in zip(self._found, self._places, strict=False):
+        keys, place = self._keys.view(-1), self._place
+        for found in self._found[: self._count]:
             torch.amax(self._keys, 0, out=found)
-            torch.sub(last, found.bitwise_and_(self._chunk - 1), alpha=self._rows, out=place)
+            torch.sub(self._last, found.bitwise_and_(self._chunk - 1), alpha=self._rows, out=place)
             keys.index_fill_(0, place, -1)
 
 
