@@ -1,6 +1,7 @@
 """Blocked: DCT x top-k with memory by ordinary torch on a CPU, all done to some rows while they are in a cache."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -29,16 +30,15 @@ class Blocked(Plain):
         self._many = 8 * self._some  # rows of a few coefficients each
         firsts = range(0, layout.rows, self._some)
         self._blocks = [Bucket.of(layout, first, min(first + self._some, layout.rows)) for first in firsts]
+        self._finder = cache(partial(Largest, codec.selection.chunk, codec.selection.kept))
         self._memories = [memory.part(block.layout, block.first) for block in self._blocks]
 
     def select(self, signals: Sequence[Tensor | None], step: int) -> Selected:
         values = torch.empty(self.layout.rows, self.codec.selection.kept)
         columns = torch.empty(values.shape, dtype=torch.uint8)
-        finder: Largest | None = None
         for block, memory in zip(self._blocks, self._memories, strict=True):
             rows = slice(block.first, block.first + block.layout.rows)
-            if finder is None or block.layout.rows < self._some:
-                finder = Largest(self.codec.selection.chunk, self.codec.selection.kept, block.layout.rows)
+            finder = self._finder(block.layout.rows)
             self._select(memory, memory.absorb(block.cut(signals)), finder, values[rows], columns[rows])
         encoded = [self.codec.columns.encode(some) for some in torch.split(columns, self._many)]
         return Selected(values, Packed(self.codec.columns, torch.cat(encoded), self.layout.rows), owned=True)

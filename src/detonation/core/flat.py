@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.core.tiles import Tiles
 
-BLOCK = 225_000
+BLOCK = 330_000
 """Coordinates that plain torch works on at once on a CPU: few enough for its cache, enough to be worth an operation.
 
 No power of two: lines that are one apart would fight for the same places in the cache.

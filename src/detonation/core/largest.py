@@ -27,6 +27,7 @@ class Largest:
     def __init__(self, chunk: int, count: int, rows: int) -> None:
         self._chunk, self._count, self._rows = chunk, count, rows
         self._keys, spare = torch.empty(2, chunk, rows, dtype=torch.int32)
+        self._column = torch.tensor(chunk - 1, dtype=torch.int32)  # the bits of a key that say it; a number takes longer
         self._falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32).unsqueeze(1)
         self._last = torch.arange(rows) + (chunk - 1) * rows  # the place of the last column of each row
         self._lasts = self._last.to(torch.int32).repeat_interleave(count)
@@ -62,10 +63,12 @@ class Largest:
 
     def _one_by_one(self) -> None:
         keys, place = self._keys.view(-1), self._place
-        for found in self._found[: self._count]:
+        for i, found in enumerate(self._found[: self._count]):
+            if i:
+                torch.sub(self._last, self._found[i - 1], alpha=self._rows, out=place)
+                keys.index_fill_(0, place, -1)
             torch.amax(self._keys, 0, out=found)
-            torch.sub(self._last, found.bitwise_and_(self._chunk - 1), alpha=self._rows, out=place)
-            keys.index_fill_(0, place, -1)
+            found.bitwise_and_(self._column)
 
 
 def largest(coefficients: Tensor, count: int, some: int) -> Tensor:
