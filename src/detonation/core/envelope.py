@@ -21,6 +21,7 @@ DIGITS = 3
 """Numbers below 256 in which a replica says its status where the network adds messages up, exact in bf16 too."""
 _BLOCK = 1 << 20  # words that are summed at once: what a large tensor needs beside itself
 _CACHED = 1 << 15  # the same on a CPU, whose cache they stay in
+_KEPT = 1 << 20  # words whose weights are kept there, 8 MB of them
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 
 
@@ -168,8 +169,10 @@ def _summed(parts: Sequence[Tensor], first: int) -> Tensor:
     totals = torch.zeros(len(parts), dtype=torch.int64, device=device)
     steps = _steps(_CACHED if device.type == "cpu" else _BLOCK, device)
     for start in range(0, len(lines[0]), len(steps)):
-        weights = _weights(first + start, steps[: len(lines[0]) - start])  # they cost as much as what they are for
-        totals += torch.stack([line[start : start + len(steps)].to(torch.int64).mul_(weights).sum() for line in lines])
+        blocks = [line[start : start + len(steps)] for line in lines]
+        weights_of = _kept_weights if device.type == "cpu" and first + start < _KEPT else _weights
+        weights = weights_of(first + start, len(blocks[0]), steps)  # they cost as much as what they are for
+        totals += torch.stack([block.to(torch.int64).mul_(weights).sum() for block in blocks])
     return totals
 
 
@@ -181,10 +184,13 @@ def _unsigned(part: Tensor) -> Tensor:
     return octets.view(torch.uint32)
 
 
-def _weights(first: int, steps: Tensor) -> Tensor:
+def _weights(first: int, count: int, steps: Tensor) -> Tensor:
     """An odd number for each place: neighbours have nothing in common, so that errors do not cancel."""  # [count]
-    at = steps + ((first * _STRIDE + 2**63) % 2**64 - 2**63)
+    at = steps[:count] + ((first * _STRIDE + 2**63) % 2**64 - 2**63)
     return at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF)).bitwise_or_(1)
+
+
+_kept_weights = lru_cache(maxsize=_KEPT // _CACHED)(_weights)
 
 
 @lru_cache(maxsize=4)
