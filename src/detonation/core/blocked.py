@@ -30,16 +30,16 @@ class Blocked(Plain):
         self._many = 8 * self._some  # rows of a few coefficients each
         firsts = range(0, layout.rows, self._some)
         self._blocks = [Bucket.of(layout, first, min(first + self._some, layout.rows)) for first in firsts]
-        self._finder = cache(partial(Largest, codec.selection.chunk, codec.selection.kept))
         self._memories = [memory.part(block.layout, block.first) for block in self._blocks]
 
     def select(self, signals: Sequence[Tensor | None], step: int) -> Selected:
         values = torch.empty(self.layout.rows, self.codec.selection.kept)
         columns = torch.empty(values.shape, dtype=torch.uint8)
+        finder = cache(partial(Largest, self.codec.selection.chunk, self.codec.selection.kept))  # not kept: megabytes
         for block, memory in zip(self._blocks, self._memories, strict=True):
             rows = slice(block.first, block.first + block.layout.rows)
-            finder = self._finder(block.layout.rows)
-            self._select(memory, memory.absorb(block.cut(signals)), finder, values[rows], columns[rows])
+            found = memory.absorb(block.cut(signals))
+            self._select(memory, found, finder(block.layout.rows), values[rows], columns[rows])
         encoded = [self.codec.columns.encode(some) for some in torch.split(columns, self._many)]
         return Selected(values, Packed(self.codec.columns, torch.cat(encoded), self.layout.rows), owned=True)
 
