@@ -27,9 +27,8 @@ class Largest:
     def __init__(self, chunk: int, count: int, rows: int) -> None:
         self._chunk, self._count, self._rows = chunk, count, rows
         self._keys, spare = torch.empty(2, chunk, rows, dtype=torch.int32)
-        self._column = torch.tensor(
-            chunk - 1, dtype=torch.int32
-        )  # its bits in a key; a call with a number takes longer
+        # its bits in a key, as a tensor: a call with a number takes longer
+        self._column = torch.tensor(chunk - 1, dtype=torch.int32)
         self._falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32).unsqueeze(1)
         self._last = torch.arange(rows) + (chunk - 1) * rows  # the place of the last column of each row
         self._lasts = self._last.to(torch.int32).repeat_interleave(count)
