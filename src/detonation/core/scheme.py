@@ -64,6 +64,11 @@ class Scheme:
         every, count = self.round.every, self.fragments
         return [replace(self.round, offset=fragment * every // count) for fragment in range(count)]
 
+    @property
+    def worth_overlapping(self) -> bool:
+        """Whether it gains from sending during backward: gradients that the same step waits for."""
+        return self.signal == "gradients" and not self.round.delay
+
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")

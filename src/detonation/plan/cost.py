@@ -124,15 +124,10 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
 
 
 def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
-    if _overlaps(scheme, work):
+    if work.overlap and scheme.worth_overlapping:
         return traffic.overlapped_bytes(scheme, layout, replicas)
     fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
     return sum(traffic.message_bytes(scheme, fragment, replicas) for fragment in fragments)
-
-
-def _overlaps(scheme: Scheme, work: Work) -> bool:
-    """Whether messages leave while backward runs, bucket by bucket: for those with a delay there is no need."""
-    return scheme.signal == "gradients" and not scheme.round.delay and work.overlap
 
 
 def _own(scheme: Scheme, work: Work) -> float:
@@ -153,7 +148,7 @@ def _exposed(scheme: Scheme, layout: Layout, work: Work, step_s: float, network:
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         if scheme.round.delay:
             waits += _late(scheme, network.seconds(kind, nbytes), network.seconds(kind, 0), work.compute_s + step_s)
-        elif _overlaps(scheme, work):
+        elif work.overlap and scheme.worth_overlapping:
             latency = network.seconds(kind, 0)
             rows = [bucket.layout.rows for bucket in reversed(cut(fragment, scheme, network.replicas))]
             sent = [traffic.exchanged(kind, scheme.codec, count, network.replicas) for count in rows]

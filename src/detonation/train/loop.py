@@ -97,12 +97,9 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
 
 
 def _leave_early(session: Session) -> bool:
-    """Whether gradients leave during backward: clipping needs all of them first, and where none are sent, none do.
-
-    Nor is there any haste where what is sent lands a step later.
-    """
+    """Whether gradients leave during backward; clipping needs all of them first."""
     _, innermost = session.optimizer.levels[0]
-    return innermost.signal == "gradients" and not innermost.round.delay and not session.config.train.clip
+    return innermost.worth_overlapping and not session.config.train.clip
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
