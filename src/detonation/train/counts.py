@@ -33,7 +33,7 @@ def counted(session: Session, before: Counts) -> Counts:
     names = [name for name, _ in session.model.named_parameters()]
     skipped, refused = session.optimizer.skipped_by_parameter, session.optimizer.refused
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
-    everyone = session.world.gather(mine).view(-1, session.config.mesh.shards, len(mine))
+    everyone = torch.tensor(session.world.tell(mine)()).view(-1, session.config.mesh.shards, len(mine))
     # what a shard tells all its replicas see, but for what an owner alone is told; shards tell for themselves
     *here, refused = everyone.amax(0).sum(0).tolist()
     together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))

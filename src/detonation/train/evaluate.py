@@ -28,7 +28,7 @@ def validate(session: Session) -> dict[str, float]:
             sums += _sums(session, batch, output.loss, output.logits)
     session.model.train()
     reshard(session.model)  # look-ahead now moves the shards
-    loss, count, right = session.world.gather(sums).sum(0).tolist()
+    loss, count, right = torch.tensor(session.world.tell(sums)(), dtype=sums.dtype).sum(0).tolist()
     result = {"val_loss": loss / count}
     return {**result, "val_accuracy": right / count} if session.data.kind == "images" else result
 

@@ -17,7 +17,7 @@ from detonation.core.overlap import Side
 from detonation.core.wire import Wire
 
 Told = Callable[[], list[list[Any]]]
-"""Waits for what everyone told, in rank order."""
+"""Waits for what everyone told, a list each, in rank order."""
 
 
 class World(Protocol):
@@ -29,12 +29,8 @@ class World(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather(self, values: Tensor) -> Tensor:
-        """Everyone's `values`, in rank order."""  # [n] -> [size, n]
-        ...
-
     def tell(self, values: Tensor) -> Told:
-        """The same as lists, to be asked for later: until then neither host nor device waits."""
+        """Everyone's `values`, to be asked for later: until then neither host nor device waits."""  # [n]
         ...
 
     def over_shards(self, count: int) -> int:
@@ -52,16 +48,10 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._mesh, self._side = mesh, Side(device)
-        # counts of the host go from host to host: a device would first finish all that it has been given
-        shards = mesh["shard"].size()
-        self._hosts: dist.ProcessGroup | None = None
-        if shards > 1:
-            self._hosts, _ = dist.new_subgroups(shards, backend="gloo")  # type: ignore[no-untyped-call]
-
-    def gather(self, values: Tensor) -> Tensor:
-        everyone = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(everyone, values)
-        return torch.stack(everyone)
+        self._hosts = mesh.get_group("shard")
+        if dist.get_backend(self._hosts) != "gloo":
+            # counts of the host go from host to host: a device would first finish all that it has been given
+            self._hosts, _ = dist.new_subgroups(mesh["shard"].size(), backend="gloo")  # type: ignore[no-untyped-call]
 
     def tell(self, values: Tensor) -> Told:
         self._side.follow(values)
@@ -75,8 +65,7 @@ class Ranks:
 
     def over_shards(self, count: int) -> int:
         total = torch.tensor(count)
-        if self._hosts is not None:
-            dist.all_reduce(total, group=self._hosts)
+        dist.all_reduce(total, group=self._hosts)
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
@@ -89,13 +78,8 @@ class Alone:
     def __init__(self, wire: Wire) -> None:
         self.rank, self.size, self._wire = wire.replica, wire.size(), wire
 
-    def gather(self, values: Tensor) -> Tensor:
-        raw = values.contiguous().view(-1).view(torch.uint8)
-        return self._wire.gather(raw)().view(values.dtype).view(self.size, *values.shape)
-
     def tell(self, values: Tensor) -> Told:
-        raw = values.contiguous().view(torch.uint8)
-        arrived = self._wire.gather(raw)
+        arrived = self._wire.gather(values.contiguous().view(torch.uint8))
         return lambda: arrived().view(values.dtype).tolist()
 
     def over_shards(self, count: int) -> int:
@@ -103,7 +87,7 @@ class Alone:
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
         mine = torch.tensor(list(bytes.fromhex(digest(model.parameters()))), dtype=torch.uint8)
-        digests = [bytes(row.tolist()) for row in self.gather(mine)]
+        digests = [bytes(told) for told in self.tell(mine)()]
         return hashlib.sha256(digests[0]).hexdigest(), all(other == digests[0] for other in digests)
 
 
