@@ -12,8 +12,8 @@ import detonation
 SOURCE = Path(detonation.__file__).parent
 CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
     ["tiles", "flat"],
-    ["later", "envelope", "ledger", "poison", "verdict"],
-    ["bits", "basis", "columns", "largest", "selection", "precision", "combine", "rounds"],
+    ["bits", "later", "envelope", "ledger", "poison", "verdict"],
+    ["basis", "columns", "largest", "selection", "precision", "combine", "rounds"],
     ["codec"],
     ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "buckets", "traffic", "owners"],
     ["pace", "wire", "lanes"],

@@ -56,7 +56,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.in
         lane, octets = 16, octets.view(-1, width)  # four numbers are in the first eight bytes, four in the last
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
         words[:, 1] >>= 64 - 4 * width
-        words &= _signed(2 ** (4 * width) - 1)
+        words &= signed(2 ** (4 * width) - 1)
     for shift, _, high in _moves(width, lane):
         words.add_(words & high, alpha=2**shift - 1)
     return words.view(torch.uint8 if lane == 8 else torch.uint16).view(-1)[:count].to(dtype)
@@ -75,11 +75,16 @@ def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
     moves = []
     for half in (4, 2, 1) if lane == 8 else (2, 1):  # numbers that go together
         low = sum((2 ** (half * width) - 1) << at for at in range(0, 64, 2 * half * lane))
-        moves.append((half * (lane - width), _signed(low), _signed(low << half * width)))
+        moves.append((half * (lane - width), signed(low), signed(low << half * width)))
     return moves
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The 64 bits of `word` as torch reads them in int64.
+
+    >>> signed(2**64 - 1)
+    -1
+    """
     return (word + 2**63) % 2**64 - 2**63
 
 

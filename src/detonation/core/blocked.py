@@ -27,7 +27,6 @@ class Blocked(Plain):
         assert isinstance(codec.basis, DCT)
         self._basis = codec.basis
         self._released_at_once = told_as_selected(codec, memory)
-        self._many = 8 * self._some  # rows of a few coefficients each
         firsts = range(0, layout.rows, self._some)
         self._blocks = [Bucket.of(layout, first, min(first + self._some, layout.rows)) for first in firsts]
         self._memories = [memory.part(block.layout, block.first) for block in self._blocks]
@@ -38,9 +37,9 @@ class Blocked(Plain):
         finder = cache(partial(Largest, self.codec.selection.chunk, self.codec.selection.kept))  # not kept: megabytes
         for block, memory in zip(self._blocks, self._memories, strict=True):
             rows = slice(block.first, block.first + block.layout.rows)
-            found = memory.absorb(block.cut(signals))
-            self._select(memory, found, finder(block.layout.rows), values[rows], columns[rows])
-        encoded = [self.codec.columns.encode(some) for some in torch.split(columns, self._many)]
+            residual = memory.absorb(block.cut(signals))
+            self._select(memory, residual, finder(block.layout.rows), values[rows], columns[rows])
+        encoded = [self.codec.columns.encode(some) for some in torch.split(columns, 8 * self._some)]
         return Selected(values, Packed(self.codec.columns, torch.cat(encoded), self.layout.rows), owned=True)
 
     def _select(self, memory: Memory, residual: Tensor, finder: Largest, values: Tensor, columns: Tensor) -> None:

@@ -64,13 +64,13 @@ def numbers(columns: Tensor | Packed) -> Tensor:
 def listed(marked: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     """The first `kept` columns of every row that are marked, rising; 0 where there are fewer."""
     rows, chunk = marked.shape  # [rows, chunk] uint8 of 0 and 1 -> [rows, kept]
-    small = torch.uint8 if chunk < 256 else torch.int32
+    narrow = torch.uint8 if chunk < 256 else torch.int32
     found = torch.empty(rows, kept, dtype=dtype, device=marked.device)
-    numbers = torch.arange(chunk, dtype=small, device=marked.device).repeat(min(rows, SOME), 1)
+    numbers = torch.arange(chunk, dtype=narrow, device=marked.device).repeat(min(rows, SOME), 1)
     for some, columns in zip(torch.split(marked, SOME), torch.split(found, SOME), strict=True):
         # what is not wanted goes to a place before the first, or to one after the last: both are cut off
-        place = some.cumsum(1, dtype=small).clamp_(max=min(kept + 1, chunk)).mul_(some).to(torch.int64)
-        room = torch.zeros(len(some), kept + 2, dtype=small, device=marked.device)
+        place = some.cumsum(1, dtype=narrow).clamp_(max=min(kept + 1, chunk)).mul_(some).to(torch.int64)
+        room = torch.zeros(len(some), kept + 2, dtype=narrow, device=marked.device)
         columns.copy_(room.scatter_(1, place, numbers[: len(some)])[:, 1:-1])
     return found
 

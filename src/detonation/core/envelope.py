@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from detonation.core import later
+from detonation.core.bits import signed
 from detonation.kernels import native
 
 MAGIC = int.from_bytes(b"DeToNAT", "little")
@@ -136,7 +137,7 @@ def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
     starts = [0, *accumulate(-(-part.nbytes // 4) for part in messages[0])]
     if library:
         totals = [sum(map(library.checksum, parts, starts)) for parts in messages]
-        return torch.tensor([(total + 2**63) % 2**64 - 2**63 for total in totals])
+        return torch.tensor([signed(total) for total in totals])
     sums = [_summed(parts, first) for parts, first in zip(zip(*messages, strict=True), starts, strict=False)]
     return torch.stack(sums).sum(0)
 
@@ -186,7 +187,7 @@ def _unsigned(part: Tensor) -> Tensor:
 
 def _weights(first: int, count: int, steps: Tensor) -> Tensor:
     """An odd number for each place: neighbours have nothing in common, so that errors do not cancel."""  # [count]
-    at = steps[:count] + ((first * _STRIDE + 2**63) % 2**64 - 2**63)
+    at = steps[:count] + signed(first * _STRIDE)
     return at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF)).bitwise_or_(1)
 
 
