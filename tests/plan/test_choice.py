@@ -38,8 +38,8 @@ def test_what_nobody_has_measured_is_expected_to_cost_more_than_what_somebody_ha
     known, relative, strange = dt.demo(), dt.demo(topk=3), dt.slicing()
     assert loss_of(relative, 2) is None and not [loss for loss in table() if loss.scheme == "slicing"]
     assert 0 <= expected(known, 2) < expected(relative, 2) < expected(strange, 2)
-    told = dt.random_sign(1 / 8, decay=0.9)  # about as good as full on text, worse on images
-    assert min(loss.cost for loss in table()) < 0 < 0.04 < expected(told, 2) < expected(strange, 2)
+    told = dt.diloco(every=20)  # measured to cost 6 % on text and 15 % on images: the worse of them counts
+    assert min(loss.cost for loss in table()) < 0 < 0.1 < expected(told, 2) < expected(strange, 2)
     assert all(expected(scheme, 2) >= 0 for scheme in candidates())
 
 
