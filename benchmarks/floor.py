@@ -46,14 +46,14 @@ def main() -> None:
 
 def table(numel: int, device: torch.device, topks: list[int], rounds: int) -> None:
     gradient = torch.randn(numel, device=device)
-    subjects = {"copy": copying(gradient), "AdamW, alone": stepping(gradient, lambda p, _: torch.optim.AdamW([p]))}
+    subjects = {"copy": copying(gradient), "AdamW, alone": stepping(gradient)}
     for topk in topks:
         for name, (kernels, told) in SUBJECTS.items():
             if not (kernels and late(device)):
                 scheme = dt.demo(topk=topk, chunk=64, **told)
-                subjects[f"{name}, topk {topk}"] = stepping(gradient, replicated(scheme, kernels))
+                subjects[f"{name}, topk {topk}"] = stepping(gradient, scheme, kernels)
     times: dict[str, list[float]] = {name: [] for name in subjects}
-    peaks = dict.fromkeys(subjects, "")
+    peaks: dict[str, int | None] = dict.fromkeys(subjects)
     for turn in range(rounds + 1):
         for name, step in subjects.items():
             seconds, peaks[name] = measured(step, device)
@@ -64,8 +64,11 @@ def table(numel: int, device: torch.device, topks: list[int], rounds: int) -> No
     for name, took in medians.items():
         least = (28 if name.startswith("AdamW") else 20) * numel / rate
         cells = [f"{numel / 2**20:.0f} Mi", f"{rate / 1e9:.1f}", name, f"{took * 1e3:.2f}", f"{least * 1e3:.2f}"]
-        peak = peaks[name] and f"{float(peaks[name]) / numel:.1f}"
-        print("| " + " | ".join([*cells, f"{took / least:.1f}", peak]) + " |", flush=True)
+        peak = peaks[name]
+        print(
+            "| " + " | ".join([*cells, f"{took / least:.1f}", "" if peak is None else f"{peak / numel:.1f}"]) + " |",
+            flush=True,
+        )
 
 
 def copying(gradient: torch.Tensor) -> Callable[[], Any]:
@@ -73,23 +76,17 @@ def copying(gradient: torch.Tensor) -> Callable[[], Any]:
     return lambda: other.copy_(gradient)
 
 
-def replicated(
-    scheme: dt.Scheme, kernels: bool
-) -> Callable[[torch.nn.Parameter, torch.nn.Module], torch.optim.Optimizer]:
-    return lambda p, model: dt.replicate(dt.SignSGD([p], lr=1e-3), model, Echo(2), scheme, kernels=kernels)
-
-
-def stepping(
-    gradient: torch.Tensor, made: Callable[[torch.nn.Parameter, torch.nn.Module], torch.optim.Optimizer]
-) -> Callable[[], Any]:
-    """A step of the optimizer that is `made` for one parameter as large as `gradient`."""
+def stepping(gradient: torch.Tensor, scheme: dt.Scheme | None = None, kernels: bool = False) -> Callable[[], Any]:
+    """A step of `scheme` for one parameter as large as `gradient`; of AdamW on it alone without one."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros_like(gradient))
     model.weight.grad = gradient.clone()
-    return made(model.weight, model).step
+    if scheme is None:
+        return torch.optim.AdamW([model.weight]).step
+    return dt.replicate(dt.SignSGD([model.weight], lr=1e-3), model, Echo(2), scheme, kernels=kernels).step
 
 
-def measured(step: Callable[[], Any], device: torch.device) -> tuple[float, str]:
+def measured(step: Callable[[], Any], device: torch.device) -> tuple[float, int | None]:
     """Seconds of a step, and on an accelerator the most bytes beyond what is there before."""
     module: Any = torch.get_device_module(device) if late(device) else None
     if module:
@@ -99,10 +96,10 @@ def measured(step: Callable[[], Any], device: torch.device) -> tuple[float, str]
     for _ in range(STEPS):
         step()
     if not module:
-        return (time.perf_counter() - began) / STEPS, ""
+        return (time.perf_counter() - began) / STEPS, None
     held = module.memory_allocated(device)
     module.synchronize(device)
-    return (time.perf_counter() - began) / STEPS, str(module.max_memory_allocated(device) - held)
+    return (time.perf_counter() - began) / STEPS, module.max_memory_allocated(device) - held
 
 
 if __name__ == "__main__":

@@ -356,8 +356,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
                 markersize=7,
                 label=method if study == "bytes" else None,
             )
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        drawing.legend(handles.values(), handles.keys(), frameon=False, loc="outside right upper")
+        drawing.legend(frameon=False, loc="outside right upper")
         axes.set_xscale("log")
         axes.set_xlim(0.001, 12)
         axes.margins(y=0.12)
