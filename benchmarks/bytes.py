@@ -4,7 +4,7 @@ python benchmarks/bytes.py
 """
 
 import detonation as dt
-from detonation.core import traffic
+from detonation.core.schemes import traffic
 
 SCHEMES = [
     dt.full(),

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import detonation as dt
-from detonation.cluster.echo import Echo
-from detonation.core.later import late
+from detonation.cluster.network.loopback import Echo
+from detonation.core.integrity.readback import late
 
 STEPS = 5
 SUBJECTS: dict[str, tuple[bool, dict[str, Any]]] = {

@@ -241,9 +241,9 @@ def cell(study: str, method: str, recipe: str, sets: str, replicas: int, seed: i
 
 def run(cell: Cell) -> Row:
     """The row of one run; `val_loss` None where the loss was lost."""
-    from detonation.cluster.virtual import play
-    from detonation.train.loop import NonFiniteLoss
-    from detonation.train.simulate import Simulation, configured, train_virtual, virtual
+    from detonation.cluster.network.simulated import play
+    from detonation.train.loop.fit import NonFiniteLoss
+    from detonation.train.verbs.simulate import Simulation, configured, train_virtual, virtual
 
     sets = (*cell.sets, "train.validate_every=0", f"seed={cell.seed}")
     config = configured(Simulation(Path(cell.recipe), sets, cell.replicas, cell.total))
@@ -330,7 +330,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from detonation.report.colours import LIGHT
+    from detonation.report.figures.colours import LIGHT
 
     asked = [row for row in found if row["study"] in ("bytes", "tuning") and row["recipe"] == QUICK]
     shown = [row for row in asked if row["val_loss"]]

@@ -83,9 +83,9 @@ def measure(
     """
     import torch
 
-    from detonation.cluster.lab import lab
-    from detonation.cluster.launch import run_local
-    from detonation.core.pace import Pace
+    from detonation.cluster.network.namespaces import lab
+    from detonation.cluster.processes.launch import run_local
+    from detonation.core.link.link_speed import Pace
 
     torch.set_num_threads(1)  # before the ranks are forked
     with lab(NODES, Pace.parse(FREE)) as made:
@@ -99,7 +99,7 @@ def _rank(
     import torch.distributed as dist
 
     import detonation as dt
-    from detonation.core.pace import Pace
+    from detonation.core.link.link_speed import Pace
 
     mesh = dt.init_mesh(NODES, ranks, "cpu")
     trainings = [Training(subject, mesh) for subject in subjects]
@@ -126,12 +126,12 @@ class Training:
 
         import detonation as dt
         from detonation import models
-        from detonation.cluster.emulate import Emulated
-        from detonation.core.pace import Pace
-        from detonation.train import optimizers
-        from detonation.train.run import Request, configure
-        from detonation.train.setup import Session, check, load_data
-        from detonation.train.world import Ranks
+        from detonation.cluster.network.throttled import Emulated
+        from detonation.core.link.link_speed import Pace
+        from detonation.train.loop.session import Session, check, load_data
+        from detonation.train.loop.world import Ranks
+        from detonation.train.recipe import optimizers
+        from detonation.train.run.run import Request, configure
 
         config = check(configure(Request(Path(subject.recipe), subject.sets, *mesh.shape), None))
         torch.manual_seed(config.seed)
@@ -166,8 +166,8 @@ class Training:
         return tuple(total / self.subject.unit for total in totals)
 
     def _steps(self, count: int) -> list[Any]:
-        from detonation.cluster.signals import Stop
-        from detonation.train.loop import fit
+        from detonation.cluster.processes.signals import Stop
+        from detonation.train.loop.fit import fit
 
         records: list[Any] = []
         fit(self._session, self._done, self._done + count, records.append, Stop())
@@ -190,8 +190,8 @@ def launched(link: str) -> None:
 
 def by_torchrun(link: str, arguments: Sequence[str]) -> None:
     """Runs torchrun with `arguments` in each node of a lab, until both have ended."""
-    from detonation.cluster.lab import INTERFACE, lab
-    from detonation.core.pace import Pace
+    from detonation.cluster.network.namespaces import INTERFACE, lab
+    from detonation.core.link.link_speed import Pace
 
     with lab(NODES, Pace.parse(link)) as made:
         meeting = ["--master-addr", made.address(0), "--master-port", "29500"]
@@ -216,7 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.torchrun:
         return launched("100mbit")
-    from detonation.core.pace import Pace
+    from detonation.core.link.link_speed import Pace
 
     slow = {link for link in args.links if Pace.parse(link).rate_bits_per_s < 50e6}
     turns = {link: dict.fromkeys(args.schemes, 3 if link in slow else args.turns) for link in args.links}
@@ -248,7 +248,7 @@ def main() -> None:
 
 
 def row(real: Timing, emulated: Timing) -> str:
-    from detonation.core.pace import Pace
+    from detonation.core.link.link_speed import Pace
 
     cells = [real.name, real.link, f"{real.median:.3f}", f"{emulated.median:.3f}"]
     cells += [f"{emulated.median / real.median:.3f}", f"{Pace.parse(real.link).seconds(real.bytes_sent, 0):.3f}"]

@@ -20,8 +20,8 @@ import torch.multiprocessing as mp
 
 import detonation as dt
 from detonation import models
-from detonation.cluster.emulate import Emulated
-from detonation.core.pace import Pace
+from detonation.cluster.network.throttled import Emulated
+from detonation.core.link.link_speed import Pace
 
 MODEL = ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344})
 BATCH, CONTEXT = 2, 128

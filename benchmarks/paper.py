@@ -112,11 +112,11 @@ def grid() -> Iterator[Cell]:
 
 def train(cell: Cell) -> Row:
     """The row of one training: its validation losses by step. Two virtual replicas: bit for bit what real ones do."""
-    from detonation.cluster.signals import Stop
-    from detonation.cluster.virtual import play
-    from detonation.train.loop import NonFiniteLoss, fit
-    from detonation.train.metrics import Record
-    from detonation.train.simulate import Simulation, configured, virtual
+    from detonation.cluster.network.simulated import play
+    from detonation.cluster.processes.signals import Stop
+    from detonation.train.loop.fit import NonFiniteLoss, fit
+    from detonation.train.output.metrics import Record
+    from detonation.train.verbs.simulate import Simulation, configured, virtual
 
     task = TASKS[cell.task]
     config = configured(Simulation(Path(task.recipe), cell.sets, 2, task.total))
@@ -242,7 +242,7 @@ def figure(path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from detonation.report.colours import LIGHT
+    from detonation.report.figures.colours import LIGHT
 
     timed = [row for row in rows("time") if row["ranks"] == lab.RANKS]
     tasks, links = list(dict.fromkeys(row["task"] for row in timed)), list(dict.fromkeys(row["link"] for row in timed))

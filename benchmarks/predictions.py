@@ -53,8 +53,8 @@ def main() -> None:
 def measure_all(names: list[str], rates: list[int], results: Path) -> None:
     import torch
 
-    from detonation.cluster.launch import run_local
-    from detonation.train.setup import load_data
+    from detonation.cluster.processes.launch import run_local
+    from detonation.train.loop.session import load_data
 
     torch.set_num_threads(1)
     for name in names:
@@ -69,8 +69,8 @@ def measure_all(names: list[str], rates: list[int], results: Path) -> None:
 
 def configured(name: str, scheme: str, rate: int) -> Any:
     """The checked configuration of a recipe under a scheme, over an emulated link of `rate` Mbit/s."""
-    from detonation.train.run import Request, configure
-    from detonation.train.setup import check
+    from detonation.train.loop.session import check
+    from detonation.train.run.run import Request, configure
 
     path, sets = RECIPES[name]
     sets = (*sets, *SCHEMES[scheme].split(), "train.validate_every=0", "train.steps=100000")
@@ -82,9 +82,9 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
     import torch
 
     import detonation as dt
-    from detonation.cluster.probe import probe_axis
+    from detonation.cluster.network.measure import probe_axis
     from detonation.plan.cost import Network
-    from detonation.train.setup import between_replicas, start
+    from detonation.train.loop.session import between_replicas, start
 
     device = torch.device("cpu")
     mesh = dt.init_mesh(WORLD["replicas"], WORLD["shards"], "cpu")
@@ -105,7 +105,7 @@ class Trained:
         import torch
 
         import detonation as dt
-        from detonation.train.setup import start
+        from detonation.train.loop.session import start
 
         self.config, self.done = config, 0
         self.scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
@@ -116,11 +116,11 @@ class Trained:
 
     def turn(self, probed: Any, network: Any) -> None:
         """Predicts from what the probe measures now, then trains."""
-        from detonation.cluster.signals import Stop
+        from detonation.cluster.processes.signals import Stop
         from detonation.plan.cost import Work, cost
-        from detonation.train.loop import fit
-        from detonation.train.sizes import shard_shapes
-        from detonation.train.timing import forward_backward, optimizer_step
+        from detonation.train.loop.fit import fit
+        from detonation.train.loop.timing import forward_backward, optimizer_step
+        from detonation.train.recipe.sizes import shard_shapes
 
         compute_s, _ = forward_backward(probed)
         steps = {self.scheme.name: optimizer_step(probed, self.config)}

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import detonation as dt
-from detonation.cluster.echo import Echo
-from detonation.core import drift
-from detonation.core.guard import Guard
-from detonation.core.link import Link
+from detonation.cluster.network.loopback import Echo
+from detonation.core.agreement import desync
+from detonation.core.integrity.guard import Guard
+from detonation.core.link.link import Link
 
 SCHEMES = [dt.demo(link="all-gather"), dt.demo(topk=32, link="all-gather"), dt.demo(precision="sign", error="drop"),
            dt.random(), dt.random_sign(), dt.full()]  # fmt: skip
@@ -38,7 +38,7 @@ def main() -> None:
         row(scheme, args.parameters, args.replicas, args.rounds)
     weight = torch.randn(args.parameters)
     link = Link(Echo(args.replicas))
-    times = [timed(lambda: drift.differences(link, {"w": weight}, weight.device)) for _ in range(args.rounds)]
+    times = [timed(lambda: desync.differences(link, {"w": weight}, weight.device)) for _ in range(args.rounds)]
     print(f"\nfingerprint: {statistics.median(times) * 1e3 / args.parameters * 1e6:.3f} ms for a million parameters")
 
 

@@ -17,8 +17,8 @@ import torch
 
 import detonation as dt
 from detonation import models
-from detonation.checkpoint.snapshot import take
-from detonation.cluster.launch import run_local
+from detonation.checkpoint.save.snapshot import take
+from detonation.cluster.processes.launch import run_local
 
 
 def main() -> None:

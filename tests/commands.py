@@ -18,7 +18,7 @@ import torch.distributed.fsdp  # imported before the fork, not once in every com
 import transformers.models.olmo2.modeling_olmo2  # noqa: F401
 
 from detonation import cli
-from detonation.train import toml
+from detonation.train.recipe import toml
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from detonation.cluster import board, pulse
+from detonation.cluster.processes import heartbeat, heartbeat_board
 
 torch.set_num_threads(1)
 
@@ -30,5 +30,5 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a sign of a rank waits less, in the commands too, which are forks; the gate has the real times."""
-    monkeypatch.setattr(pulse, "BEAT_S", 0.15)
-    monkeypatch.setattr(board, "_READING_S", 1.0)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.15)
+    monkeypatch.setattr(heartbeat_board, "_READING_S", 1.0)

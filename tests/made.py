@@ -3,7 +3,7 @@
 import json
 import math
 
-from detonation.train import toml
+from detonation.train.recipe import toml
 
 FULL = 4_000_000
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import detonation as dt
-from detonation.core.codec import Codec
-from detonation.core.combine import Agreed, combined
-from detonation.core.envelope import HEADER_BYTES, Stamp, number, sealed
-from detonation.core.guard import Guard
-from detonation.core.ledger import Ledger
+from detonation.core.codec.aggregate import Agreed, combined
+from detonation.core.codec.codec import Codec
+from detonation.core.integrity.fault_counts import Ledger
+from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.header import HEADER_BYTES, Stamp, number, sealed
 
 ROWS, REPLICAS, STEP, SEED, SCHEMA = 60, 3, 7, 1, "a schema"
 SCHEMES = {

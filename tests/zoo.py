@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import detonation as dt
-from detonation.core.codec import Codec, Message
-from detonation.core.combine import Combine, combined
+from detonation.core.codec.aggregate import Combine, combined
+from detonation.core.codec.codec import Codec, Message
 
 SCHEMES = {
     "full": dt.full(),

@@ -13,9 +13,9 @@ from rows import Row
 
 import detonation as dt
 import worlds
-from detonation.checkpoint import disk
+from detonation.checkpoint.files import disk
 from detonation.checkpoint.verify import verify
-from detonation.core.flat import digest
+from detonation.core.flat.layout import digest
 from zoo import Plain, batch, built
 
 SCHEMES = {"demo": dt.demo(topk=4, chunk=16), "diloco": dt.diloco(every=3), "full": dt.full()}

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 import detonation as dt
 import worlds
-from detonation.checkpoint.elastic import members
-from detonation.core.buckets import run
-from detonation.core.flat import local
-from detonation.core.owners import Owners
+from detonation.checkpoint.load.elastic import members
+from detonation.core.flat.layout import local
+from detonation.core.link.owners import Owners
+from detonation.core.schemes.buckets import run
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]

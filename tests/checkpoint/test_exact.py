@@ -6,7 +6,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.checkpoint.verify import verify
-from detonation.core.flat import digest
+from detonation.core.flat.layout import digest
 from zoo import KINDS, SCHEMES, Menagerie, Plain, batch, built
 
 BASES = {

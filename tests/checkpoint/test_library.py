@@ -6,7 +6,7 @@ from torch import nn
 
 import detonation as dt
 import worlds
-from detonation.checkpoint import manifest
+from detonation.checkpoint.files import manifest
 from zoo import Menagerie, Plain, built
 
 DEMO = dt.demo(topk=4, chunk=16)

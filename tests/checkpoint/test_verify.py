@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
 import worlds
-from detonation.checkpoint import manifest
-from detonation.checkpoint.manifest import Untrustworthy
-from detonation.checkpoint.saved import File
-from detonation.checkpoint.shardfile import fault
+from detonation.checkpoint.files import manifest
+from detonation.checkpoint.files.manifest import Untrustworthy
+from detonation.checkpoint.files.reader import File
+from detonation.checkpoint.files.shard_file import fault
 from detonation.checkpoint.verify import checkpoints, verify
 from detonation.cli import main
 from zoo import SCHEMES, Plain, built

@@ -11,8 +11,9 @@ from test_exact import BASES, advance, everything, start
 
 import detonation as dt
 import worlds
-from detonation.checkpoint import disk, writer
-from detonation.checkpoint.saving import NotSaved
+from detonation.checkpoint.files import disk
+from detonation.checkpoint.save import async_save
+from detonation.checkpoint.save.shard_job import NotSaved
 
 DEMO = dt.demo(topk=4, chunk=16)
 
@@ -132,7 +133,7 @@ def test_where_one_rank_cannot_write_all_know_and_nothing_is_left_of_it(tmp_path
 def one_never_comes(mesh, folder):
     """What rank 0 is told while rank 1 waits in the middle of its file."""
     told = threading.Event()
-    writer.PATIENCE_S = 0.5
+    async_save.PATIENCE_S = 0.5
     model, optimizer = start(mesh, DEMO, BASES["AdamW"])
     advance(model, optimizer, range(1))
     if mesh.get_rank() == 1:

@@ -11,8 +11,8 @@ import tyro
 from commands import Command, write_recipe
 from detonation.cli import main
 from detonation.cli.arguments import Verb
-from detonation.train import run
-from detonation.train.directory import RunDirectory
+from detonation.train.output.directory import RunDirectory
+from detonation.train.run import run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from detonation.data import MissingData, load, packages, prepare, sources
-from detonation.data.fetch import fetch
-from detonation.data.sources import SOURCES, cache_dir, locate
+from detonation.data import MissingData, load
+from detonation.data.download import packages, prepare, sources
+from detonation.data.download.fetch import fetch
+from detonation.data.download.sources import SOURCES, cache_dir, locate
 
 
 @pytest.fixture

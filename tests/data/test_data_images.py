@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from detonation.data import batch, load
-from detonation.data.image_files import Split
+from detonation.data.download.image_files import Split
 from detonation.data.images import Images, statistics
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from detonation.data import batch, bigram_loss, load, prepare
-from detonation.data.sources import locate
+from detonation.data import batch, bigram_loss, load
+from detonation.data.download import prepare
+from detonation.data.download.sources import locate
 from detonation.data.text import PIECE, SAMPLE, hold_out
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from detonation.data import batch, load
-from detonation.data.sources import locate
+from detonation.data.download.sources import locate
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import worlds
-from detonation.cluster.signals import Stop
-from detonation.train.config import Config
-from detonation.train.loop import fit
-from detonation.train.recipe import parse_sets, read, resolve
-from detonation.train.setup import check, start
+from detonation.cluster.processes.signals import Stop
+from detonation.train.loop.fit import fit
+from detonation.train.loop.session import check, start
+from detonation.train.recipe.resolve import parse_sets, read, resolve
+from detonation.train.recipe.schema import Config
 
 GOLDEN = Path(__file__).with_name("losses.json")
 RECIPE = Path(__file__).parents[2] / "recipes" / "quick-lm.toml"

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
-from detonation.core import traffic
-from detonation.core.combine import Agreed, combined
-from detonation.core.flat import Layout
+from detonation.core.codec.aggregate import Agreed, combined
+from detonation.core.codec.selection import Rotation
+from detonation.core.flat.layout import Layout
 from detonation.core.memory import Feedback, Memory
-from detonation.core.selection import Rotation
+from detonation.core.schemes import traffic
 from zoo import GRADIENT, TALKING, decode, encode
 
 CPU = torch.device("cpu")

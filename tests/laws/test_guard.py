@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import detonation as dt
-from detonation.core import envelope
-from detonation.core.codec import Message
-from detonation.core.columns import Columns, Packed
-from detonation.core.ledger import IN_A_ROW, STRIKES, BadPeer, Drift, Ledger, NonFiniteGradient
-from detonation.core.poison import LIMIT
-from detonation.core.precision import PRECISIONS
-from detonation.core.verdict import Expected, Inspected, faults, usable
+from detonation.core.codec.codec import Message
+from detonation.core.codec.indices import Columns, Packed
+from detonation.core.codec.precision import PRECISIONS
+from detonation.core.integrity import header
+from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Drift, Ledger, NonFiniteGradient
+from detonation.core.integrity.nonfinite import LIMIT
+from detonation.core.integrity.validate import Expected, Inspected, faults, usable
 from detonation.kernels import native
 from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest
 
@@ -38,8 +38,8 @@ def test_a_guard_that_reports_late_uses_none_either_and_names_the_same_for_the_s
 def test_what_a_device_decides_on_messages_is_what_the_host_does():
     """On tables of what is found in messages, of which any word may be one that is nearly right."""
     random = Random(0)
-    expected = Expected(envelope.Stamp(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
-    identity = envelope.MAGIC | envelope.VERSION << 56
+    expected = Expected(header.Stamp(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
+    identity = header.MAGIC | header.VERSION << 56
     outcomes = Counter()
     for _ in range(3000):
         norms = [random.choice([0.0, 1e-3, 1.0, 1001.0, LIMIT]) for _ in range(random.randint(1, 5))]
@@ -90,15 +90,15 @@ def plain_checksum(parts):
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
 def test_the_checksum_is_its_definition(contents):
     parts = [torch.tensor(list(content), dtype=torch.uint8) for content in contents]
-    assert int(envelope.checksum(parts)) == plain_checksum(parts)
+    assert int(header.checksum(parts)) == plain_checksum(parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 def test_the_checksum_is_the_same_compiled_or_not(dtype):
     part = torch.randint(0, 100, (20_001,)).to(dtype)
     if native.load():
-        assert native.load().checksum(part, 7) == int(envelope._summed([part], 7))
-    assert int(envelope._summed([part[1:].clone()], 0)) == int(envelope._summed([part[1:]], 0))
+        assert native.load().checksum(part, 7) == int(header._summed([part], 7))
+    assert int(header._summed([part[1:].clone()], 0)) == int(header._summed([part[1:]], 0))
 
 
 @pytest.mark.parametrize("columns", [Columns(10, 4), Columns(64, 4), Columns(1000, 3), Columns(16, 9), Columns(10, 5)])
@@ -159,8 +159,8 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
     for time in range(IN_A_ROW + 1):
         assert ledger.fatal == 0
         messages = [said[r, STEP] for r in range(REPLICAS)]
-        stamp = envelope.Stamp(envelope.number("a schema"), STEP, 0, 2, status=1)
-        messages[2] = list(envelope.sealed(messages[2][1:], stamp))
+        stamp = header.Stamp(header.number("a schema"), STEP, 0, 2, status=1)
+        messages[2] = list(header.sealed(messages[2][1:], stamp))
         opened = guard(SCHEMES["list"], 0, ledger).open(messages, ROWS, [None] * 3, STEP)
         assert not opened.values[2].any() and opened.values[1].any()
         assert torch.equal(opened.columns[2][0], torch.arange(codec.selection.kept))

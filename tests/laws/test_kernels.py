@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
-from detonation.core import plain
-from detonation.core.blocked import Blocked
-from detonation.core.columns import numbers
-from detonation.core.combine import Agreed
-from detonation.core.engine import Native, engine_for
-from detonation.core.flat import Layout
+from detonation.core.codec.aggregate import Agreed
+from detonation.core.codec.indices import numbers
+from detonation.core.engine import reference
+from detonation.core.engine.blocked import Blocked
+from detonation.core.engine.native import Native, engine_for
+from detonation.core.engine.reference import Plain
+from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
-from detonation.core.plain import Plain
 from detonation.kernels import native
 
 CPU = torch.device("cpu")
@@ -59,9 +59,9 @@ def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error, shapes,
     """Which of two equal coefficients is told may differ; what is told and what is kept may not."""
     topk = min(topk, chunk)
     scheme = dt.demo(topk=topk, chunk=chunk, decay=0.9, alpha=alpha, precision=precision, error=error)
-    layout, plain, fast = engines(scheme, shapes, fast)
+    layout, reference, fast = engines(scheme, shapes, fast)
     given_signals = [None if i == 2 else s for i, s in enumerate(signals(layout, 1))]  # one has no gradient
-    coefficients = scheme.codec.basis.forward(plain.memory.absorb(given_signals))
+    coefficients = scheme.codec.basis.forward(reference.memory.absorb(given_signals))
     selected = fast.select(given_signals, 0)
     columns = numbers(selected.columns)
     close(selected.values, coefficients.gather(1, columns))
@@ -69,14 +69,14 @@ def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error, shapes,
     close(selected.values.abs().sort(1, descending=True).values, largest)
     assert all(len(set(row)) == topk for row in columns.tolist())
     read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
-    plain.release(selected, read)
+    reference.release(selected, read)
     fast.release(selected, read)
-    close(plain.memory.residual, fast.memory.residual)
+    close(reference.memory.residual, fast.memory.residual)
     assert not fast.memory.residual.view(-1)[layout.padding(CPU)].any()
 
 
-def close(mine, plain):
-    torch.testing.assert_close(mine, plain, atol=5e-5, rtol=1e-4)
+def close(mine, reference):
+    torch.testing.assert_close(mine, reference, atol=5e-5, rtol=1e-4)
 
 
 @each_engine
@@ -102,11 +102,11 @@ def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
 @laws
 def test_messages_are_combined_as_in_plain_torch(fast, combine, shapes, replicas):
     scheme = dt.demo(topk=3, chunk=32, combine=combine)
-    layout, plain, fast = engines(scheme, shapes, fast)
-    told = [plain.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
+    layout, reference, fast = engines(scheme, shapes, fast)
+    told = [reference.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
     agreed = Agreed([t.values for t in told], [t.columns for t in told], combine)
-    for mine, reference in zip(*[layout.views(engine.update(agreed)) for engine in (fast, plain)], strict=True):
-        torch.testing.assert_close(mine, reference, atol=2e-5, rtol=1e-5)
+    for mine, plain in zip(*[layout.views(engine.update(agreed)) for engine in (fast, reference)], strict=True):
+        torch.testing.assert_close(mine, plain, atol=2e-5, rtol=1e-5)
     assert torch.equal(fast.update(agreed), fast.update(agreed))
     targets = [torch.full(slot.shape, float("nan")) for slot in layout.slots]
     fast.write(agreed, targets)
@@ -150,7 +150,7 @@ def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk
 def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
     scheme, shapes = dt.demo(topk=topk, chunk=64), [(257,), (40, 64), (), (0, 3), (1009,), (64, 64)]
     layout, _, whole = engines(scheme, shapes, Blocked)
-    monkeypatch.setattr(plain, "BLOCK", 16 * 64)
+    monkeypatch.setattr(reference, "BLOCK", 16 * 64)
     _, _, cut = engines(scheme, shapes, Blocked)
     told = []
     for engine in (whole, cut):

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detonation.core.bits import pack, packed_bytes, unpack
-from detonation.core.columns import Columns
-from detonation.core.combine import Agreed, combined
-from detonation.core.precision import PRECISIONS, Blocks
+from detonation.core.codec.aggregate import Agreed, combined
+from detonation.core.codec.indices import Columns
+from detonation.core.codec.precision import PRECISIONS, Blocks
+from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 laws = settings(max_examples=50, deadline=None)
 ERROR = {"fp32": 0, "bf16": 0.004, "int8": 0.02, "4bit": 0.25, "2bit": 0.4, "sign": 0.65}

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
-from detonation.core.codec import Message
-from detonation.core.engine import engine_for
-from detonation.core.guard import Guard
-from detonation.core.ledger import Ledger
+from detonation.core.codec.codec import Message
+from detonation.core.engine.native import engine_for
+from detonation.core.integrity.fault_counts import Ledger
+from detonation.core.integrity.guard import Guard
 from detonation.core.memory import Memory
 from detonation.kernels import native
 from zoo import TALKING

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import detonation as dt
-from detonation.core import buckets, later, selection
-from detonation.core.ledger import Ledger
+from detonation.core.codec import selection
+from detonation.core.integrity import readback
+from detonation.core.integrity.fault_counts import Ledger
+from detonation.core.schemes import buckets
 from zoo import TALKING
 
 STEPS = 4
@@ -69,7 +71,7 @@ class Posted:
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
     """What `meta` lacks to be one: a way to the host, and generators."""
-    monkeypatch.setattr(later, "Later", Posted)
+    monkeypatch.setattr(readback, "Later", Posted)
     monkeypatch.setattr(Ledger, "refuse", lambda *_: None)  # of messages that say nothing
     monkeypatch.setattr(selection, "_generator", lambda device, *key: None)
     yield

@@ -9,10 +9,10 @@ from torch import nn
 
 import detonation as dt
 import worlds
-from detonation.core import traffic
-from detonation.core.envelope import HEADER_BYTES
-from detonation.core.flat import Layout, local
+from detonation.core.flat.layout import Layout, local
+from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.memory import Feedback, Memory
+from detonation.core.schemes import traffic
 from zoo import GRADIENT, batch, decode, encode
 
 CPU = torch.device("cpu")

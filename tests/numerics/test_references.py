@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
 import worlds
-from detonation.core.flat import local
+from detonation.core.flat.layout import local
 from zoo import Plain, batch, built
 
 STEPS = 10

@@ -5,8 +5,8 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.cluster.emulate import Emulated
-from detonation.core.pace import Pace
+from detonation.cluster.network.throttled import Emulated
+from detonation.core.link.link_speed import Pace
 from detonation.plan import auto, losses
 from detonation.plan.choice import choose, waiting, why
 from detonation.plan.cost import Network, Work

@@ -10,17 +10,17 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cli import main
-from detonation.cluster.profile import Axis, Profile, Step
-from detonation.core import buckets
-from detonation.core.pace import Pace
-from detonation.core.schemes import SCHEMES
-from detonation.core.traffic import exchanged
+from detonation.cluster.network.profile import Axis, Profile, Step
+from detonation.core.link.link_speed import Pace
+from detonation.core.schemes import buckets
+from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.traffic import exchanged
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import loss_of, table
 from detonation.plan.search import TOLERANCE, break_even, candidates, options
-from detonation.report.plan import words
-from detonation.train.plan import count
+from detonation.report.plan_table import words
+from detonation.train.verbs.plan import count
 
 SHAPES = {"w": (96, 70), "b": (70,), "scale": (1,)}
 WORK = Work([SHAPES], compute_s=0.1)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import browser
-from detonation.report.colours import DARK, LIGHT, NIGHT, PAPER
+from detonation.report.figures.colours import DARK, LIGHT, NIGHT, PAPER
 from detonation.report.page import write
 from made import PLAN, made
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from detonation.report import colours
-from detonation.report.figures import buckets, charts
+from detonation.report.figures import colours
+from detonation.report.figures.charts import buckets, charts
 from detonation.report.grids import in_common, side_by_side
 from detonation.report.read import read_all
 from made import made

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from detonation.cluster.launch import run_local
-from detonation.train.config import to_table
-from detonation.train.recipe import parse_sets, resolve
-from detonation.train.setup import check
-from detonation.train.worker import Task, work
+from detonation.cluster.processes.launch import run_local
+from detonation.train.loop.session import check
+from detonation.train.recipe.resolve import parse_sets, resolve
+from detonation.train.recipe.schema import to_table
+from detonation.train.run.worker import Task, work
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},

@@ -10,20 +10,23 @@ import torch
 import detonation as dt
 from commands import RECIPE
 from detonation.cli import main
-from detonation.cluster.emulate import Emulated
-from detonation.cluster.launch import run_local
-from detonation.cluster.profile import Step
-from detonation.cluster.signals import Stop
-from detonation.core.pace import Pace
-from detonation.core.traffic import LargerThanDense, overlapped_bytes
+from detonation.cluster.network.profile import Step
+from detonation.cluster.network.throttled import Emulated
+from detonation.cluster.processes.launch import run_local
+from detonation.cluster.processes.signals import Stop
+from detonation.core.link.link_speed import Pace
+from detonation.core.schemes.traffic import LargerThanDense, overlapped_bytes
 from detonation.plan.cost import Network, Work, cost
-from detonation.train import adapt, auto, decide, metrics, setup, toml
-from detonation.train.adapt import Adapter, Followed, explained
-from detonation.train.config import from_table, to_table
-from detonation.train.loggers import values
-from detonation.train.loop import fit
-from detonation.train.setup import start
-from detonation.train.sizes import shard_shapes
+from detonation.train.auto import adapt, asked, decide
+from detonation.train.auto.adapt import Adapter, Followed, explained
+from detonation.train.loop import session
+from detonation.train.loop.fit import fit
+from detonation.train.loop.session import start
+from detonation.train.output import metrics
+from detonation.train.output.trackers import values
+from detonation.train.recipe import toml
+from detonation.train.recipe.schema import from_table, to_table
+from detonation.train.recipe.sizes import shard_shapes
 
 FAST, SLOW = Pace(1e8), Pace(2e5)
 COMPUTE_S = 0.05
@@ -156,11 +159,11 @@ class Slowing(Emulated):
 
 def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with_it(tmp_path, monkeypatch, capfd):
     """An emulated link is never faster than it says, so it is found to be slow on any machine."""
-    monkeypatch.setattr(setup, "Emulated", Slowing)
+    monkeypatch.setattr(session, "Emulated", Slowing)
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(adapt, "STEPS", 2)
-    monkeypatch.setattr(auto, "SCHEMES", {"demo": dt.demo})
-    monkeypatch.setattr(auto, "settings", lambda name: [{}])
+    monkeypatch.setattr(asked, "SCHEMES", {"demo": dt.demo})
+    monkeypatch.setattr(asked, "settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(toml.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
     train = ["train", str(path), "--link", "1gbit", "--out", str(out)]

@@ -7,9 +7,10 @@ import pytest
 
 from commands import RECIPE, launched
 from detonation.cli import main
-from detonation.train import auto, decide, toml
-from detonation.train.config import from_table
-from detonation.train.recipe import parse_sets, resolve
+from detonation.train.auto import asked, decide
+from detonation.train.recipe import toml
+from detonation.train.recipe.resolve import parse_sets, resolve
+from detonation.train.recipe.schema import from_table
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
 TUNED = {name: {"optimizer": {"name": "AdamW", "lr": 0.0125}} for name in ("demo", "random_sign", "diloco", "random")}
@@ -87,7 +88,7 @@ def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
 
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
-    found = auto.Asked(auto.Auto(), tables, {}).candidates()
+    found = asked.Asked(asked.Auto(), tables, {}).candidates()
     demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
     assert len(demos) >= 3 and {arguments["chunk"] for arguments in demos} == {8, 128}  # which was measured as it is
     assert {arguments.get("topk") for arguments in demos} == {None, 1, 4}  # 16 of 8 there are not

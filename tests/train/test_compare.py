@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from detonation.cli import main
-from detonation.train import compare
+from detonation.train.verbs import compare
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SHORT = ("--set", "train.steps=2", "train.validation_batches=1", "--replicas", "2", "--shards", "1")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from detonation.core.schemes import SCHEMES
-from detonation.train import toml
-from detonation.train.config import from_table, to_table
-from detonation.train.recipe import parse_sets, read, resolve
-from detonation.train.run import Request, configure
+from detonation.core.schemes.registry import SCHEMES
+from detonation.train.recipe import toml
+from detonation.train.recipe.resolve import parse_sets, read, resolve
+from detonation.train.recipe.schema import from_table, to_table
+from detonation.train.run.run import Request, configure
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 TIERS = Path(__file__).parents[2] / "recipes" / "three-tiers.toml"

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from detonation.checkpoint import manifest, shelf
-from detonation.cluster.failure import WorldError
-from detonation.core import later
-from detonation.core.flat import local
+from detonation.checkpoint.files import manifest, retention
+from detonation.cluster.processes.failure import WorldError
+from detonation.core.flat.layout import local
+from detonation.core.integrity import readback
 from detonation.kernels import native
 from detonation.report.table import rows
-from detonation.train import counts, worker
+from detonation.train.loop import counts
+from detonation.train.run import worker
 
 NAME = "model.embed_tokens.weight"
 
@@ -42,13 +43,13 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert dict(rows(written))["skipped"] == f"{5 * shards} contributions that were not finite, of {name}"
     assert "refused" not in dict(rows(written))
-    last = manifest.read(shelf.candidates(tmp_path / "run" / "checkpoints")[0])
+    last = manifest.read(retention.candidates(tmp_path / "run" / "checkpoints")[0])
     assert counts.saved(last.extra) == counts.Counts(summary["skipped"])
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
 def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
-    monkeypatch.setattr(later, "late", lambda device: late)
+    monkeypatch.setattr(readback, "late", lambda device: late)
     monkeypatch.setattr(native, "load", lambda: None)
     with pytest.raises(WorldError, match=f"^the gradient of .*{NAME} is not finite on replica 1 at step 0$"):
         train("run", "train.steps=3")

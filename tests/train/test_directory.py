@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from detonation.train import metrics
-from detonation.train.directory import InUse, RunDirectory, Unwritable, check_free, write_text
+from detonation.train.output import metrics
+from detonation.train.output.directory import InUse, RunDirectory, Unwritable, check_free, write_text
 
 
 def test_a_second_run_is_told_who_has_the_directory(tmp_path):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import worlds
-from detonation.cluster.signals import Stop
-from detonation.core.schemes import SCHEMES
-from detonation.train.config import Config
-from detonation.train.loop import fit
-from detonation.train.recipe import parse_sets, read, resolve
-from detonation.train.setup import check, start
+from detonation.cluster.processes.signals import Stop
+from detonation.core.schemes.registry import SCHEMES
+from detonation.train.loop.fit import fit
+from detonation.train.loop.session import check, start
+from detonation.train.recipe.resolve import parse_sets, read, resolve
+from detonation.train.recipe.schema import Config
 
 RECIPE = read(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SMALL = [

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from detonation import data
 from detonation.cli import main
-from detonation.train.setup import load_data
+from detonation.train.loop.session import load_data
 
 
 def measured(folder, config):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from detonation.cluster.lab import NoLab
-from detonation.train.config import to_table
-from detonation.train.run import on_ranks
-from detonation.train.worker import Task, work
+from detonation.cluster.network.namespaces import NoLab
+from detonation.train.recipe.schema import to_table
+from detonation.train.run.run import on_ranks
+from detonation.train.run.worker import Task, work
 
 
 def test_training_in_a_lab_is_the_same_training(tiny, train, tmp_path):

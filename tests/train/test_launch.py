@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from commands import outliving
-from detonation.cluster import launch
-from detonation.cluster.end import die_with_agent
-from detonation.cluster.failure import WorldError
-from detonation.cluster.join import Place, launched
-from detonation.cluster.launch import run_local
-from detonation.train.run import Request, configure
+from detonation.cluster.init import Place, launched
+from detonation.cluster.processes import launch
+from detonation.cluster.processes.exit import die_with_agent
+from detonation.cluster.processes.failure import WorldError
+from detonation.cluster.processes.launch import run_local
+from detonation.train.run.run import Request, configure
 
 
 def test_results_come_back_by_rank():

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 import detonation as dt
-from detonation.cluster.join import Place
-from detonation.core import traffic
-from detonation.train import metrics, toml
-from detonation.train.config import from_table, to_table
-from detonation.train.recipe import parse_sets, resolve
-from detonation.train.run import Request, configure
-from detonation.train.setup import check
+from detonation.cluster.init import Place
+from detonation.core.schemes import traffic
+from detonation.train.loop.session import check
+from detonation.train.output import metrics
+from detonation.train.recipe import toml
+from detonation.train.recipe.resolve import parse_sets, resolve
+from detonation.train.recipe.schema import from_table, to_table
+from detonation.train.run.run import Request, configure
 
 THREE_TIERS = Path(__file__).parents[2] / "recipes" / "three-tiers.toml"
 BASE = {

@@ -12,10 +12,10 @@ import pytest
 
 from commands import write_recipe
 from detonation.cli import main
-from detonation.train import loggers, metrics
-from detonation.train.config import LOGGERS
-from detonation.train.metrics import MetricsFile, Record
-from detonation.train.simulate import Simulation, simulate
+from detonation.train.output import metrics, trackers
+from detonation.train.output.metrics import MetricsFile, Record
+from detonation.train.recipe.schema import LOGGERS
+from detonation.train.verbs.simulate import Simulation, simulate
 
 RECORD = Record(3, 2.5, 1e-3, 0.5, 900, 0.1, 0.2, {"rack": 800, "site": 100}, val_loss=2.4)
 
@@ -42,8 +42,8 @@ def trained(tmp_path, monkeypatch, capsys):
     """Simulates the tiny recipe with `opener` in the place of a tracker; the lines shown, and the records written."""
 
     def run(opener):
-        monkeypatch.setitem(loggers.OPENERS, "wandb", opener)
-        monkeypatch.setattr(loggers, "check", lambda names: None)
+        monkeypatch.setitem(trackers.OPENERS, "wandb", opener)
+        monkeypatch.setattr(trackers, "check", lambda names: None)
         recipe = write_recipe(tmp_path / "tiny.toml")
         simulate(Simulation(recipe, ('train.loggers=["wandb"]',), out=tmp_path / "run"))
         return capsys.readouterr().out.splitlines(), metrics.read(tmp_path / "run" / "metrics.jsonl")
@@ -78,12 +78,12 @@ def test_one_that_fails_is_told_of_once_and_training_goes_on(trained, when):
 
 
 def test_the_names_are_those_of_a_recipe_and_the_metrics_file_is_a_logger_too(tmp_path):
-    assert sorted(loggers.OPENERS) == sorted(LOGGERS)
-    file: loggers.Logger = MetricsFile(tmp_path / "metrics.jsonl")
+    assert sorted(trackers.OPENERS) == sorted(LOGGERS)
+    file: trackers.Logger = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(RECORD)
     file.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["levels"] == {"rack": 800, "site": 100}
-    told = loggers.values(RECORD)
+    told = trackers.values(RECORD)
     assert told == {
         "loss": 2.5,
         "lr": 1e-3,
@@ -116,9 +116,9 @@ def test_what_cannot_log_is_said_in_one_line_before_anything_starts(tmp_path, mo
 SCRIPT = """
 import sys
 from pathlib import Path
-from detonation.train import loggers
-from detonation.train.metrics import Record
-from detonation.train.config import from_table
+from detonation.train.output import trackers
+from detonation.train.output.metrics import Record
+from detonation.train.recipe.schema import from_table
 name, path = sys.argv[1], Path(sys.argv[2])
 table = {"model": {"name": "olmo2"}, "data": {"task": "text"}, "scheme": {"name": "demo"}}
 table |= {"optimizer": {"name": "AdamW", "lr": 0.003}, "train": {"steps": 6, "batch_size": 4}}

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from detonation.cluster.signals import Stop
-from detonation.cluster.virtual import play
-from detonation.train.loop import fit
-from detonation.train.simulate import virtual
+from detonation.cluster.network.simulated import play
+from detonation.cluster.processes.signals import Stop
+from detonation.train.loop.fit import fit
+from detonation.train.verbs.simulate import virtual
 
 GRADIENT, TOLD, HEARD = "gradient", "told", "heard"
 

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from detonation.cli import main
-from detonation.cluster.launch import run_local
-from detonation.cluster.profile import Profile
-from detonation.core.schemes import SCHEMES
-from detonation.train import probe
-from detonation.train.config import to_table
+from detonation.cluster.network.profile import Profile
+from detonation.cluster.processes.launch import run_local
+from detonation.core.schemes.registry import SCHEMES
+from detonation.train.recipe.schema import to_table
+from detonation.train.verbs import probe
 
 
 @pytest.fixture(autouse=True)

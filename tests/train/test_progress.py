@@ -15,9 +15,10 @@ import torch
 
 from commands import write_recipe
 from detonation import cli
-from detonation.train import gauges, progress
-from detonation.train.gauges import Curve, Gauges, Portion
-from detonation.train.metrics import Record
+from detonation.train.output import gauges
+from detonation.train.output import screen as screens
+from detonation.train.output.gauges import Curve, Gauges, Portion
+from detonation.train.output.metrics import Record
 from terminal import Terminal
 
 
@@ -42,8 +43,8 @@ def screen(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout", stream)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    return progress.Screen(silent=False, to_stderr=False), stream, clock
+    monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
+    return screens.Screen(silent=False, to_stderr=False), stream, clock
 
 
 def shown(stream):
@@ -83,12 +84,12 @@ def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
     for stream, kind in ((io.StringIO(), "xterm"), (Tty(), "dumb")):
         monkeypatch.setenv("TERM", kind)
         monkeypatch.setattr("sys.stdout", stream)
-        plain = progress.Screen(silent=False, to_stderr=False)
+        plain = screens.Screen(silent=False, to_stderr=False)
         with plain:
             plain.start(0, 10, Portion(1, "images"))
             plain.advance(record(1))
             plain.line("step 1")
-        progress.clear(on_stderr=False)
+        screens.clear(on_stderr=False)
         assert stream.getvalue() == "step 1\n"
 
 

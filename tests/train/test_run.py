@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from detonation.checkpoint import disk, manifest, shelf
-from detonation.cluster.failure import WorldError
-from detonation.train import metrics
-from detonation.train.config import Schedule, from_table
-from detonation.train.optimizers import lr_factor
+from detonation.checkpoint.files import disk, manifest, retention
+from detonation.cluster.processes.failure import WorldError
+from detonation.train.output import metrics
+from detonation.train.recipe.optimizers import lr_factor
+from detonation.train.recipe.schema import Schedule, from_table
 
 FIELDS = {
     "scheme", "replicas", "shards", "num_parameters", "steps", "train_loss", "val_loss", "bigram_loss", "seconds",
@@ -92,7 +92,7 @@ def test_a_foreign_checkpoint_is_refused(train, tmp_path, sets, message):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(train, tmp_path, capfd):
     whole = train("whole")[0]
     train("run", "train.checkpoint_every=2", "train.keep=2", stop_after=5)
-    newest, before = shelf.candidates(tmp_path / "run" / "checkpoints")
+    newest, before = retention.candidates(tmp_path / "run" / "checkpoints")
     assert (newest.name, before.name) == ("step-000005", "step-000004")
     assert manifest.read(newest).step == 5
     path = newest / "replica1-shard0.safetensors"
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_stop_a_run(train, tmp_path, ca
     said = capfd.readouterr().out
     failed = "warning: checkpoint step-000004 failed: No space left on device (need "
     assert said.count(failed) == 1 and said.count(" free); step-000002 is still whole; training goes on\n") == 1
-    kept = [path.name for path in shelf.candidates(tmp_path / "run" / "checkpoints")]
+    kept = [path.name for path in retention.candidates(tmp_path / "run" / "checkpoints")]
     assert kept == ["step-000006", "step-000002"]
 
 

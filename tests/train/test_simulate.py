@@ -10,14 +10,14 @@ import time
 import pytest
 import torch
 
-from detonation.cluster.profile import Axis, Compute, Operation, Profile, Step
-from detonation.cluster.virtual import play
-from detonation.core.link import Link, Mismatch
+from detonation.cluster.network.profile import Axis, Compute, Operation, Profile, Step
+from detonation.cluster.network.simulated import play
+from detonation.core.link.link import Link, Mismatch
 from detonation.plan.cost import Network
-from detonation.train import metrics
-from detonation.train.loop import NonFiniteLoss
-from detonation.train.predict import among
-from detonation.train.simulate import Simulation, share, simulate, train_virtual, virtual
+from detonation.train.auto.predict import among
+from detonation.train.loop.fit import NonFiniteLoss
+from detonation.train.output import metrics
+from detonation.train.verbs.simulate import Simulation, share, simulate, train_virtual, virtual
 
 EXACT = {
     "full": ["scheme.name=full"],

@@ -4,8 +4,8 @@ import pytest
 
 import detonation as dt
 import worlds
-from detonation.core.flat import local
-from detonation.train.sizes import local_shapes
+from detonation.core.flat.layout import local
+from detonation.train.recipe.sizes import local_shapes
 from zoo import Menagerie, built
 
 

@@ -7,9 +7,9 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.core.exchange import Owned
-from detonation.core.flat import digest
-from detonation.core.traffic import bytes_sent
+from detonation.core.flat.layout import digest
+from detonation.core.link.exchange import Owned
+from detonation.core.schemes.traffic import bytes_sent
 from worlds import caught
 from zoo import Plain, batch, built
 

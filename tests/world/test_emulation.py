@@ -5,9 +5,9 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.cluster.emulate import Emulated
-from detonation.core.link import Link
-from detonation.core.pace import Pace
+from detonation.cluster.network.throttled import Emulated
+from detonation.core.link.link import Link
+from detonation.core.link.link_speed import Pace
 
 
 class Clock:

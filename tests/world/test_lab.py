@@ -11,11 +11,11 @@ import torch
 
 import detonation as dt
 from detonation.cli import main
-from detonation.cluster.failure import WorldError
-from detonation.cluster.lab import NoLab, lab
-from detonation.cluster.launch import run_local
-from detonation.core.link import Link
-from detonation.core.pace import Pace
+from detonation.cluster.network.namespaces import NoLab, lab
+from detonation.cluster.processes.failure import WorldError
+from detonation.cluster.processes.launch import run_local
+from detonation.core.link.link import Link
+from detonation.core.link.link_speed import Pace
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 PACE = Pace.parse("100mbit")

@@ -6,10 +6,11 @@ from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
 import worlds
-from detonation.core import traffic, wire
-from detonation.core.drift import differences, mended
-from detonation.core.flat import digest, local
-from detonation.core.link import Link, Mismatch
+from detonation.core.agreement.desync import differences, mended
+from detonation.core.flat.layout import digest, local
+from detonation.core.link import communicator
+from detonation.core.link.link import Link, Mismatch
+from detonation.core.schemes import traffic
 from zoo import Menagerie, Plain, batch, built
 
 STEPS = 4
@@ -49,7 +50,7 @@ def counting(mesh):
 
         return call
 
-    wire._all_gather = counted(wire._all_gather, 1)
+    communicator._all_gather = counted(communicator._all_gather, 1)
     dist.all_reduce = counted(dist.all_reduce, 0)
     dist.all_to_all_single = counted(dist.all_to_all_single, 1)
     return handed

@@ -7,10 +7,12 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.core import buckets, engine, later, ledger
-from detonation.core.flat import digest, local
-from detonation.core.ledger import NonFiniteGradient
-from detonation.core.overlap import OverlapError
+from detonation.core.engine import native
+from detonation.core.flat.layout import digest, local
+from detonation.core.integrity import fault_counts, readback
+from detonation.core.integrity.fault_counts import NonFiniteGradient
+from detonation.core.replicator.overlap import OverlapError
+from detonation.core.schemes import buckets
 from worlds import caught
 from zoo import TALKING, Plain, batch, built
 
@@ -27,8 +29,8 @@ SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.distro(ch
 @pytest.fixture(autouse=True)
 def small_buckets_patience_and_one_engine(monkeypatch):
     """Also in the ranks, which are forks."""
-    monkeypatch.setattr(engine, "CHUNKS", ())  # the one that accelerators have, at once and late
-    monkeypatch.setattr(ledger, "STRIKES", 1000)
+    monkeypatch.setattr(native, "CHUNKS", ())  # the one that accelerators have, at once and late
+    monkeypatch.setattr(fault_counts, "STRIKES", 1000)
     monkeypatch.setattr(buckets, "SMALLEST", 2**12)
     monkeypatch.setattr(buckets, "LARGEST", 2**12)
 
@@ -73,7 +75,7 @@ def damage(guard, at):
 
 
 def outcome(mesh, levels, late, overlapped):
-    later.late = lambda device: late
+    readback.late = lambda device: late
     model, optimizer = start(mesh, levels, SKIP)
     channel = optimizer.built()[0].channel  # without the comparison at the start, which is not what is tested
     if mesh.get_rank() == 0:
@@ -107,7 +109,7 @@ def test_late_reports_leave_the_same_bits_and_counts(replicas, shards):
 
 def stopped(mesh, curious):
     """A poisoned gradient at step 2. curious: whether the first rank alone looks before all stop."""
-    later.late = lambda device: True
+    readback.late = lambda device: True
     model, optimizer = start(mesh, [(mesh["replicate"], dt.demo(delay=1, lookahead=False))], dt.Safety())
     for step in range(9):
         outcome = caught(advance, mesh, model, optimizer, [step], {2})
@@ -128,7 +130,7 @@ def test_a_reason_to_stop_is_known_to_all_ranks_at_the_same_later_step(shards, a
 
 def overwritten(mesh):
     """What no tensor's version tells, as where a GradScaler unscales, is found one step later."""
-    later.late = lambda device: True
+    readback.late = lambda device: True
     model, optimizer = start(mesh, [(mesh["replicate"], dt.demo())], dt.Safety())
     optimizer.built()
     advance(mesh, model, optimizer, range(2), overlapped=True)

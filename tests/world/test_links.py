@@ -5,10 +5,10 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.core import traffic
-from detonation.core.channel import Channel
-from detonation.core.link import Link
+from detonation.core.link.link import Link
 from detonation.core.memory import Feedback
+from detonation.core.replicator.channel import Channel
+from detonation.core.schemes import traffic
 
 CPU = torch.device("cpu")
 SHAPES = {"w": (1000, 64), "b": (70,), "none": (0,)}

@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import detonation as dt
 import worlds
-from detonation.core.flat import digest, local
-from detonation.core.ledger import NonFiniteGradient
-from detonation.core.link import Mismatch
-from detonation.core.traffic import LargerThanDense
+from detonation.core.flat.layout import digest, local
+from detonation.core.integrity.fault_counts import NonFiniteGradient
+from detonation.core.link.link import Mismatch
+from detonation.core.schemes.traffic import LargerThanDense
 from worlds import caught
 from zoo import KINDS, SCHEMES, Plain, batch, built
 

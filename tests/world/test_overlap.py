@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import detonation as dt
 import worlds
-from detonation.core import buckets
-from detonation.core.channel import Flight
-from detonation.core.flat import digest, local
-from detonation.core.ledger import NonFiniteGradient
-from detonation.core.overlap import OverlapError
-from detonation.core.traffic import message_bytes, overlapped_bytes
+from detonation.core.flat.layout import digest, local
+from detonation.core.integrity.fault_counts import NonFiniteGradient
+from detonation.core.replicator.channel import Flight
+from detonation.core.replicator.overlap import OverlapError
+from detonation.core.schemes import buckets
+from detonation.core.schemes.traffic import message_bytes, overlapped_bytes
 from zoo import GRADIENT, Menagerie, Plain, batch, built
 
 STEPS = 2

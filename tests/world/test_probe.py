@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import worlds
-from detonation.cluster import probe
-from detonation.cluster.emulate import Emulated
-from detonation.cluster.profile import Axis, Operation, Pair, Profile, Sample
-from detonation.core.pace import Pace
+from detonation.cluster.network import measure
+from detonation.cluster.network.profile import Axis, Operation, Pair, Profile, Sample
+from detonation.cluster.network.throttled import Emulated
+from detonation.core.link.link_speed import Pace
 
 
 def probed(mesh, pace):
     axis = mesh["replicate"]
-    return probe.probe_axis(Emulated(axis, pace) if pace else axis, torch.device("cpu"), budget_s=2.0)
+    return measure.probe_axis(Emulated(axis, pace) if pace else axis, torch.device("cpu"), budget_s=2.0)
 
 
 def test_a_probe_measures_an_emulated_link():
@@ -35,14 +35,14 @@ def test_every_pair_of_three_or_more_is_measured_once():
 
 def test_the_fit_is_the_line_through_the_samples():
     samples = [Sample(n, 0.003 + 8 * n / 1e8, 0.0) for n in (1000, 4000, 64000, 10**6)]
-    line = probe.fit(samples)
+    line = measure.fit(samples)
     assert line.latency_s == pytest.approx(0.003) and line.rate_bits_per_s == pytest.approx(1e8)
     assert line.spread == pytest.approx(0, abs=1e-9)
 
 
 def test_a_fit_of_noise_stays_a_link():
-    falling = probe.fit([Sample(1000, 0.01, 0.0), Sample(4000, 0.009, 0.0)])
-    below_zero = probe.fit([Sample(1000, 0.0001, 0.0), Sample(2000, 0.01, 0.0)])
+    falling = measure.fit([Sample(1000, 0.01, 0.0), Sample(4000, 0.009, 0.0)])
+    below_zero = measure.fit([Sample(1000, 0.0001, 0.0), Sample(2000, 0.01, 0.0)])
     for line in (falling, below_zero):
         assert line.latency_s >= 0 and line.rate_bits_per_s > 0
 

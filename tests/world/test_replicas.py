@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import detonation as dt
 import worlds
-from detonation.core import traffic
-from detonation.core.flat import local
+from detonation.core.flat.layout import local
+from detonation.core.schemes import traffic
 from zoo import KINDS, SCHEMES, WORLDS, Menagerie, Plain, batch, built
 
 STEPS = 4

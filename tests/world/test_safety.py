@@ -7,11 +7,11 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.core import trial
-from detonation.core.engine import Plain as PlainEngine
-from detonation.core.flat import digest, local
-from detonation.core.ledger import BadPeer, Drift, NonFiniteGradient
-from detonation.core.link import Mismatch
+from detonation.core.agreement import selftest
+from detonation.core.engine.native import Plain as PlainEngine
+from detonation.core.flat.layout import digest, local
+from detonation.core.integrity.fault_counts import BadPeer, Drift, NonFiniteGradient
+from detonation.core.link.link import Mismatch
 from worlds import caught
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
 
@@ -213,4 +213,4 @@ def rounding(mesh):
 def test_a_replica_that_decodes_differently_is_refused_at_the_start():
     for kind, text in worlds.run(rounding, 2, 1):
         assert kind == Mismatch.__name__
-        assert f"replica 1 has {trial.TRIAL}=" in text and "(threads=1, cpu=" in text and ", replica 0 has" in text
+        assert f"replica 1 has {selftest.TRIAL}=" in text and "(threads=1, cpu=" in text and ", replica 0 has" in text

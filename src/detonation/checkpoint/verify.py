@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from detonation.checkpoint import manifest, shelf
-from detonation.checkpoint.manifest import Manifest, Untrustworthy
-from detonation.checkpoint.saved import File, Saved
-from detonation.checkpoint.shardfile import fault
+from detonation.checkpoint.files import manifest, retention
+from detonation.checkpoint.files.manifest import Manifest, Untrustworthy
+from detonation.checkpoint.files.reader import File, Saved
+from detonation.checkpoint.files.shard_file import fault
 
 _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.(?P<parameter>.+)")
 
@@ -51,7 +51,7 @@ def checkpoints(directory: Path) -> list[Path]:
         raise ValueError(f"there is no directory {directory}")
     if (directory / manifest.NAME).exists():
         return [directory]
-    found = shelf.candidates(directory) or shelf.candidates(directory / "checkpoints")
+    found = retention.candidates(directory) or retention.candidates(directory / "checkpoints")
     if not found:
         raise ValueError(f"{directory} holds no checkpoint")
     return found
@@ -61,7 +61,7 @@ def verify(checkpoint: Path) -> Verdict:
     """Checks every byte of `checkpoint`, and where replicas must agree compares them bitwise."""
     try:
         said = manifest.read(checkpoint)
-        named = shelf.step_of(checkpoint)
+        named = retention.step_of(checkpoint)
         faults = [f"its name is not that of step {said.step}"] if named not in (-1, said.step) else []
         faults += [found for name, file in said.files.items() if (found := fault(checkpoint / name, file))]
         if faults:

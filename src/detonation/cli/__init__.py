@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
     code = _run(verb)
     if isinstance(verb, Train | Probe) and _in_launched_world():
-        from detonation.cluster.end import end_now
+        from detonation.cluster.processes.exit import end_now
 
         end_now(code)
     return code
@@ -48,6 +48,6 @@ def _run(verb: Any) -> int:
 
 
 def _in_launched_world() -> bool:
-    from detonation.cluster.join import launched
+    from detonation.cluster.init import launched
 
     return launched(os.environ) is not None

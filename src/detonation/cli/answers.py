@@ -14,7 +14,7 @@ def say(verb: Common, line: str) -> None:
 
 def explain(verb: Common, error: Exception) -> int:
     """Says in one line what went wrong, unless another rank has; returns the exit code: 2 for bad input, else 1."""
-    from detonation.cluster.failure import WorldError, describe
+    from detonation.cluster.processes.failure import WorldError, describe
 
     world = error if isinstance(error, WorldError) else None
     if verb.debug:

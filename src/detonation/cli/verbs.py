@@ -27,7 +27,7 @@ def flat(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
 def _train(verb: Train) -> dict[str, Any] | None:
     from detonation.report.page import try_write
     from detonation.report.table import show
-    from detonation.train.run import Request, is_first, run
+    from detonation.train.run.run import Request, is_first, run
 
     request = Request(
         verb.recipe,
@@ -55,8 +55,8 @@ def _train(verb: Train) -> dict[str, Any] | None:
 def _compare(verb: Compare) -> dict[str, Any]:
     from detonation.report.page import try_write
     from detonation.report.table import show_all
-    from detonation.train.compare import compare
-    from detonation.train.run import Request
+    from detonation.train.run.run import Request
+    from detonation.train.verbs.compare import compare
 
     request = Request(
         verb.recipe,
@@ -79,7 +79,7 @@ def _compare(verb: Compare) -> dict[str, Any]:
 def _simulate(verb: Simulate) -> dict[str, Any]:
     from detonation.report.page import try_write
     from detonation.report.table import show
-    from detonation.train.simulate import Simulation, simulate
+    from detonation.train.verbs.simulate import Simulation, simulate
 
     summary = simulate(
         Simulation(
@@ -91,8 +91,8 @@ def _simulate(verb: Simulate) -> dict[str, Any]:
 
 
 def _probe(verb: Probe) -> dict[str, Any] | None:
-    from detonation.report.links import show_profile
-    from detonation.train.probe import probe
+    from detonation.report.profile_table import show_profile
+    from detonation.train.verbs.probe import probe
 
     profile = probe(
         verb.recipe, flat(verb.set), verb.replicas, verb.shards, verb.link, lambda error: explain(verb, error)
@@ -106,8 +106,8 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
 
 
 def _plan(verb: Plan) -> dict[str, Any]:
-    from detonation.report.plan import show_plan
-    from detonation.train.plan import Question, plan
+    from detonation.report.plan_table import show_plan
+    from detonation.train.verbs.plan import Question, plan
 
     found = plan(
         Question(
@@ -144,7 +144,7 @@ def _verify(verb: Verify) -> dict[str, Any]:
 
 
 def _export(verb: Export) -> dict[str, Any]:
-    from detonation.train.export import export
+    from detonation.train.verbs.export import export
 
     exported = export(verb.directory, verb.out)
     say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}")
@@ -153,7 +153,7 @@ def _export(verb: Export) -> dict[str, Any]:
 
 def _fetch(verb: Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
-    from detonation.data.fetch import fetch
+    from detonation.data.download.fetch import fetch
 
     if not verb.names:
         raise ValueError(f"fetch needs at least one name: {', '.join(SOURCES)}")
@@ -165,7 +165,7 @@ def _fetch(verb: Fetch) -> dict[str, Any]:
 
 
 def _env(verb: Env) -> dict[str, Any]:
-    from detonation.train.environment import environment, lines
+    from detonation.train.output.environment import environment, lines
 
     found = environment()
     for line in lines(found):

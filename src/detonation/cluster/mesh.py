@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from detonation.core.flat import local
+from detonation.core.flat.layout import local
 
 
 def init_mesh(replicas: int, shards: int, device: str | None = None) -> DeviceMesh:

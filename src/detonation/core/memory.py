@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from detonation.core.flat import Layout
+from detonation.core.flat.layout import Layout
 
 Error = Literal["keep", "drop"]
 

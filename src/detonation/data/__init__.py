@@ -11,8 +11,8 @@ from typing import Any
 from detonation import choices
 from detonation.data import images, text, translation
 from detonation.data.base import Augmented, Data, Examples, Kind
+from detonation.data.download.sources import SOURCES, MissingData
 from detonation.data.sampling import batch, batches, predictions
-from detonation.data.sources import SOURCES, MissingData
 from detonation.data.text import bigram_loss
 
 __all__ = [

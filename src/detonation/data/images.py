@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from detonation.data import hub, image_files
+from detonation.data import hub
 from detonation.data.base import Data
-from detonation.data.image_files import Decoded, Split
-from detonation.data.sources import check_source, locate
+from detonation.data.download import image_files
+from detonation.data.download.image_files import Decoded, Split
+from detonation.data.download.sources import check_source, locate
 
 NAMED = {"cifar10": image_files.cifar10, "fashion-mnist": image_files.fashion_mnist}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detonation.data import hub
 from detonation.data.base import Data
-from detonation.data.sources import check_source, locate
+from detonation.data.download.sources import check_source, locate
 
 VOCAB = 256
 PIECE = 8192

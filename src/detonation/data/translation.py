@@ -8,7 +8,7 @@ from torch import Tensor
 
 from detonation.data import hub
 from detonation.data.base import Data
-from detonation.data.sources import check_source, locate
+from detonation.data.download.sources import check_source, locate
 
 PAD, END, OFFSET = 0, 1, 3
 """Byte b is id b + 3; 2 stands for what is unknown, which bytes never are."""

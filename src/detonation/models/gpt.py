@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from detonation.models.adapt import head_width, require_dropout, require_positive, transformers_or_error
+from detonation.models.adapters import head_width, require_dropout, require_positive, transformers_or_error
 
 
 def olmo2(

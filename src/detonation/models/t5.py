@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from detonation.models.adapt import fp32_logits, head_width, require_dropout, require_positive, transformers_or_error
+from detonation.models.adapters import fp32_logits, head_width, require_dropout, require_positive, transformers_or_error
 
 
 def t5(

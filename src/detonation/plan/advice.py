@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from detonation.core.schemes import scheme
+from detonation.core.schemes.registry import scheme
 from detonation.plan.choice import BUDGET, choose
 from detonation.plan.cost import Network, Work
 from detonation.plan.search import TOLERANCE, Option, break_even, options

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from detonation.cluster.probe import probe_axis
-from detonation.core.flat import local
-from detonation.core.link import Link
-from detonation.core.scheme import Scheme
-from detonation.core.schemes import scheme
-from detonation.core.wire import Axis
+from detonation.cluster.network.measure import probe_axis
+from detonation.core.flat.layout import local
+from detonation.core.link.communicator import Axis
+from detonation.core.link.link import Link
+from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.scheme import Scheme
 from detonation.plan.choice import BUDGET, check_budget, choose, why
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.search import candidates, options

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from detonation.core.pace import Pace
+from detonation.core.link.link_speed import Pace
 from detonation.plan.cost import Network
 from detonation.plan.search import Option
 from detonation.plan.spelling import spelled

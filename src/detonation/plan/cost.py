@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from detonation.cluster.profile import Operation, Profile, Step
-from detonation.core import traffic
-from detonation.core.buckets import cut
-from detonation.core.flat import Layout
-from detonation.core.pace import Pace, hops
-from detonation.core.scheme import Scheme
+from detonation.cluster.network.profile import Operation, Profile, Step
+from detonation.core.flat.layout import Layout
+from detonation.core.link.link_speed import Pace, hops
+from detonation.core.schemes import traffic
+from detonation.core.schemes.buckets import cut
+from detonation.core.schemes.scheme import Scheme
 from detonation.plan.spelling import spelled
 
 BACKWARD = 2 / 3

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from detonation.core.scheme import Scheme
+from detonation.core.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from detonation.core.scheme import Scheme
-from detonation.core.schemes import SCHEMES, scheme
-from detonation.core.traffic import LargerThanDense
+from detonation.core.schemes.registry import SCHEMES, scheme
+from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import LargerThanDense
 from detonation.plan.cost import Cost, Network, Work, cost
 from detonation.plan.losses import Loss, expected, loss_of, table
 

@@ -1,7 +1,7 @@
 """Spelling: a scheme in the words of a recipe, as short as it goes."""
 
-from detonation.core.scheme import Scheme
-from detonation.core.schemes import scheme
+from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.scheme import Scheme
 
 
 def spelled(chosen: Scheme) -> str:

@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from detonation.report.colours import NIGHT, PAPER, variables
-from detonation.report.drawing import Chart
-from detonation.report.figures import charts
+from detonation.report.figures.charts import charts
+from detonation.report.figures.colours import NIGHT, PAPER, variables
+from detonation.report.figures.drawing import Chart
 from detonation.report.read import Run, read_all, read_plan
 from detonation.report.sections import configurations, environments, figures, plans, raw, runs_table, tiles
 

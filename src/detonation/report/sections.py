@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from detonation.report.colours import named
-from detonation.report.drawing import Chart, Key
-from detonation.report.figures import keys
+from detonation.report.figures.charts import keys
+from detonation.report.figures.colours import named
+from detonation.report.figures.drawing import Chart, Key
 from detonation.report.grids import grid, in_common, side_by_side
-from detonation.report.plan import HEADS, rows, words
+from detonation.report.plan_table import HEADS, rows, words
 from detonation.report.read import FILES, Run
 from detonation.report.table import rows as facts
 from detonation.report.words import duration, factor, size

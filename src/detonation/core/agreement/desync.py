@@ -1,0 +1,67 @@
+"""Drift: what must be equal on all replicas and is not, found by a checksum a tensor, and mended from the majority."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from detonation.core.integrity.header import checksum, number
+from detonation.core.link.link import Link
+
+OnDrift = Literal["stop", "repair"]
+ON_DRIFT: tuple[str, ...] = get_args(OnDrift)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same on all replicas.
+
+    odd: the replicas that differ; source: one of the majority, or replica 0 where there is none, as with two replicas.
+    """
+
+    name: str
+    odd: tuple[int, ...]
+    source: int
+
+    def __str__(self) -> str:
+        others = ", ".join(map(str, self.odd))
+        which = f"replica {others} differs" if len(self.odd) == 1 else f"replicas {others} differ"
+        return f"{which} from replica {self.source} in {self.name}"
+
+
+def differences(link: Link, tensors: Mapping[str, Tensor], device: torch.device) -> list[Difference]:
+    """Those of `tensors` that are not bitwise equal on all replicas; the same list on all of them. Collective.
+
+    Reads every tensor once and sends 8 bytes for each; not counted as sent.
+    """
+    names = torch.tensor([number(repr(list(tensors)))], device=device)
+    if len(set(link.collect(names).view(-1).tolist())) > 1:  # messages of different sizes would end the receiver
+        return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
+    sums = [checksum([tensor]).to(device) for tensor in tensors.values()]
+    if not sums:
+        return []
+    everyone = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors]
+    found = [_difference(name, column) for name, column in zip(tensors, zip(*everyone, strict=True), strict=True)]
+    return [difference for difference in found if difference]
+
+
+def mended(link: Link, difference: Difference, tensor: Tensor) -> Tensor:
+    """What the source holds, on every replica. Collective.
+
+    The others add zeros to its bytes, so that all take the very same bits.
+    """
+    mine = tensor.contiguous().view(-1).view(torch.uint8).clone()
+    total = link.reduce(mine if link.replica == difference.source else mine.zero_())()
+    return total.view(tensor.dtype).view(tensor.shape)
+
+
+def _difference(name: str, sums: Sequence[int]) -> Difference | None:
+    usual, count = Counter(sums).most_common(1)[0]
+    if count == len(sums):
+        return None
+    usual = usual if 2 * count > len(sums) else sums[0]
+    odd = tuple(replica for replica, each in enumerate(sums) if each != usual)
+    return Difference(name, odd, sums.index(usual))

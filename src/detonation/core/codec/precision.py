@@ -1,0 +1,210 @@
+"""Precision: how a told coefficient is written down."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from detonation.core.compute.bitpack import pack, packed_bytes, unpack
+
+
+class Precision(Protocol):
+    """Pure: `decode(encode(values), rows, kept)` is what the receivers read."""
+
+    @property
+    def summable(self) -> bool:
+        """Whether encoded values may be added up by the network (all-reduce)."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """How many values are encoded together: a message may be cut between blocks."""
+        ...
+
+    def encode(self, values: Tensor) -> Tensor: ...  # [rows, kept] fp32 -> one tensor that owns its memory
+
+    def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor: ...  # -> [rows, kept] fp32
+
+    def nbytes(self, rows: int, kept: int) -> int: ...
+
+    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        """Whether the statistics could come from `encode`; the values themselves are not looked at."""  # [] bool
+        ...
+
+
+@dataclass(frozen=True)
+class Float:
+    """A floating-point type as it is."""
+
+    dtype: torch.dtype
+    summable: bool = True
+    block: ClassVar[int] = 1
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype, copy=True)
+
+    def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        return encoded.to(torch.float32)
+
+    def nbytes(self, rows: int, kept: int) -> int:
+        return rows * kept * self.dtype.itemsize
+
+    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        return torch.ones((), dtype=torch.bool, device=encoded.device)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the codebooks share: values in blocks of `block`, each a packed code of `width` bits and a few statistics.
+
+    The statistics travel in bf16, and the sender reads its own message back from them as everyone does.
+    """
+
+    width: ClassVar[int]
+    statistics: ClassVar[int]  # numbers a block
+    block: ClassVar[int] = 1024
+    summable: ClassVar[bool] = False
+
+    def encode(self, values: Tensor) -> Tensor:
+        blocks, real = _blocked(values.reshape(-1), self.block)
+        codes, statistics = self.quantise(blocks, real)
+        packed = pack(codes.reshape(-1)[: values.numel()], self.width)
+        return torch.cat([packed, statistics.to(torch.bfloat16).view(-1).view(torch.uint8)])
+
+    def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        count = rows * kept
+        codes = _blocked(unpack(encoded[: packed_bytes(count, self.width)], count, self.width), self.block)[0]
+        return self.levels(self._statistics(encoded, count)).gather(1, codes).view(-1)[:count].view(rows, kept)
+
+    def nbytes(self, rows: int, kept: int) -> int:
+        count = rows * kept
+        return packed_bytes(count, self.width) + 2 * self.statistics * -(-count // self.block)
+
+    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+        statistics = self._statistics(encoded, rows * kept)
+        return (statistics.isfinite() & self.allowed(statistics)).all()
+
+    def _statistics(self, encoded: Tensor, count: int) -> Tensor:
+        packed = packed_bytes(count, self.width)
+        return encoded[packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
+
+    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of the values, and the statistics of each block; `real` is 0 where a block is filled up."""
+        raise NotImplementedError  # [blocks, block] -> [blocks, block] integer, [blocks, statistics]
+
+    def levels(self, statistics: Tensor) -> Tensor:
+        """What each code of a block reads as."""
+        raise NotImplementedError  # [blocks, statistics] -> [blocks, 2**width]
+
+    def allowed(self, statistics: Tensor) -> Tensor:
+        """Which statistics `quantise` can return, where they are finite."""  # [blocks, statistics] bool
+        return statistics >= 0
+
+
+@dataclass(frozen=True)
+class Sign(Blocks):
+    """One bit: the sign, times the mean magnitude of its block (Karimireddy et al., arXiv 1901.09847)."""
+
+    width = 1
+    statistics = 1
+
+    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        return (blocks < 0).to(torch.uint8), blocks.abs().sum(1, keepdim=True) / real.sum(1, keepdim=True)
+
+    def levels(self, statistics: Tensor) -> Tensor:
+        return torch.cat([statistics, -statistics], 1)
+
+
+@dataclass(frozen=True)
+class TwoBit(Blocks):
+    """Two bits by statistics: values parted at 0 and at one standard deviation, each part read as its own mean.
+
+    Means of the parts and not evenly spaced levels: MuLoCo (arXiv 2505.23725) finds that two bits need it.
+    """
+
+    width = 2
+    statistics = 4
+
+    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        deviation = (blocks.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+        codes = 2 * (blocks < 0).to(torch.int64) + (blocks.abs() > deviation).to(torch.int64)
+        return codes, _bin_means(blocks, codes, real, 4)
+
+    def levels(self, statistics: Tensor) -> Tensor:
+        return statistics
+
+    def allowed(self, statistics: Tensor) -> Tensor:
+        positive, negative = statistics.chunk(2, 1)
+        return torch.cat([positive >= 0, negative <= 0], 1)
+
+
+@dataclass(frozen=True)
+class E3M0(Blocks):
+    """Four bits: a sign and a power of two, from the block's largest magnitude down (arXiv 2501.18512)."""
+
+    width = 4
+    statistics = 1
+    block = 256
+
+    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        largest = blocks.abs().amax(1, keepdim=True).to(torch.bfloat16).float()
+        octaves = (largest / blocks.abs()).log2().round().nan_to_num(7, posinf=7).clamp_(0, 7)
+        return 8 * (blocks < 0).to(torch.int64) + octaves.to(torch.int64), largest
+
+    def levels(self, statistics: Tensor) -> Tensor:
+        falling = torch.exp2(-torch.arange(8.0, device=statistics.device))
+        return torch.cat([statistics * falling, -statistics * falling], 1)
+
+
+@dataclass(frozen=True)
+class Int8(Blocks):
+    """Eight bits: 256 bins over six standard deviations either side of the mean, each read as the mean of its values.
+
+    INTELLECT-1 (arXiv 2412.01152). One codebook for every 65,536 values.
+    """
+
+    width = 8
+    statistics = 256
+    block = 65536
+
+    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        count = real.sum(1, keepdim=True)
+        mean = blocks.sum(1, keepdim=True) / count
+        deviation = (((blocks - mean) * real).square().sum(1, keepdim=True) / count).sqrt().clamp_(min=1e-30)
+        codes = ((blocks - mean) / (12 * deviation) * 256 + 128).floor_().clamp_(0, 255).to(torch.int64)
+        return codes, _bin_means(blocks, codes, real, 256)
+
+    def levels(self, statistics: Tensor) -> Tensor:
+        return statistics
+
+    def allowed(self, statistics: Tensor) -> Tensor:
+        return torch.ones_like(statistics, dtype=torch.bool)
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Float(torch.float32),
+    "bf16": Float(torch.bfloat16),
+    "int8": Int8(),
+    "4bit": E3M0(),
+    "2bit": TwoBit(),
+    "sign": Sign(),
+}
+
+
+def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """`line` in rows of `block`, filled up with zeros, and 1 where it is real."""  # 2 x [blocks, block]
+    missing = -len(line) % block
+    filled = torch.nn.functional.pad(line, (0, missing)).view(-1, block)
+    real = torch.ones(len(filled), 1, device=line.device).expand(-1, block)
+    if missing:
+        real = real.clone()
+        real[-1, block - missing :].zero_()
+    return filled, real
+
+
+def _bin_means(blocks: Tensor, codes: Tensor, real: Tensor, bins: int) -> Tensor:
+    """The mean of the values of each code in each block; 0 where there is none."""  # [blocks, bins]
+    empty = blocks.new_zeros(len(blocks), bins)
+    total = empty.scatter_add(1, codes, blocks)
+    return total / empty.scatter_add(1, codes, real).clamp_(min=1)

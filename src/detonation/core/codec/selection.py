@@ -1,0 +1,189 @@
+"""Selection: which coefficients of every row are told.
+
+A *shared* selection is a pure function of (seed, step, rows): every replica knows it, so no indices are sent.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from detonation.core.compute.topk_cpu import CHUNKS, largest
+from detonation.core.flat.layout import BLOCK
+
+
+class Selection(Protocol):
+    """`kept` of the `chunk` coefficients of every row, told by their columns."""
+
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def kept(self) -> int: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def period(self) -> int:
+        """Steps after which every coordinate was told at least once; 0 where that depends on the data."""
+        ...
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, kept] int64
+
+    def part(self, first: int, rows: int) -> "Selection":
+        """The same for a part of the rows: those from row `first` on, of `rows` in all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All coordinates, every time."""
+
+    chunk: int = 1
+    kept: int = 1
+    shared: bool = True
+    period: int = 1
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        return _same_for_all_rows(torch.zeros(1, dtype=torch.long, device=coefficients.device), coefficients)
+
+    def part(self, first: int, rows: int) -> "Everything":
+        return self
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The `topk` coefficients of largest magnitude of every chunk, in the order of their columns.
+
+    Which of equal ones is told is open; a CPU takes those as equal, where few are told, whose magnitudes agree but for
+    `chunk` units in the last place.
+    """
+
+    topk: int
+    chunk: int
+    shared: bool = False
+    period: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}, must be at least 1")
+        if not 1 <= self.topk <= self.chunk:
+            raise ValueError(f"topk is {self.topk}, must be from 1 to chunk ({self.chunk})")
+
+    @property
+    def kept(self) -> int:
+        return self.topk
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        if self.chunk in CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
+            return largest(coefficients, self.topk, max(1, BLOCK // self.chunk))
+        return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
+
+    def part(self, first: int, rows: int) -> "TopK":
+        return self
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What the three data-independent selections share: in `period` steps every coordinate is told exactly once.
+
+    `period = ceil(1 / rate)`, so that a step never tells more than the rate asked for; a rate that is not one over
+    a whole number is rounded down. The chunk is a multiple of the period, so that every message has the same size.
+    """
+
+    rate: float
+    run = 1  # smallest number of coefficients told of one row
+    shared = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate is {self.rate}, must be above 0 and at most 1")
+
+    @property
+    def period(self) -> int:
+        return math.ceil(1 / self.rate - 1e-9)
+
+    @property
+    def kept(self) -> int:
+        return 1 if self.period == 1 else max(self.run, 64 // self.period)  # at rate 1 rows of one: no padding is sent
+
+    @property
+    def chunk(self) -> int:
+        return self.period * self.kept
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        raise NotImplementedError
+
+    def part(self, first: int, rows: int) -> "Rotation":
+        return self
+
+
+@dataclass(frozen=True)
+class Random(Rotation):
+    """A random subset, fresh in every cycle of `period` steps, the same on every replica.
+
+    Each row walks through one of 64 permutations of its columns, drawn anew each cycle with the row's choice of it:
+    work and memory per step are those of what is told, not of the whole flat.
+    first, rows: where the rows looked at lie in a whole of `rows`; 0 where they are the whole.
+    """
+
+    first: int = 0
+    rows: int = 0
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        cycle, phase = divmod(step, self.period)
+        device = coefficients.device
+        table = _permutations(self.chunk, seed, cycle, device)[:, phase * self.kept : (phase + 1) * self.kept]
+        choices = _choices(self.rows or len(coefficients), seed, cycle, device)
+        return table[choices[self.first : self.first + len(coefficients)].long()]
+
+    def part(self, first: int, rows: int) -> "Random":
+        return replace(self, first=first, rows=rows)
+
+
+@dataclass(frozen=True)
+class Striding(Rotation):
+    """A comb: every `period`-th coordinate, its offset moving by one each step."""
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        comb = torch.arange(step % self.period, self.chunk, self.period, device=coefficients.device)
+        return _same_for_all_rows(comb, coefficients)
+
+
+@dataclass(frozen=True)
+class Slicing(Rotation):
+    """A block: runs of 16 or more neighbouring coordinates, the next run each step."""
+
+    run = 16
+
+    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        start = step % self.period * self.kept
+        return _same_for_all_rows(torch.arange(start, start + self.kept, device=coefficients.device), coefficients)
+
+
+def _same_for_all_rows(columns: Tensor, coefficients: Tensor) -> Tensor:
+    return columns.expand(len(coefficients), -1)
+
+
+def _generator(device: torch.device, *key: int) -> torch.Generator:
+    """A generator that depends on `key` alone: no hidden counter that a resumed run could miss."""
+    mixed = 0
+    for part in key:
+        mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63
+    return torch.Generator(device).manual_seed(mixed)
+
+
+@lru_cache(maxsize=4)
+def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
+    return torch.rand(64, size, generator=_generator(device, seed, cycle, 0), device=device).argsort(1)  # [64, size]
+
+
+@lru_cache(maxsize=4)
+def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
+    # drawn for all rows even where a part is looked at: an accelerator's generator gives other numbers for fewer
+    generator = _generator(device, seed, cycle, 1)
+    return torch.randint(64, (rows,), generator=generator, device=device, dtype=torch.uint8)  # [rows]

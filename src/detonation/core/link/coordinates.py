@@ -1,0 +1,58 @@
+"""Place: which replica, and which shard of it, this rank is."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from detonation.core.link.communicator import Axis
+from detonation.core.schemes.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Place:
+    """Shard `shard` of replica `replica`, both counted from 0."""
+
+    replica: int
+    replicas: int
+    shard: int
+    shards: int
+
+    @property
+    def name(self) -> str:
+        return f"replica{self.replica}-shard{self.shard}"
+
+
+def place_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor]) -> Place:
+    """The place of this rank: its replica by the axes of `levels`, its shard by the mesh that the parameters lie on.
+
+    Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1.
+    """
+    replica, replicas = 0, 1
+    axes = dict(_axis(axis) for axis, _ in levels)  # two levels may share an axis
+    for here, size in reversed(axes.values()):
+        replica, replicas = replica * size + here, replicas * size
+    meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+    if not meshes:
+        return Place(replica, replicas, 0, 1)
+    (_, (shard, shards)) = _axis(max(meshes, key=lambda mesh: mesh.size()))
+    return Place(replica, replicas, shard, shards)
+
+
+def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
+    """What tells this axis from others, and where on it this rank is, of how many."""
+    if not isinstance(axis, DeviceMesh):
+        return id(axis), (axis.replica, axis.size())
+    ranks = tuple(axis.mesh.flatten().tolist())
+    return ranks, (ranks.index(dist.get_rank()), len(ranks))
+
+
+def alike(levels: Sequence[tuple[Axis, Scheme]]) -> bool:
+    """Whether replicas hold the same weights and base optimizer state between any two steps: all levels are gradients'.
+
+    Otherwise both are private to the replica until a round ends.
+    """
+    return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

@@ -1,0 +1,69 @@
+"""Pace: how fast one tier of the network is. Pure arithmetic, shared by planner, emulation and probe."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from detonation.core.schemes.traffic import Kind
+
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
+_FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?bit)\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a node can send at once, in both directions at the same time, and how long a bit is on its way.
+
+    rate_bits_per_s: above 0, may be infinite; shared by all local ranks of the node. latency_s: one way, at least 0.
+    """
+
+    rate_bits_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rate_bits_per_s > 0:
+            raise ValueError(f"the rate of a link is {self.rate_bits_per_s} bit/s, must be above 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"the latency of a link is {self.latency_s} s, must be at least 0")
+
+    @classmethod
+    def parse(cls, text: str) -> "Pace":
+        """The pace that `text` spells, a rate and, if you like, a latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
+
+        >>> Pace.parse("100mbit,5ms")
+        Pace(rate_bits_per_s=100000000.0, latency_s=0.005)
+        """
+        found = _FORM.fullmatch(text)
+        try:
+            rate, unit, latency, time = found.groups() if found else (None,) * 4
+            assert rate is not None and unit is not None
+            seconds = float(latency) / _PER_SECOND[time.lower()] if latency and time else 0.0
+            return cls(float(rate) * _RATES[unit.lower()], seconds)
+        except (AssertionError, ValueError) as error:
+            raise ValueError(
+                f"a link is {text!r}, must be a rate above 0 in bit, kbit, mbit or gbit (a second) and, where there is "
+                "one, a latency in us, ms or s: 100mbit,5ms"
+            ) from error
+
+    def seconds(self, nbytes: float, hops: int) -> float:
+        """How long a node's `nbytes` take over a path of `hops` messages, each of which waits for the one before."""
+        return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
+
+    def __str__(self) -> str:
+        unit = next((u for u in ("gbit", "mbit", "kbit") if self.rate_bits_per_s >= _RATES[u]), "bit")
+        rate = f"{self.rate_bits_per_s / _RATES[unit]:.4g}{unit}"
+        return f"{rate},{self.latency_s * 1e3:.4g}ms" if self.latency_s else rate
+
+
+def hops(kind: Kind, replicas: int) -> int:
+    """Messages of one exchange that have to wait for one another, on a ring.
+
+    R - 1 for an all-gather and twice that for an all-reduce; through owners one for all slices at once, then R - 1.
+
+    >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
+    (6, 3, 4)
+    """
+    if replicas == 1:
+        return 0
+    return {"all-reduce": 2 * (replicas - 1), "all-gather": replicas - 1, "owner": replicas}[kind]

@@ -1,0 +1,110 @@
+"""Muon: matrices move in the nearest orthogonal direction, all other parameters by AdamW."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from detonation.core.flat.layout import local
+from detonation.core.optim.closure import evaluated
+
+
+class Muon(Optimizer):
+    """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer side) * orthogonal(m)`.
+
+    Jordan et al., 2024 (kellerjordan.github.io/posts/muon), with Nesterov momentum and the scale of Liu et al., arXiv
+    2502.16982, by which one lr serves matrices and the rest. Parameters that are no matrices, and those of groups with
+    `orthogonal=False` (embeddings and the output layer belong there), go by AdamW (`betas`, `eps`).
+
+    An orthogonal direction is one of the whole matrix: each step gathers every sharded matrix inside the node, and all
+    its ranks compute it, shards times the work of one. `torch.optim.Muon` and `AdamW` side by side take the same steps
+    on whole matrices; on shards torch 2.13 fails at a matrix with a single row and starts 8 collectives a matrix.
+
+    lr: at least 0. momentum: from 0 to below 1. weight_decay: decoupled, at least 0.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        if lr < 0:
+            raise ValueError(f"lr is {lr}, must be at least 0")
+        if not all(0 <= share < 1 for share in (momentum, *betas)):
+            raise ValueError(f"momentum and betas are {momentum}, {betas}, must be from 0 to below 1")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "eps": eps}
+        super().__init__(params, {**settings, "orthogonal": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on all parameters that have a gradient; returns what `closure` returns."""
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            present = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in present if p.ndim == 2 and group["orthogonal"]]
+            for matrix in matrices:
+                self._orthogonal_step(matrix, group)
+            self._adamw_step([p for p in present if p.ndim != 2 or not group["orthogonal"]], group)
+        return loss
+
+    def _orthogonal_step(self, matrix: Tensor, group: dict[str, Any]) -> None:
+        state, lr, gradient = self.state[matrix], float(group["lr"]), matrix.grad
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        direction = _orthogonal(gradient.lerp(momentum, group["momentum"]))
+        matrix.mul_(1 - lr * group["weight_decay"])
+        matrix.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(matrix.shape)))
+
+    def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p].update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        states = [self.state[p] for p in parameters]
+        adamw(
+            [local(p) for p in parameters],
+            [local(p.grad) for p in parameters if p.grad is not None],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """`_newton_schulz` of the whole matrix, laid out as `matrix` is."""
+    if not isinstance(matrix, DTensor):
+        return _newton_schulz(matrix)
+    whole = _newton_schulz(matrix.full_tensor())
+    mine: DTensor = distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+    return mine
+
+
+def _newton_schulz(matrix: Tensor) -> Tensor:
+    """About U V^T of the matrix U S V^T: five rounds of Jordan's quintic, in bf16; singular values come near 1."""
+    x = matrix.bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), wide, beta=3.4445)
+    return (wide if wide.shape == x.shape else wide.T).to(matrix.dtype)

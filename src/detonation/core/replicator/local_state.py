@@ -1,0 +1,38 @@
+"""Private: what a replica keeps to itself between steps, by name and in the coordinates of its parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from detonation.core.flat.layout import Layout
+
+
+@dataclass(frozen=True)
+class Private:
+    """Tensors that share memory with what they are the state of.
+
+    flats: by kind (`residual`, `anchor`, ...), laid out as `layout`. others: by name, in no parameter's coordinates.
+    """
+
+    layout: Layout
+    flats: Mapping[str, Tensor]
+    others: Mapping[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """All of it to read: `kind.parameter` in the local shape of the parameter, then the others."""
+        parts = {
+            f"{kind}.{slot.name}": part
+            for kind, flat in self.flats.items()
+            for slot, part in zip(self.layout.slots, self.layout.parts(flat), strict=True)
+        }
+        return parts | dict(self.others)
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Makes all of it what `named` returned once."""
+        for kind, flat in self.flats.items():
+            self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
+        for name, tensor in self.others.items():
+            tensor.copy_(saved[name])

@@ -1,0 +1,114 @@
+"""Decide: the scheme of a run, chosen at its start for the links that are there, the same on all ranks."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import detonation as dt
+from detonation.cluster.network.measure import probe_axis
+from detonation.cluster.network.profile import Step
+from detonation.core.link.link import Link
+from detonation.plan.advice import advise, row
+from detonation.plan.auto import PROBE_S, everyone
+from detonation.plan.choice import choose, why
+from detonation.plan.cost import Network, Work
+from detonation.plan.search import Option, options
+from detonation.plan.spelling import spelled
+from detonation.train.auto.adapt import Followed
+from detonation.train.auto.asked import Asked
+from detonation.train.loop.session import Session, check, start
+from detonation.train.loop.timing import forward_backward, optimizer_step
+from detonation.train.output import directory
+from detonation.train.recipe.schema import Config, Table, to_table
+from detonation.train.recipe.sizes import shard_shapes
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen. plan: as it stands in the run directory; followed: what was measured, to go on from."""
+
+    config: Config
+    line: str
+    plan: Table
+    followed: Followed
+
+
+def chosen_before(path: Path) -> Table | None:
+    """The scheme of the run in `path`; None where there is none yet, or none that can be read."""
+    try:
+        scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
+    except (OSError, ValueError):  # on one rank only, where the others already wait for its answer
+        return None
+    return scheme if isinstance(scheme, dict) and "name" in scheme else None
+
+
+def again(asked: Asked, path: Path | None, device: torch.device) -> Config | None:
+    """The configuration that the run in `path` has chosen, so that it goes on with it; None for a new one. Collective.
+
+    The first rank looks; no other needs to see the directory yet.
+    """
+    mine = chosen_before(path) if path is not None and dist.get_rank() == 0 else None
+    scheme: Table | None = everyone(device).tell(mine, device)[0]
+    if scheme is None:
+        return None
+    return check(asked.under(scheme["name"], {key: value for key, value in scheme.items() if key != "name"}))
+
+
+def decide(asked: Asked, device: torch.device) -> Chosen:
+    """Measures the link and a step's compute, and chooses; all ranks agree. Collective."""
+    candidates = asked.candidates()
+    session = start(asked.check(), device)  # its weights are for measuring: a run starts with its own
+    axis, _ = session.optimizer.levels[0]
+    measured = probe_axis(axis, device, PROBE_S)
+    network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
+    compute_s, _ = forward_backward(session)
+    work = Work(shard_shapes(session.config), compute_s, {}, overlap=not session.config.train.clip)
+    best, found, work = _search(asked.auto.budget, candidates, session, network, work)
+    line = why(best, found, network, asked.auto.budget)
+    config = check(candidates[spelled(best.cost.scheme)])
+    plan = {
+        "chosen": row(best),
+        "why": line,
+        **asdict(asked.auto),
+        "link": asdict(measured),
+        "compute_s": compute_s,
+        "steps": {name: asdict(step) for name, step in work.steps.items()},
+        **advise(found, work, network),
+    }
+    followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
+    return Chosen(config, f"auto: {line}", plan, followed)
+
+
+def _search(
+    budget: float, candidates: Mapping[str, Config], session: Session, network: Network, work: Work
+) -> tuple[Option, list[Option], Work]:
+    """The choice, all that it was made of, and the work with the optimizer steps that had to be measured for it.
+
+    Only of a scheme that would be chosen the step is measured: it may change the share that is waited for.
+    """
+    device, world = session.device, everyone(session.device)
+    schemes = {name: dt.scheme(c.scheme.name, c.scheme.arguments) for name, c in candidates.items()}
+    steps: dict[str, Step] = {}
+    while True:
+        work = Work(work.shards, work.compute_s, dict(steps), work.overlap)
+        found = options(list(schemes.values()), work, network)
+        name = world.tell(spelled(choose(found, budget).cost.scheme), device)[0]  # the first rank decides
+        if name in steps:
+            best = next(option for option in found if spelled(option.cost.scheme) == name)
+            _agree(world, candidates[name], device)
+            return best, found, work
+        step = optimizer_step(session, candidates[name])
+        if step is None:  # it cannot be used with this optimizer
+            del schemes[name]
+        else:
+            steps[name] = step
+
+
+def _agree(world: Link, config: Config, device: torch.device) -> None:
+    """Raises `Mismatch` on all ranks where one makes another configuration of what was chosen."""
+    world.agree({"chosen": json.dumps(to_table(config), sort_keys=True)}, device, {})

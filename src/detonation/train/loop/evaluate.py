@@ -1,0 +1,60 @@
+"""Loss and accuracy on held-out examples, the same ones for every run of a recipe."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from detonation.data import batches, predictions
+from detonation.train.loop.session import Session
+
+
+@torch.no_grad()
+def validate(session: Session) -> dict[str, float]:
+    """Mean `val_loss` over all predictions and, for images, `val_accuracy`. Collective; each rank takes its share."""
+    train = session.config.train
+    session.model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=session.device)  # loss, predictions, right
+    held_out = list(batches(session.data.validation, train.batch_size, train.validation_batches * train.batch_size))
+    rounds = -(-len(held_out) // session.world_size)
+    for i in range(rounds):
+        # FSDP gathers weights in every forward pass, so a rank without a batch computes one that does not count.
+        index = i * session.world_size + session.rank
+        batch = to(held_out[index % len(held_out)], session.device)
+        with autocast(session):
+            output = session.model(**batch)
+        if index < len(held_out):
+            sums += _sums(session, batch, output.loss, output.logits)
+    session.model.train()
+    reshard(session.model)  # look-ahead now moves the shards
+    loss, count, right = torch.tensor(session.world.tell(sums)(), dtype=sums.dtype).sum(0).tolist()
+    result = {"val_loss": loss / count}
+    return {**result, "val_accuracy": right / count} if session.data.kind == "images" else result
+
+
+def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tensor) -> Tensor:
+    count = predictions(session.data.kind, batch)
+    right = 0.0
+    if session.data.kind == "images":
+        right = float((logits.argmax(-1) == batch["labels"]).sum())
+    return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Shows the shards again after a forward pass: without a backward pass FSDP2 leaves the root gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def autocast(session: Session) -> AbstractContextManager[object]:
+    """bf16 arithmetic where the recipe asks for it."""
+    if session.config.train.autocast != "bf16":
+        return nullcontext()
+    return torch.autocast(session.device.type, dtype=torch.bfloat16)
+
+
+def to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """`batch` on `device`."""
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}

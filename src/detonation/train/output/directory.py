@@ -1,0 +1,112 @@
+"""The run directory: who writes to it, and how a file gets there whole or not at all."""
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from detonation.cluster.processes.failure import RunError
+
+LOCK = ".lock"
+CONFIG = "config.toml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+PLAN = "plan.json"
+CHECKPOINTS = "checkpoints"
+
+
+class InUse(ValueError):
+    """Another process writes to the run directory."""
+
+
+def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
+    """Raises `ValueError` unless a run can start in `path` (or, with `resume`, continue there). Changes nothing.
+
+    may_start: `resume` may also find nothing, or a run that had not yet saved a checkpoint, and start.
+    """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
+    if (path / LOCK).exists():
+        with (path / LOCK).open("r+") as file:
+            _take(file, path)
+    passing = (LOCK, f"{CONFIG}.part")
+    held = [entry for entry in path.iterdir() if entry.name not in passing] if path.is_dir() else []
+    if (path / SUMMARY).exists():
+        raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it")
+    if resume and not may_start and not (path / CHECKPOINTS).is_dir():
+        raise ValueError(f"nothing to resume in {path}: it has no checkpoints; leave --resume out to start")
+    ours = (path / CONFIG).exists() or (path / CHECKPOINTS).is_dir()
+    if held and not (resume and ours):
+        remedy = "continue it with --resume, or choose" if (path / CONFIG).exists() else "choose"
+        raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
+
+
+class RunDirectory:
+    """A run's files. Makes the directory and holds its lock until closed, or until the process ends, however it ends.
+
+    Raises `InUse` when another process holds the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._lock = (path / LOCK).open("a+")
+        try:
+            _take(self._lock, path)
+        except InUse:
+            self._lock.close()
+            raise
+        self._lock.truncate(0)
+        self._lock.write(json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
+        self._lock.flush()
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        self._lock.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Puts `text` at `path`: after a crash there is the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise unwritable(path, error) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Puts `value` at `path` as readable JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+class Unwritable(RunError):
+    """The disk is full, or the directory may not be written to."""
+
+
+def unwritable(path: Path, error: Exception) -> Unwritable:
+    """What `error` means for the run, in one line: what could not be written, what was kept, what to do."""
+    remedy = "free some space or choose another --out; what was written before is whole"
+    return Unwritable(f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})")
+
+
+def _take(file: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = json.loads(file.read() or "{}")
+        who = f"process {owner['pid']} since {owner['since']}" if "pid" in owner else "another process"
+        raise InUse(f"run directory {path} is in use by {who}: wait for it, or choose another --out") from error

@@ -1,0 +1,156 @@
+"""Where a run's steps go besides `metrics.jsonl`: trackers that people know, behind one small protocol."""
+
+import contextlib
+import importlib.util
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from detonation.train.output.metrics import Record
+from detonation.train.recipe.schema import Config, to_table
+
+
+class Logger(Protocol):
+    """Takes in a run's steps one after another. `MetricsFile` is one, too."""
+
+    def write(self, record: Record) -> None:
+        """Takes in one step more."""
+        ...
+
+    def close(self) -> None:
+        """Finishes what is open; nothing is written afterwards."""
+        ...
+
+
+Opener = Callable[[Path, Config, int], Logger]
+"""Opens a logger for the run in a directory, whose first steps, so many of them, were logged before."""
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run directory, for `tensorboard --logdir DIR`."""
+
+    def __init__(self, path: Path, config: Config, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What was logged of steps that are done again is shown no more. A run that is killed loses ten seconds.
+        folder, again = str(path / "tensorboard"), done + 1 if done else None
+        self._writer: Any = SummaryWriter(folder, purge_step=again, flush_secs=10)
+
+    def write(self, record: Record) -> None:
+        for name, value in values(record).items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; sends nothing by itself.
+
+    What the user's environment says in WANDB_MODE comes first.
+    """
+
+    def __init__(self, path: Path, config: Config, done: int) -> None:
+        os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would look up a host even when offline
+        import wandb
+
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
+        self._run: Any = wandb.init(
+            project="detonation", name=path.name, dir=str(path), config=to_table(config), settings=quiet
+        )
+
+    def write(self, record: Record) -> None:
+        self._run.log(values(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio, kept where trackio keeps its projects, for `trackio show --project detonation`."""
+
+    def __init__(self, path: Path, config: Config, done: int) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        with contextlib.redirect_stdout(io.StringIO()):  # its greetings, where only results may go
+            self._run: Any = trackio.init(
+                project="detonation",
+                name=path.name,
+                config=to_table(config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def write(self, record: Record) -> None:
+        self._run.log(values(record), step=record.step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._trackio.finish()  # not the run's own: at exit trackio would finish it again, aloud
+
+
+OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
+"""By name; each needs the package of that name."""
+
+
+class Forgiving:
+    """A logger that gives up, and says so once, where the one in it raises: no run should stop for it."""
+
+    def __init__(self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]) -> None:
+        self._name, self._warn = name, warn
+        self._inner: Logger | None = None
+        with self._given_up():
+            self._inner = open_it()
+
+    def write(self, record: Record) -> None:
+        if self._inner is not None:
+            with self._given_up():
+                self._inner.write(record)
+
+    def close(self) -> None:
+        if self._inner is not None:
+            with self._given_up():
+                self._inner.close()
+
+    @contextlib.contextmanager
+    def _given_up(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._inner = None
+            lines = str(error).splitlines()
+            reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            self._warn(f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every step")
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises `ValueError` for a logger whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"logger {name} needs the package {name}: pip install {name}")
+
+
+def opened(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Logger]:
+    """The loggers that `config` names, for the run in `path`; what fails in them is told `warn`."""
+
+    def opener(name: str) -> Callable[[], Logger]:
+        return lambda: OPENERS[name](path, config, done)
+
+    return [Forgiving(name, opener(name), warn) for name in config.train.loggers]
+
+
+def values(record: Record) -> dict[str, float]:
+    """What was measured of a step, by name: `loss`, `bytes_sent`, and of several levels `bytes_sent/rack`."""
+    found: dict[str, float] = {}
+    for name, value in record.values().items():
+        if name == "levels":
+            found |= {f"bytes_sent/{axis}": count for axis, count in value.items()}
+        elif name not in ("step", "setting"):  # which is text
+            found[name] = value
+    return found

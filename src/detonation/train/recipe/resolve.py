@@ -1,0 +1,139 @@
+"""From a recipe file and `--set` to one configuration. Pure Python; imports no torch."""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from detonation.choices import unknown
+from detonation.train.recipe.schema import CHOSEN_BY, TABLES, Config, Table, from_table, require
+
+_TUNABLE = ("scheme", "optimizer", "schedule", "train")
+
+
+def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """The configuration of `recipe` with `overrides`, both nested tables.
+
+    The scheme is chosen first; what the recipe holds under `[tuned.<scheme>]` is then laid over the recipe, and
+    `overrides` over both. A table that chooses something else by name keeps nothing of what was chosen before.
+    """
+    table = {key: value for key, value in recipe.items() if key != "tuned"}
+    if isinstance(table.get("scheme"), list):
+        require("tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]")
+        levels = merge_levels(table["scheme"], _sub(overrides, "scheme"))
+        return from_table({**merge(table, overrides), "scheme": levels})
+    tuned = _checked_tuned(recipe.get("tuned", {}))
+    chooser = _sub(overrides, "scheme").get("name", _sub(table, "scheme").get("name"))
+    if chooser is not None:
+        table = merge(table, {"scheme": {"name": chooser}})
+        table = merge(table, tuned.get(str(chooser), {}))
+    return from_table(merge(table, overrides))
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
+    """`base` with `over` laid on top, table by table; a table with another choice replaces the whole table.
+
+    >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"lr": 2}})
+    {'optimizer': {'name': 'SGD', 'lr': 2}}
+    >>> merge({"optimizer": {"name": "SGD", "lr": 1}}, {"optimizer": {"name": "Adam"}})
+    {'optimizer': {'name': 'Adam'}}
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            chooser = CHOSEN_BY.get(key, "")
+            same = chooser not in value or value[chooser] == below.get(chooser)
+            merged[key] = {**below, **value} if same else dict(value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
+    """`levels` with what `over` says of each, by its axis; another scheme keeps axis and replicas alone.
+
+    >>> merge_levels([{"axis": "rack", "replicas": 2, "name": "full"}], {"rack": {"name": "demo", "topk": 1}})
+    [{'axis': 'rack', 'replicas': 2, 'name': 'demo', 'topk': 1}]
+    """
+    axes = [str(level.get("axis")) if isinstance(level, dict) else "" for level in levels]
+    for axis, value in over.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"the recipe has levels: say of which, as in scheme.{axes[-1]}.{axis}={value}")
+        if axis not in axes:
+            raise unknown("axis of a [[scheme]]", axis, axes)
+    return [_merge_level(level, over.get(axis, {})) for axis, level in zip(axes, levels, strict=True)]
+
+
+def _merge_level(level: Any, over: Table) -> Any:
+    if not over:
+        return level
+    own = {key: level[key] for key in ("axis", "replicas") if key in level}
+    return {**own, **merge({"scheme": level}, {"scheme": over})["scheme"]}
+
+
+def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
+    """How many replicas the levels of `recipe` come to; None for a recipe of one scheme."""
+    if not isinstance(recipe.get("scheme"), list):
+        return None
+    rest = {key: value for key, value in overrides.items() if key != "mesh"}
+    return resolve(recipe, rest).mesh.replicas
+
+
+def read(path: Path) -> Table:
+    """The tables of a recipe file. Raises `ValueError` when it is not there or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(path)!r} is not TOML: {error}") from error
+
+
+def parse_sets(assignments: Iterable[str]) -> Table:
+    """The nested tables that `a.b=value` texts say; a value is TOML, and a bare word is text.
+
+    >>> parse_sets(["scheme.topk=4", "scheme.name=demo", "seed=1"])
+    {'scheme': {'topk': 4, 'name': 'demo'}, 'seed': 1}
+    """
+    tables: Table = {}
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        keys = path.strip().split(".")
+        of_a_level = len(keys) == 3 and keys[0] == "scheme"  # scheme.<axis>.<key>
+        if not equals or not all(keys) or (len(keys) > 2 and not of_a_level):
+            raise ValueError(f"--set takes table.key=value or seed=value, got {assignment!r}")
+        if len(keys) >= 2 and keys[0] not in TABLES:
+            raise unknown("table of the recipe", keys[0], TABLES)
+        if len(keys) == 1 and keys[0] != "seed":
+            raise ValueError(f"--set takes table.key=value or seed=value, got {assignment!r}")
+        inner = tables
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+            require(isinstance(inner, dict), key, inner, f"said once, not again by {assignment!r}")
+        inner[keys[-1]] = _value(text.strip())
+    return tables
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sub(table: Mapping[str, Any], key: str) -> Table:
+    value = table.get(key, {})
+    require(isinstance(value, dict), key, value, "a table")
+    return dict(value)
+
+
+def _checked_tuned(tuned: object) -> dict[str, Table]:
+    require(isinstance(tuned, dict), "tuned", tuned, "a table with one table for each scheme")
+    assert isinstance(tuned, dict)
+    for scheme, tables in tuned.items():
+        require(isinstance(tables, dict), f"tuned.{scheme}", tables, "a table of tables")
+        for key in tables:
+            if key not in _TUNABLE:
+                raise unknown(f"table of [tuned.{scheme}]", key, _TUNABLE)
+    return tuned

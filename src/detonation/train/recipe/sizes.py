@@ -1,0 +1,36 @@
+"""Sizes: whether a run would send more than full synchronisation, by arithmetic, before any process starts."""
+
+import torch
+from torch import nn
+
+import detonation as dt
+from detonation import models
+from detonation.core.schemes.traffic import check
+from detonation.train.recipe.schema import Config
+
+
+def check_sizes(config: Config) -> None:
+    """Raises `LargerThanDense`, as the first step would, where a level would send more than full synchronisation."""
+    shards = shard_shapes(config)
+    for level in config.levels:
+        scheme = dt.scheme(level.scheme.name, level.scheme.arguments)
+        for shapes in shards if scheme.signal != "nothing" else []:
+            check(scheme, scheme.codec.layout(shapes), level.replicas)
+
+
+def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of a recipe's trained parameters on each rank of a node, without a model in memory."""
+    with torch.device("meta"):
+        model = models.build(config.model.name, config.model.arguments)
+    return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
+
+
+def local_shapes(model: nn.Module, shard: int, shards: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the trained parameters on one shard, by name: FSDP2 deals out equal runs of first indices."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            first, *rest = parameter.shape
+            each = -(-first // shards)
+            shapes[name] = (max(0, min(each, first - shard * each)), *rest)
+    return shapes

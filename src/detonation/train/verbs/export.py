@@ -1,0 +1,46 @@
+"""Export: the model of a checkpoint, whole, in the format of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from detonation import models
+from detonation.checkpoint.files.reader import Saved
+from detonation.checkpoint.load.elastic import Elastic
+from detonation.checkpoint.save.snapshot import Box, weights
+from detonation.checkpoint.verify import newest
+from detonation.core.link.coordinates import Place
+from detonation.train.recipe.schema import from_table
+
+
+@torch.no_grad()
+def export(directory: Path, out: Path) -> dict[str, Any]:
+    """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for `from_pretrained`.
+
+    Where the replicas are in the middle of a round it is their mean. Raises `ValueError` where there is no whole
+    checkpoint, its replicas trained without ever agreeing, or `out` is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty: choose another --out")
+    path, manifest = newest(directory)
+    config = from_table(manifest.extra.get("config", {}))
+    if config.scheme.name == "none" and manifest.replicas > 1:
+        raise ValueError(
+            f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model to export"
+        )
+    source = Elastic(Saved(path, manifest), Place(0, 1, 0, 1))
+    with torch.device("meta"):
+        planned = weights(models.build(config.model.name, config.model.arguments))
+    parts = {name: source.agreed(f"model.{name}", _box(tensor)) for name, tensor in planned.items()}
+    model: Any = models.build(config.model.name, config.model.arguments)
+    for name, tensor in weights(model).items():
+        tensor.copy_(parts[name])
+    model.save_pretrained(out)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return {"exported": str(out), "checkpoint": str(path), "step": manifest.step, "num_parameters": numel}
+
+
+def _box(tensor: torch.Tensor) -> Box | None:
+    """A parameter may be cut; a buffer is whole on every shard."""
+    return Box.of(tensor) if isinstance(tensor, torch.nn.Parameter) else None

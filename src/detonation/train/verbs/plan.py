@@ -1,0 +1,112 @@
+"""What `detonation plan` plans for: a recipe's parameters, or a number of them, over links measured or said."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detonation.cluster.network.profile import Profile
+from detonation.core.link.link_speed import Pace
+from detonation.plan.advice import advise
+from detonation.plan.cost import Network, Shapes, Work
+from detonation.plan.search import candidates, options
+from detonation.train.loop.session import check
+from detonation.train.recipe.schema import Config, require
+from detonation.train.recipe.sizes import shard_shapes
+from detonation.train.run.run import Request, standing
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user wants to know: a recipe or `parameters`, a profile or a `link` with `step_time` in seconds."""
+
+    recipe: Path | None = None
+    overrides: tuple[str, ...] = ()
+    profile: Path | None = None
+    link: str | None = None
+    step_time: float | None = None
+    replicas: int | None = None
+    shards: int | None = None
+    parameters: str | None = None
+
+
+def plan(question: Question) -> dict[str, Any]:
+    """The ranked schemes with their costs, as plain values. Raises `ValueError` for a question that lacks something."""
+    if (question.recipe is None) == (question.parameters is None):
+        raise ValueError("plan needs a recipe or --parameters, one of the two")
+    if (question.profile is None) == (question.link is None):
+        raise ValueError("plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one of the two")
+    profile = Profile.read(question.profile) if question.profile else None
+    if profile is not None:
+        _same_world(question, profile)
+    config = _config(question, profile) if question.recipe else None
+    network = _network(question, profile, config)
+    work = _work(question, profile, config, network.shards)
+    found = options(candidates(), work, network)
+    return {**advise(found, work, network), "parameters": sum(numel(shapes) for shapes in work.shards)}
+
+
+def numel(shapes: Shapes) -> int:
+    """Coordinates of all of `shapes`."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def count(text: str) -> int:
+    """A number of parameters that people write.
+
+    >>> count("1.2b"), count("350m"), count("7000")
+    (1200000000, 350000000, 7000)
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*([kmb]?)", text.strip().lower())
+    try:
+        number = float(found[1]) * _SUFFIXES[found[2]] if found else 0
+    except ValueError:
+        number = 0
+    require(number >= 1, "--parameters", text, "a number such as 1.2b, 350m or 7000")
+    return round(number)
+
+
+def _same_world(question: Question, profile: Profile) -> None:
+    """Raises `ValueError` where the question is about another number of replicas or shards than was measured.
+
+    Other shards share a node's link, and other replicas a network, in ways that nobody has measured.
+    """
+    asked = {"replicas": (question.replicas, profile.replicas), "shards": (question.shards, profile.shards)}
+    for name, (given, measured) in asked.items():
+        if given not in (None, measured):
+            was = f"{question.profile} was measured with {measured}"
+            raise ValueError(f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link")
+
+
+def _config(question: Question, profile: Profile | None) -> Config:
+    assert question.recipe is not None
+    replicas, shards = question.replicas, question.shards
+    if profile is not None:
+        replicas, shards = profile.replicas, profile.shards
+    return check(standing(Request(question.recipe, question.overrides, replicas, shards), None))
+
+
+def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:
+    if profile is not None:
+        return Network.of_profile(profile)
+    assert question.link is not None
+    asked = (2 if question.replicas is None else question.replicas, 1 if question.shards is None else question.shards)
+    replicas, shards = (config.mesh.replicas, config.mesh.shards) if config else asked
+    require(replicas >= 1, "--replicas", replicas, "at least 1")
+    require(shards >= 1, "--shards", shards, "at least 1")
+    return Network.of_pace(Pace.parse(question.link), replicas, shards)
+
+
+def _work(question: Question, profile: Profile | None, config: Config | None, shards: int) -> Work:
+    measured = profile.compute if profile and question.step_time is None else None
+    if measured is not None and question.recipe is not None and measured.recipe != question.recipe.stem:
+        raise ValueError(f"{question.profile} is of the recipe {measured.recipe}: probe again, or say --step-time")
+    seconds = measured.forward_backward_s if measured else question.step_time
+    if seconds is None:
+        raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
+    require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
+    shapes = shard_shapes(config) if config else [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
+    return Work(shapes, seconds, measured.steps if measured else {}, overlap=config is None or not config.train.clip)
