@@ -1,7 +1,10 @@
 # make train   train a language model as 2 replicas x 2 shards on this machine
-# make test    lint, type check and the whole test suite
+# make test    lint, type check and the whole test suite, in two processes
+#              PART=laws runs one folder of tests alone, PART="laws world" two; see tests/README.md
+# make lint    lint and type check
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
-# Both make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
+# make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
+# All make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -9,15 +12,21 @@ VENV := .venv
 # Byte code is written for what is imported, when it is: for all that is installed it would take longer than installing.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
+# The tests of a file stay in one process, which starts them in the order of their names.
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test chaos lint clean
+.PHONY: train test chaos lint hooks clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train recipes/quick-lm.toml
 
+ifdef PART
+test: $(VENV)/.test
+else
 test: lint
+endif
 	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu shakespeare
-	$(VENV)/bin/python -m pytest
+	$(PYTEST) $(addprefix tests/,$(PART))
 
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)
@@ -26,6 +35,10 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+hooks: $(VENV)/.test
+	@command -v pre-commit >/dev/null || { echo "pre-commit is not here: pip install pre-commit"; exit 1; }
+	pre-commit install
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

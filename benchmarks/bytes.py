@@ -1,4 +1,4 @@
-"""Bytes that one replica sends, by parameter and step: arithmetic alone, for a large model.
+"""Bytes that one replica sends per parameter and step, by arithmetic, for a large model.
 
 python benchmarks/bytes.py
 """
@@ -36,13 +36,13 @@ def main() -> None:
     print("|---|---|---|---|")
     for scheme in SCHEMES:
         defaults = dt.scheme(scheme.name).arguments
-        odd = ", ".join(f"{k}={v}" for k, v in scheme.arguments.items() if v != defaults[k])
+        changed = ", ".join(f"{k}={v}" for k, v in scheme.arguments.items() if v != defaults[k])
         layout = scheme.codec.layout({"weight": SHAPE})
         cells, steps = [], range(scheme.round.every, 2 * scheme.round.every)
         for replicas in (2, 8, 64):
             sent = sum(traffic.bytes_sent(scheme, layout, replicas, step) for step in steps) / scheme.round.every
             cells.append(f"{sent / layout.numel:.4f}")
-        print(f"| {scheme.name}({odd}) | {' | '.join(cells)} |")
+        print(f"| {scheme.name}({changed}) | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What sending during backward brings: a training step with and without `overlap()` on links of different pace.
+"""The gain of sending during backward: a training step with and without `overlap()` on links of different speeds.
 
     python benchmarks/overlap.py
 
-Two replicas, gloo ranks of one thread each, on an emulated link. For each case steps with and without take turns in one
-run; medians, in ms. waited: how long a step stood still for the network.
+Two replicas, gloo ranks of one thread each, on a throttled link. In each case steps with and without overlap take turns
+in one run; medians, in ms. waited: the time that a step stood still for the network.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import torch.multiprocessing as mp
 
 import detonation as dt
 from detonation import models
-from detonation.cluster.network.throttled import Emulated
-from detonation.core.link.link_speed import Pace
+from detonation.cluster.network.throttled import ThrottledCommunicator
+from detonation.core.link.link_speed import LinkSpeed
 
 MODEL = ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344})
 BATCH, CONTEXT = 2, 128
-CASES = [  # a scheme, and links on which its message takes a part of backward, about as long, and longer
+CASES = [  # a scheme, and links on which its message takes less time than backward, about the same, and more
     ("full", {}, ["4gbit,1ms", "1gbit,1ms"]),
     ("demo", {}, ["1gbit,1ms", "100mbit,5ms", "50mbit,5ms"]),
     ("random_sign", {}, ["10mbit,5ms", "5mbit,20ms"]),
@@ -34,7 +34,7 @@ CASES = [  # a scheme, and links on which its message takes a part of backward, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each kind, besides the first")
+    parser.add_argument("--rounds", type=int, default=7, help="steps with and without overlap, besides the first")
     args = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
@@ -45,24 +45,26 @@ def _rank(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     mesh = dt.init_mesh(2, 1, "cpu")
-    say = print if rank == 0 else lambda *_, **__: None
-    titles = ["scheme", "link", "MB a step", "forward", "backward", "step", "with", "ratio", "waited", "with"]
-    say("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
+    show = print if rank == 0 else lambda *_, **__: None
+    titles = ["scheme", "link", "MB per step", "forward", "backward", "step", "with", "ratio", "waited", "with"]
+    show("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
     for name, arguments, links in CASES:
         for link in links:
-            say(_row(mesh, name, arguments, link, rounds), flush=True)
+            show(_row(mesh, name, arguments, link, rounds), flush=True)
     dist.barrier()
 
 
 def _row(mesh: Any, name: str, arguments: dict[str, Any], link: str, rounds: int) -> str:
     torch.manual_seed(0)
-    model = models.build(*MODEL)
+    model = models.build_model(*MODEL)
     base = dt.SignSGD(model.parameters(), lr=1e-4)
-    optimizer = dt.replicate(base, model, Emulated(mesh["replicate"], Pace.parse(link)), dt.scheme(name, arguments))
+    optimizer = dt.replicate(
+        base, model, ThrottledCommunicator(mesh["replicate"], LinkSpeed.parse(link)), dt.scheme(name, arguments)
+    )
     _step(model, optimizer, False)  # sets up
-    sent = optimizer.bytes_sent
+    sent = optimizer.stats.bytes_sent
     _step(model, optimizer, True)  # makes the buckets
-    sent = optimizer.bytes_sent - sent
+    sent = optimizer.stats.bytes_sent - sent
     taken: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
     for turn in range(2 * rounds):
         taken[bool(turn % 2)].append(_step(model, optimizer, bool(turn % 2)))
@@ -74,10 +76,10 @@ def _row(mesh: Any, name: str, arguments: dict[str, Any], link: str, rounds: int
 
 
 def _step(model: Any, optimizer: Any, overlapped: bool) -> tuple[float, ...]:
-    """Seconds of forward, backward, the whole step, and of waiting in it."""
+    """Seconds of forward, backward, the whole step, and the waiting within it."""
     tokens = torch.randint(256, (BATCH, CONTEXT))
     dist.barrier()
-    waited, began = optimizer.waited_s, time.perf_counter()
+    waited, began = optimizer.stats.waited_s, time.perf_counter()
     loss = model(input_ids=tokens, labels=tokens).loss
     computed = time.perf_counter()
     with optimizer.overlap() if overlapped else nullcontext():
@@ -86,7 +88,7 @@ def _step(model: Any, optimizer: Any, overlapped: bool) -> tuple[float, ...]:
     optimizer.step()
     optimizer.zero_grad()
     ended = time.perf_counter()
-    return computed - began, backward - computed, ended - began, optimizer.waited_s - waited
+    return computed - began, backward - computed, ended - began, optimizer.stats.waited_s - waited
 
 
 if __name__ == "__main__":

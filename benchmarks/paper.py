@@ -1,13 +1,13 @@
 """The paper's experiment: loss against seconds at 10, 100, 1000 and 10,000 Mbit/s, for a language and a vision model.
 
-    python benchmarks/paper.py loss [--only T5] [--limit 3]      trains what is missing, as two virtual replicas
-    sudo python benchmarks/paper.py times --only T5              times steps of 2 nodes x 2 ranks in a lab; and ViT
+    python benchmarks/paper.py loss [--only T5] [--limit 3]      missing trainings, as two virtual replicas
+    sudo python benchmarks/paper.py times --only T5              step times of 2 nodes x 2 ranks in namespaces; and ViT
     python benchmarks/paper.py table > benchmarks/results/2026-11-20-paper.md
     python benchmarks/paper.py figure docs/paper                 writes .svg and .png
 
-What a step makes of the weights does not depend on the link, so each scheme is trained once, and seconds are steps
-times the median time of a step on each link (benchmarks/lab.py), of diloco the mean over whole rounds. Results are rows
-of a file; trainings that are there are not run again, and of timings the last counts.
+The weights after a step do not depend on the link, so each scheme is trained once, and seconds are steps times the
+median step time on each link (benchmarks/lab.py); for diloco, the mean over whole rounds. Results are rows of a file;
+existing trainings are not run again, and the last of several timings counts.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import lab
+import namespaces
 
 RESULTS = Path("benchmarks/results/2026-11-20-paper.jsonl")
 LINKS = ("10mbit", "100mbit", "1gbit", "10gbit")
@@ -30,9 +30,10 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: a recipe, what it is set to, and the examples a step over all replicas.
+    """A training task.
 
-    timed: what it is set to where steps are timed, for as many examples a step.
+    sets: settings of the recipe for training, with `total` examples per step over all replicas; timed: settings for
+    timing, with as many examples per step.
     """
 
     recipe: str
@@ -43,28 +44,28 @@ class Task:
 
 TASKS = {
     "T5": Task(
-        lab.RECIPE,
+        namespaces.RECIPE,
         "model.hidden_size=256 model.layers=4 model.feed_forward=1024 data.source_length=64 data.target_length=64 "
         "schedule.warmup=20 train.steps=200 train.validate_every=20 train.validation_batches=64",
         total=8,
-        timed=lab.SETS,
+        timed=namespaces.SETS,
     ),
     "ViT": Task("recipes/vit-fashion.toml", "train.validate_every=25", 128, "train.validate_every=0"),
 }
-"""The T5 of benchmarks/step_time.py (7.4M parameters), and vit-fashion as it is (205 thousand)."""
+"""The T5 of benchmarks/step_time.py (7.4M parameters), and vit-fashion unchanged (205 thousand)."""
 
 SCHEMES = {
     BASELINE: "scheme.name=full optimizer.name=AdamW",
     "demo 4/64": "scheme.name=demo scheme.topk=4 scheme.decay={} optimizer.name=SignSGD",
-    "demo 1/64, sign": "scheme.name=demo scheme.topk=1 scheme.precision=sign scheme.error=drop scheme.decay=0.95 "
-    "optimizer.name=SignSGD",
+    "demo 1/64, sign": "scheme.name=demo scheme.topk=1 scheme.precision=sign scheme.error_feedback=false "
+    "scheme.decay=0.95 optimizer.name=SignSGD",
     "random 1/32": "scheme.name=random scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD",
     "striding 1/32": "scheme.name=striding scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD",
     "diloco": f"scheme.name=diloco scheme.every={ROUND} scheme.outer_lr=1.0 scheme.outer_momentum=0.0 "
     "optimizer.name=AdamW",
 }
 DECAY = {"T5": 0.999, "ViT": 0.95}
-"""Of demo in fp32: what the recipes say."""
+"""For demo in fp32, from the recipes."""
 
 RATES = {
     "T5": {
@@ -84,7 +85,7 @@ RATES = {
         "diloco": (3e-3, 1e-3, 2e-3),
     },
 }
-"""Three learning rates each, the likeliest first."""
+"""Three learning rates per method, the most likely first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Cell:
 
 
 def grid() -> Iterator[Cell]:
-    """All trainings, the most important first."""
+    """Lists all trainings, the most important first."""
     for turn in range(3):
         for task, methods in RATES.items():
             for method, rates in methods.items():
@@ -111,8 +112,8 @@ def grid() -> Iterator[Cell]:
 
 
 def train(cell: Cell) -> Row:
-    """The row of one training: its validation losses by step. Two virtual replicas: bit for bit what real ones do."""
-    from detonation.cluster.network.simulated import play
+    """Trains two virtual replicas, bit for bit like real ones, and returns a row with validation losses by step."""
+    from detonation.cluster.network.simulated import simulate_replicas
     from detonation.cluster.processes.signals import Stop
     from detonation.train.loop.fit import NonFiniteLoss, fit
     from detonation.train.output.metrics import Record
@@ -123,12 +124,12 @@ def train(cell: Cell) -> Row:
     began = time.process_time()
     records: list[Record] = []
 
-    def act(wire: Any) -> None:
-        session = virtual(config, wire)
-        fit(session, 0, config.train.steps, records.append if wire.replica == 0 else lambda record: None, Stop())
+    def act(communicator: Any) -> None:
+        log = records.append if communicator.replica == 0 else lambda record: None
+        fit(virtual(config, communicator), 0, config.train.steps, log, Stop())
 
     try:
-        play(act, 2)
+        simulate_replicas(act, 2)
     except NonFiniteLoss:
         records = []
     curve = [(r.step, r.val_loss) for r in records if r.val_loss is not None]
@@ -156,31 +157,31 @@ def train_missing(limit: int, only: str) -> None:
 
 
 def time_steps(only: str, ranks: int, links: Sequence[str]) -> None:
-    """Times all schemes of the tasks whose name holds `only` on each link, in turns, with `ranks` in a node."""
+    """Times all schemes of the tasks whose name contains `only` on each link, in turns, with `ranks` per node."""
     for name, task in TASKS.items():
         if only not in name:
             continue
         subjects = []
         for method in SCHEMES:
             sets = (*task.timed.split(), *SCHEMES[method].format(DECAY[name]).split(), "train.steps=100000")
-            subjects.append(lab.Subject(method, task.recipe, sets, unit=ROUND if method == "diloco" else 1))
+            subjects.append(namespaces.Subject(method, task.recipe, sets, unit=ROUND if method == "diloco" else 1))
 
-        def tell(timing: lab.Timing, task: str = name) -> None:
+        def record(timing: namespaces.Timing, task: str = name) -> None:
             keep({"kind": "time", "task": task, "ranks": ranks, **dataclasses.asdict(timing)})
             print(task, timing.name, timing.link, f"{timing.median:.3f} s", len(timing.seconds), flush=True)
 
-        lab.measure(subjects, {link: turns(link) for link in links}, tell, ranks)
+        namespaces.measure(subjects, {link: turns(link) for link in links}, record, ranks)
 
 
 def turns(link: str) -> dict[str, int]:
-    """How often each scheme is timed on a link: less where a step takes half a minute."""
-    often = {"10mbit": 3, "100mbit": 5}.get(link, 7)
-    return dict.fromkeys(SCHEMES, often) | {BASELINE: {"10mbit": 3, "100mbit": 3}.get(link, 5), "diloco": 1}
+    """Number of timings of each scheme on a link: fewer where a step takes half a minute."""
+    count = {"10mbit": 3, "100mbit": 5}.get(link, 7)
+    return dict.fromkeys(SCHEMES, count) | {BASELINE: {"10mbit": 3, "100mbit": 3}.get(link, 5), "diloco": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What is known of a method: its best training of `tried`, and the seconds and bytes of a step on each link."""
+    """The best of `tried` trainings of a method, and its seconds per step on each link and bytes per step."""
 
     method: str
     lr: float
@@ -194,14 +195,14 @@ class Result:
         return self.validation[-1][1]
 
 
-def results(task: str, ranks: int = lab.RANKS) -> list[Result]:
+def results(task: str, ranks: int = namespaces.RANKS) -> list[Result]:
     found = []
     measured = [row for row in rows("time") if (row["task"], row["ranks"]) == (task, ranks)]
     for method in SCHEMES:
         trained = [row for row in rows("loss") if (row["task"], row["method"]) == (task, method)]
         timed = {row["link"]: row for row in measured if row["name"] == method}
-        kept = [row for row in trained if row["validation"]]  # the others lost their loss
-        best = min(kept, key=lambda row: row["validation"][-1][1])
+        finite = [row for row in trained if row["validation"]]  # the others diverged
+        best = min(finite, key=lambda row: row["validation"][-1][1])
         seconds = {link: statistics.median(row["seconds"]) for link, row in timed.items()}
         sent = next((row["bytes_sent"] for row in timed.values()), None)
         found.append(Result(method, best["lr"], len(trained), best["validation"], seconds, sent))
@@ -209,14 +210,14 @@ def results(task: str, ranks: int = lab.RANKS) -> list[Result]:
 
 
 def table() -> str:
-    """Loss at equal steps, and the time of a step on each link against the baseline's."""
+    """Loss at equal steps, and the step time on each link with its ratio to the baseline."""
     lines = []
     timed = dict.fromkeys((row["task"], row["ranks"]) for row in rows("time"))
-    for name, ranks in timed | dict.fromkeys((name, lab.RANKS) for name in TASKS):
+    for name, ranks in timed | dict.fromkeys((name, namespaces.RANKS) for name in TASKS):
         found = results(name, ranks)
         full = next(result for result in found if result.method == BASELINE)
-        titles = ["scheme", "lr", "of", "loss", "to AdamW", "sent a step", *(f"{link}, s" for link in LINKS)]
-        lines += [f"{name}, {lab.NODES} nodes x {ranks}:", "", "| " + " | ".join(titles) + " |"]
+        titles = ["scheme", "lr", "of", "loss", "to AdamW", "sent per step", *(f"{link}, s" for link in LINKS)]
+        lines += [f"{name}, {namespaces.NODES} nodes x {ranks}:", "", "| " + " | ".join(titles) + " |"]
         lines += ["|" + "---|" * len(titles), *(line(result, full) for result in found), ""]
     return "\n".join(lines)
 
@@ -238,13 +239,13 @@ def seconds(result: Result, full: Result, link: str) -> str:
 
 
 def figure(path: Path) -> None:
-    """Validation loss against seconds: a row a task, a panel a link, of those that were timed."""
+    """Validation loss against seconds: one row per task and one panel per link that were timed."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from detonation.report.figures.colours import LIGHT
 
-    timed = [row for row in rows("time") if row["ranks"] == lab.RANKS]
+    timed = [row for row in rows("time") if row["ranks"] == namespaces.RANKS]
     tasks, links = list(dict.fromkeys(row["task"] for row in timed)), list(dict.fromkeys(row["link"] for row in timed))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
         drawing = Figure(figsize=(11, 0.4 + 2.6 * len(tasks)), layout="constrained")
@@ -276,9 +277,9 @@ def main() -> None:
     parser.add_argument("action", choices=["loss", "times", "table", "figure"])
     parser.add_argument("path", nargs="?", type=Path, default=Path("docs/paper"), help="of the figure")
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many trainings")
-    parser.add_argument("--only", default="", help="those whose task (and method, of trainings) hold this text")
-    parser.add_argument("--ranks", type=int, default=lab.RANKS, help="of a node, where steps are timed")
-    parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS, help="on which steps are timed")
+    parser.add_argument("--only", default="", help="tasks (and, for trainings, methods) that contain this text")
+    parser.add_argument("--ranks", type=int, default=namespaces.RANKS, help="per node, for timing")
+    parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS, help="for timing")
     args = parser.parse_args()
     if args.action == "loss":
         train_missing(args.limit, args.only)

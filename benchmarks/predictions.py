@@ -1,12 +1,13 @@
-"""Predicted against measured step time: how far `detonation plan` is from what `detonation train` does.
+"""Predicted against measured step time: the error of `detonation plan` about `detonation train`.
 
     python benchmarks/predictions.py run --recipes quick-lm --rates 10 100     appends a row for each scheme and rate
     python benchmarks/predictions.py table > benchmarks/results/2026-11-20-predictions.md
 
-For each rate a world of 2 x 2 local ranks emulates the link (`--link`), and takes turns: it measures the link as
-`detonation probe` does; then, scheme by scheme, the compute of a step as the probe does, and trains some steps by the
-code of `detonation train`. Predictions are made from what the probe measured before those steps, alone. What counts are
-medians over the turns; under a scheme with rounds, of steps with an exchange and of those without, weighted.
+For each rate a world of 2 x 2 local ranks over a throttled link (`--link`) takes turns. In each turn it measures the
+link as `detonation probe` does; then, scheme by scheme, it measures the compute time of a step as the probe does, and
+trains some steps with the code of `detonation train`. Predictions use only the measurements before those steps. The
+table shows medians over the turns; under a scheme with rounds, the weighted mean of the medians of steps with and
+without an exchange.
 """
 
 import argparse
@@ -21,7 +22,7 @@ RECIPES = {
     "vit-fashion": ("recipes/vit-fashion.toml", []),
     "t5": ("recipes/t5-translation.toml", ["model.hidden_size=256", "model.layers=4", "model.feed_forward=1024"]),
 }
-SIGN = "scheme.name=demo scheme.topk=1 scheme.decay=0.95 scheme.precision=sign scheme.error=drop"
+SIGN = "scheme.name=demo scheme.topk=1 scheme.decay=0.95 scheme.precision=sign scheme.error_feedback=false"
 SCHEMES = {
     "full": "scheme.name=full",
     "demo": "scheme.name=demo",
@@ -33,7 +34,7 @@ SCHEMES = {
 WORLD = {"replicas": 2, "shards": 2}
 TURNS = 2
 STEPS, LONGEST_S = 8, 8.0
-"""Steps that are trained in a turn, and less where they would take longer; a round at least."""
+"""Steps per turn, fewer where they would take longer than LONGEST_S seconds, but at least one round."""
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def main() -> None:
 def measure_all(names: list[str], rates: list[int], results: Path) -> None:
     import torch
 
-    from detonation.cluster.processes.launch import run_local
+    from detonation.cluster.launch import run_local
     from detonation.train.loop.session import load_data
 
     torch.set_num_threads(1)
@@ -68,13 +69,13 @@ def measure_all(names: list[str], rates: list[int], results: Path) -> None:
 
 
 def configured(name: str, scheme: str, rate: int) -> Any:
-    """The checked configuration of a recipe under a scheme, over an emulated link of `rate` Mbit/s."""
-    from detonation.train.loop.session import check
-    from detonation.train.run.run import Request, configure
+    """The checked configuration of a recipe under a scheme, over a throttled link of `rate` Mbit/s."""
+    from detonation.train.loop.session import check_config
+    from detonation.train.run.request import Request, configure
 
     path, sets = RECIPES[name]
     sets = (*sets, *SCHEMES[scheme].split(), "train.validate_every=0", "train.steps=100000")
-    return check(configure(Request(Path(path), sets, link=f"{rate}mbit,1ms", **WORLD), None))
+    return check_config(configure(Request(Path(path), sets, link=f"{rate}mbit,1ms", **WORLD), None))
 
 
 def measure(name: str, rate: int) -> list[dict[str, Any]]:
@@ -84,11 +85,11 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
     import detonation as dt
     from detonation.cluster.network.measure import probe_axis
     from detonation.plan.cost import Network
-    from detonation.train.loop.session import between_replicas, start
+    from detonation.train.loop.session import between_replicas, start_session
 
     device = torch.device("cpu")
     mesh = dt.init_mesh(WORLD["replicas"], WORLD["shards"], "cpu")
-    probed = start(configured(name, "full", rate), device)
+    probed = start_session(configured(name, "full", rate), device)
     runs = {scheme: Trained(configured(name, scheme, rate)) for scheme in SCHEMES}
     link = between_replicas(mesh, probed.config.mesh.link)
     for _ in range(TURNS):
@@ -99,23 +100,23 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
 
 
 class Trained:
-    """A run of some steps a turn, and what was predicted before each."""
+    """A run of some steps per turn, with the predictions made before each turn."""
 
     def __init__(self, config: Any) -> None:
         import torch
 
         import detonation as dt
-        from detonation.train.loop.session import start
+        from detonation.train.loop.session import start_session
 
         self.config, self.done = config, 0
         self.scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-        self.session = start(config, torch.device("cpu"))
+        self.session = start_session(config, torch.device("cpu"))
         self.session.optimizer.set_up()
         self.predicted: list[Any] = []
         self.records: list[Any] = []
 
     def turn(self, probed: Any, network: Any) -> None:
-        """Predicts from what the probe measures now, then trains."""
+        """Predicts from measurements made now, then trains."""
         from detonation.cluster.processes.signals import Stop
         from detonation.plan.cost import Work, cost
         from detonation.train.loop.fit import fit
@@ -142,12 +143,12 @@ class Trained:
             return sum(share * statistics.median(getattr(r, value) for r in kind) for share, kind in pairs if kind)
 
         parts = {"predicted": "total_s", "compute": "compute_s", "step": "step_s", "exposed": "exposed_s"}
-        told = {
+        row = {
             name: statistics.median(getattr(cost, value) for cost in self.predicted) for name, value in parts.items()
         }
-        told |= {"measured": typical("seconds"), "waited": typical("waited_s"), "in_step": typical("step_s")}
+        row |= {"measured": typical("seconds"), "waited": typical("waited_s"), "in_step": typical("step_s")}
         return {
-            **told,
+            **row,
             "planned_bytes": self.predicted[0].bytes_sent,
             "bytes": typical("bytes_sent"),
             "steps": self.done,
@@ -156,10 +157,10 @@ class Trained:
 
 def table(rows: list[dict[str, Any]]) -> None:
     latest = {(row["recipe"], row["mbit"], row["scheme"]): row for row in rows}
-    print("| recipe | Mbit/s | scheme | a step, ms: predicted / measured | off by | compute | waiting | KB a step |")
+    print("| recipe | Mbit/s | scheme | step, ms: predicted / measured | off by | compute | waiting | KB per step |")
     print("|---|---|---|---|---|---|---|---|")
     for (recipe, rate, scheme), row in sorted(latest.items(), key=lambda item: item[0][:2]):
-        own = row["measured"] - row["in_step"]  # all but the optimizer's step
+        own = row["measured"] - row["in_step"]  # all except the optimizer's step
         pairs = [(row["predicted"], row["measured"]), (row["compute"], own), (row["exposed"], row["waited"])]
         step, compute, waiting = (f"{_ms(one)} / {_ms(other)}" for one, other in pairs)
         sent = " / ".join(f"{row[name] / 1e3:.1f}" for name in ("planned_bytes", "bytes"))

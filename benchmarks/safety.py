@@ -1,9 +1,9 @@
-"""What headers, inspection and fingerprints cost: CPU time of one rank, by scheme, in a world that only echoes.
+"""The cost of headers, inspection and fingerprints: CPU time of one rank, by scheme, over a loopback communicator.
 
     python benchmarks/safety.py [--parameters 10000000] [--replicas 2]
 
-No network: each replica receives what it said. A step is everything between a gradient and a moved weight; of it, what
-the guard does (status, seal, open) is timed apart. Medians; one thread.
+No network: each replica receives the message that it sent. A step is everything between a gradient and an updated
+weight; the guard's part of it (status, seal, open) is timed separately. Medians; one thread.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import detonation as dt
-from detonation.cluster.network.loopback import Echo
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement import desync
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 
-SCHEMES = [dt.demo(link="all-gather"), dt.demo(topk=32, link="all-gather"), dt.demo(precision="sign", error="drop"),
-           dt.random(), dt.random_sign(), dt.full()]  # fmt: skip
+SCHEMES = [dt.demo(link="all-gather"), dt.demo(topk=32, link="all-gather"),
+           dt.demo(precision="sign", error_feedback=False), dt.random(), dt.random_sign(), dt.full()]  # fmt: skip
 GUARDED = ("status", "seal", "open", "seal_sum", "open_sum")
 
 
@@ -32,22 +32,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| scheme | step, ms | of it the guard, ms | share | the guard but for the finite check, ms |")
+    print("| scheme | step, ms | guard, ms | share | guard without the finite check, ms |")
     print("|---|---|---|---|---|")
     for scheme in SCHEMES:
         row(scheme, args.parameters, args.replicas, args.rounds)
     weight = torch.randn(args.parameters)
-    link = Link(Echo(args.replicas))
+    link = Link(LoopbackCommunicator(args.replicas))
     times = [timed(lambda: desync.differences(link, {"w": weight}, weight.device)) for _ in range(args.rounds)]
-    print(f"\nfingerprint: {statistics.median(times) * 1e3 / args.parameters * 1e6:.3f} ms for a million parameters")
+    print(f"\nfingerprint: {statistics.median(times) * 1e3 / args.parameters * 1e6:.3f} ms per million parameters")
 
 
 def row(scheme: dt.Scheme, parameters: int, replicas: int, rounds: int) -> None:
     model = torch.nn.Linear(parameters // 1024, 1024, bias=False)
-    optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, Echo(replicas), scheme)
+    optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, LoopbackCommunicator(replicas), scheme)
     spent: dict[str, float] = dict.fromkeys(GUARDED, 0.0)
-    plain = {name: getattr(Guard, name) for name in GUARDED}
-    for name, function in plain.items():
+    originals = {name: getattr(Guard, name) for name in GUARDED}
+    for name, function in originals.items():
         setattr(Guard, name, counted(function, name, spent))
     model.weight.grad = torch.randn_like(model.weight)
     gradient = model.weight.grad.clone()
@@ -56,19 +56,20 @@ def row(scheme: dt.Scheme, parameters: int, replicas: int, rounds: int) -> None:
         model.weight.grad.copy_(gradient)
         spent.update(dict.fromkeys(GUARDED, 0.0))
         step = timed(optimizer.step)
-        if turn:  # the first sets up
+        if turn:  # the first step sets up
             steps.append(step)
             guards.append(sum(spent.values()))
             others.append(guards[-1] - spent["status"])
-    for name, function in plain.items():
+    for name, function in originals.items():
         setattr(Guard, name, function)
     step, guard, other = (statistics.median(times) * 1e3 for times in (steps, guards, others))
-    told = ", ".join(f"{k}={scheme.arguments[k]}" for k in ("topk", "precision") if k in scheme.arguments)
-    what = f"{scheme.name}({told})"
-    print(f"| {what} | {step:.1f} | {guard:.2f} | {guard / step:.1%} | {other:.2f} |", flush=True)
+    shown = ", ".join(f"{k}={scheme.arguments[k]}" for k in ("topk", "precision") if k in scheme.arguments)
+    print(f"| {scheme.name}({shown}) | {step:.1f} | {guard:.2f} | {guard / step:.1%} | {other:.2f} |", flush=True)
 
 
 def counted(function: Callable[..., Any], name: str, spent: dict[str, float]) -> Callable[..., Any]:
+    """`function`, whose CPU time is added to `spent[name]`."""
+
     def wrapped(*arguments: Any, **options: Any) -> Any:
         began = time.process_time()
         try:
@@ -80,6 +81,7 @@ def counted(function: Callable[..., Any], name: str, spent: dict[str, float]) ->
 
 
 def timed(function: Callable[[], Any]) -> float:
+    """CPU seconds of one call."""
     began = time.process_time()
     function()
     return time.process_time() - began

@@ -1,10 +1,10 @@
-"""Which scheme, at which settings: trains a recipe once for each scheme, setting and seed, and prints a table.
+"""Trains a recipe once for each scheme, setting and seed, and prints a table.
 
     python benchmarks/schemes.py recipes/quick-lm.toml --schemes full demo random diloco --seeds 0 1 2
     python benchmarks/schemes.py recipes/quick-lm.toml --schemes demo --grid optimizer.lr=1e-3,2e-3 scheme.decay=0.95
 
-Runs that are already in --out are not run again. Each row is a mean over the seeds, with the spread (max - min) and
-whether the replicas ended bitwise equal in all of them.
+Runs that are in --out are not run again. Each row is a mean over the seeds, with the spread (max - min); "equal" is yes
+where the replicas ended bitwise equal in all runs.
 """
 
 import argparse
@@ -37,13 +37,15 @@ def main() -> None:
         runs = [summary(args.recipe, args.out, [*settings, f"seed={seed}"]) for seed in args.seeds]
         rows.append(row(scheme, combination, [run for run in runs if run]))
         print(rows[-1], file=sys.stderr, flush=True)
-    print("| scheme | settings | val loss | spread | accuracy | KB a step | reduction | seconds | ms a step | equal |")
+    print(
+        "| scheme | settings | val loss | spread | accuracy | KB per step | reduction | seconds | ms per step | equal |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))
 
 
 def summary(recipe: Path, out: Path, settings: list[str]) -> dict[str, Any] | None:
-    """summary.json of one run; None where it failed (a rate so high that the loss is not finite)."""
+    """Returns summary.json of one run; None where it failed, as with a learning rate that makes the loss non-finite."""
     directory = out / recipe.stem / re.sub(r"[^\w.=-]+", "_", ",".join(settings))
     if not (directory / "summary.json").exists():
         flags = [flag for setting in settings for flag in ("--set", setting)]
@@ -56,15 +58,15 @@ def summary(recipe: Path, out: Path, settings: list[str]) -> dict[str, Any] | No
 
 
 def row(scheme: str, settings: list[str], runs: list[dict[str, Any]]) -> str:
-    said = ", ".join(settings) or "as in the recipe"
+    text = ", ".join(settings) or "as in the recipe"
     if not runs:
-        return f"| {scheme} | {said} | diverged | | | | | | |"
+        return f"| {scheme} | {text} | diverged | | | | | | |"
     losses = [run["val_loss"] for run in runs]
     accuracies = [run["val_accuracy"] for run in runs if run.get("val_accuracy") is not None]
     mean = {key: statistics.fmean(run[key] for run in runs) for key in ("bytes_sent_per_step", "seconds", "steps")}
     reduction = runs[0]["reduction"]
     cells = [
-        scheme, said, f"{statistics.fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}",
+        scheme, text, f"{statistics.fmean(losses):.4f}", f"{max(losses) - min(losses):.4f}",
         f"{statistics.fmean(accuracies):.4f}" if accuracies else "",
         f"{mean['bytes_sent_per_step'] / 1e3:,.1f}", f"{reduction:.1f}" if reduction else "-",
         f"{mean['seconds']:.0f}", f"{1e3 * statistics.median(r['median_step_seconds'] for r in runs):.0f}",

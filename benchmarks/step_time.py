@@ -1,12 +1,14 @@
-"""What a step of the optimizer costs: ours, the published package's, and AdamW with one bucketed all-reduce.
+"""Time of an optimizer step: ours, the published package's, and AdamW with one bucketed all-reduce.
 
     pip install --no-deps --target /tmp/published detonation==0.5.1 einops mltiming
     python benchmarks/step_time.py --published /tmp/published
+    python benchmarks/step_time.py --baseline ../before/src   # another build of this package takes its turns, too
 
-Each subject is a world of two gloo ranks of its own, one thread a rank, in processes that stay; they take turns, so
-that what else the machine does hits all of them. A step is everything between a gradient and a moved weight, or with
---whole also the forward and the backward pass of the real model. Medians over rounds, in ms: CPU time of a rank, and
-wall time. "ours-plain" is ordinary torch, as on a machine without g++; "ours-sign" sends one bit a coefficient.
+Each subject is a separate world of two gloo ranks with one thread per rank. The processes stay and take turns, so that
+other load on the machine affects all subjects. A step is everything between a gradient and an updated weight; with
+--whole, also the forward and backward pass of the real model. The table has medians over rounds, in ms: CPU time of a
+rank, and wall time. "ours-plain" is plain torch, as on a machine without g++; "ours-sign" sends one bit per
+coefficient.
 """
 
 import argparse
@@ -28,17 +30,20 @@ MODELS = {
     "gpt": ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344}),
 }  # fmt: skip
 SUBJECTS = ["adamw", "ours", "ours-plain", "ours-sign", "published"]
-BATCHES = {"t5": (2, 64), "vit": (4, 3, 32, 32), "gpt": (2, 64)}  # of a rank, with --whole
+BATCHES = {"t5": (2, 64), "vit": (4, 3, 32, 32), "gpt": (2, 64)}  # per rank, with --whole
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--published", type=Path, help="directory that detonation==0.5.1 is installed into")
+    parser.add_argument("--published", type=Path, help="directory with detonation==0.5.1")
+    parser.add_argument("--baseline", type=Path, help="src directory of another build of this package")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--topk", nargs="+", type=int, default=[4, 32])
     parser.add_argument("--layouts", nargs="+", default=["flat", "tensors"], choices=["flat", "tensors"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--whole", action="store_true", help="a step of training: forward and backward pass too")
+    parser.add_argument(
+        "--whole", action="store_true", help="time whole training steps, with forward and backward pass"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -51,31 +56,43 @@ def main() -> None:
         for layout in args.layouts:
             shapes = shapes_of(name, layout)
             for topk in args.topk:
-                table(name, shapes, topk, args.published, args.rounds, args.whole)
+                table(name, shapes, topk, args.published, args.baseline, args.rounds, args.whole)
     return None
 
 
 def shapes_of(name: str, layout: str) -> list[list[int]]:
-    """Shapes of a model's parameters, or of one flat tensor as large as all of them."""
+    """Shapes of a model's parameters, or of one flat tensor of their total size."""
     import torch
 
     from detonation import models
 
     with torch.device("meta"):
-        shapes = [list(p.shape) for p in models.build(*MODELS[name]).parameters()]
+        shapes = [list(p.shape) for p in models.build_model(*MODELS[name]).parameters()]
     if layout == "tensors":
         return shapes
     return [[sum(torch.Size(shape).numel() for shape in shapes) // 4096 * 4096]]
 
 
-def table(name: str, shapes: list[list[int]], topk: int, published: Path | None, rounds: int, whole: bool) -> None:
+def table(
+    name: str,
+    shapes: list[list[int]],
+    topk: int,
+    published: Path | None,
+    baseline: Path | None,
+    rounds: int,
+    whole: bool,
+) -> None:
     subjects = [s for s in SUBJECTS if s != "published" or published]
-    worlds = {s: World(s, shapes, topk, published, name if whole else "") for s in subjects}
+    sources = {"published": published}
+    if baseline:
+        sources |= {f"{s}-before": baseline for s in subjects if s.startswith("ours")}
+        subjects = sorted([*subjects, *(s for s in sources if s.endswith("-before"))])
+    worlds = {s: World(s, shapes, topk, sources.get(s), name if whole else "") for s in subjects}
     times: dict[str, list[tuple[float, float]]] = {s: [] for s in subjects}
     for turn in range(rounds + 1):
         for subject, world in worlds.items():
             measured = world.turn()
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 times[subject].append(measured)
     for world in worlds.values():
         world.close()
@@ -88,17 +105,17 @@ def table(name: str, shapes: list[list[int]], topk: int, published: Path | None,
 
 
 class World:
-    """Two processes that take a few steps each time they are told to."""
+    """Two processes that take a few steps on request."""
 
-    def __init__(self, subject: str, shapes: list[list[int]], topk: int, published: Path | None, model: str) -> None:
+    def __init__(self, subject: str, shapes: list[list[int]], topk: int, source: Path | None, model: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        if subject == "published":
-            env["PYTHONPATH"] = str(published)
+        if source:
+            env["PYTHONPATH"] = str(source)
         self._ranks = []
         for rank in range(2):
             task = {
-                "subject": subject,
+                "subject": subject.removesuffix("-before"),
                 "shapes": shapes,
                 "topk": topk,
                 "rank": rank,
@@ -110,7 +127,7 @@ class World:
             self._ranks.append(subprocess.Popen(command, **pipes))
 
     def turn(self) -> tuple[float, float]:
-        """CPU and wall ms of a step of the first rank."""
+        """Requests steps; returns CPU and wall ms per step of the first rank."""
         for rank in self._ranks:
             assert rank.stdin
             rank.stdin.write("go\n")
@@ -156,7 +173,7 @@ def work(subject: str, shapes: list[list[int]], topk: int, rank: int, store: str
 
 
 def drawn(shapes: list[list[int]], rank: int) -> tuple[list[Any], list[Any], Callable[[], Any]]:
-    """Parameters of these shapes, random gradients for them, and nothing to compute."""
+    """Makes parameters of these shapes and random gradients, without a model to compute."""
     import torch
 
     generator = torch.Generator().manual_seed(rank)
@@ -165,13 +182,13 @@ def drawn(shapes: list[list[int]], rank: int) -> tuple[list[Any], list[Any], Cal
 
 
 def trained(name: str, rank: int) -> tuple[list[Any], list[Any], Callable[[], Any]]:
-    """The parameters of a model, no gradients, and the forward and backward pass that make them."""
+    """Makes a model: its parameters, no gradients, and the forward and backward pass that computes them."""
     import torch
 
     from detonation import models
 
     torch.manual_seed(0)
-    model, shape = models.build(*MODELS[name]), BATCHES[name]
+    model, shape = models.build_model(*MODELS[name]), BATCHES[name]
     generator = torch.Generator().manual_seed(rank)
     if name == "vit":
         inputs = {"pixel_values": torch.randn(shape, generator=generator), "labels": torch.arange(shape[0])}
@@ -186,14 +203,15 @@ def ours(parameters: list[Any], topk: int, subject: str) -> Callable[[], Any]:
     import torch
 
     import detonation as dt
-    from detonation.kernels import native
 
-    if subject == "ours-plain":
-        native.load = lambda: None
+    if subject == "ours-plain":  # whatever the build calls it
+        from detonation.kernels import native
+
+        native.load = native.load_library = lambda: None
     model = torch.nn.Module()
     for i, p in enumerate(parameters):
         model.register_parameter(f"p{i}", p)
-    precision = {"ours-sign": {"precision": "sign", "error": "drop"}}.get(subject, {})
+    precision = {"precision": "sign", "decay": 0.95} if subject == "ours-sign" else {}
     mesh = dt.init_mesh(2, 1, "cpu")
     scheme = dt.demo(topk=topk, chunk=64, **precision)
     base = dt.SignSGD(parameters, lr=1e-3)

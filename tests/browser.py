@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to in the DevTools protocol over two pipes: nothing to install besides the browser."""
+"""Drives a headless Chromium by the DevTools protocol over two pipes; needs nothing but the browser."""
 
 import base64
 import fcntl
@@ -20,13 +20,13 @@ def found():
 
 
 class Browser:
-    """One browser with one page. `complaints` are what its console said, `requests` what it fetched."""
+    """One browser with one page. `complaints`: messages of its console; `requests`: URLs that it fetched."""
 
     def __init__(self, path, profile: Path):
         (theirs, self._write), (self._read, answers) = _high(os.pipe()), _high(os.pipe())
         flags = ["--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
         quiet = ["--disable-background-networking", "--disable-component-update", "--disable-extensions"]
-        root = ["--no-sandbox"] if os.geteuid() == 0 else []  # which Chromium refuses to have as root
+        root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox as root
         argv = [path, *flags, *quiet, *root, f"--user-data-dir={profile}", "about:blank"]
         null = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_RDWR, 0) for descriptor in (0, 1, 2)]
         pipes = [(os.POSIX_SPAWN_DUP2, theirs, 3), (os.POSIX_SPAWN_DUP2, answers, 4)]
@@ -48,7 +48,7 @@ class Browser:
         os.close(self._read), os.close(self._write)
 
     def show(self, url, width, dark=False):
-        """Loads `url` in a window of `width` CSS pixels, as on a phone where it is narrow, by day or at night."""
+        """Loads `url` in a window of `width` CSS pixels (a phone below 600), in light or dark mode."""
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -79,10 +79,10 @@ class Browser:
         return answer["result"]
 
     def _take(self):
-        """The next message; an event is noted."""
+        """Reads the next message and records events."""
         limit = time.monotonic() + TIMEOUT_S
         while b"\0" not in self._buffer:
-            assert select.select([self._read], [], [], limit - time.monotonic())[0], "the browser says nothing"
+            assert select.select([self._read], [], [], limit - time.monotonic())[0], "the browser does not answer"
             piece = os.read(self._read, 1 << 16)
             assert piece, "the browser has ended"
             self._buffer += piece
@@ -91,17 +91,17 @@ class Browser:
         self._note(message.get("method"), message.get("params"))
         return message
 
-    def _note(self, method, told):
+    def _note(self, method, parameters):
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(parameters["request"]["url"])
         elif method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
-            self.complaints.append(told)
+            self.complaints.append(parameters)
 
 
 def _high(descriptors):
-    """Copies of `descriptors` that are not those which the browser takes."""
+    """Copies `descriptors` to numbers above those that the browser uses."""
     copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import tomli_w
 import torch
 import torch.distributed.fsdp  # imported before the fork, not once in every command
 import transformers.models.olmo2.modeling_olmo2  # noqa: F401
 
-from detonation import cli
-from detonation.train.recipe import toml
+from detonation.cli.command import run_command
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
@@ -45,7 +45,7 @@ class Command:
         *arguments: object,
         env: Mapping[str, object] = {},
         network: str = "",
-        program: Callable[[list[str]], int] = cli.main,
+        program: Callable[[list[str]], int] = run_command,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._env = {name: str(value) for name, value in env.items()}
@@ -184,5 +184,5 @@ def _enter(network: str) -> None:
 
 def write_recipe(path: Path) -> Path:
     """The tiny recipe as a file at `path`."""
-    path.write_text(toml.dumps(RECIPE))
+    path.write_text(tomli_w.dumps(RECIPE))
     return path

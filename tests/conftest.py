@@ -1,7 +1,9 @@
 """Settings that every test needs before torch starts threads, and what tests of commands share."""
 
+import fcntl
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from detonation.cluster.network import namespaces
 from detonation.cluster.processes import heartbeat, heartbeat_board
 
 torch.set_num_threads(1)
@@ -25,6 +28,28 @@ def pytest_collection_finish() -> None:
     """What was imported is no garbage: no collection looks through it again, here or in a fork."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_maker_of_namespaces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files that make network namespaces run one at a time: whoever makes some removes those of dead processes."""
+    names = vars(getattr(request.node, "obj", None) or object).values()
+    if not any(getattr(each, "__module__", None) == namespaces.__name__ for each in names):
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "namespaces.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        fcntl.flock(lock, fcntl.LOCK_UN)  # forks hold it, too
+
+
+@pytest.fixture(scope="module")
+def lasting_worlds() -> Iterator[None]:
+    """The tests of a file share a world of each shape (`worlds.lasting`)."""
+    import worlds  # not for tests without one: it imports half of torch
+
+    with worlds.lasting():
+        yield
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import detonation as dt
-from detonation.core.codec.aggregate import Agreed, combined
-from detonation.core.codec.codec import Codec
-from detonation.core.integrity.fault_counts import Ledger
-from detonation.core.integrity.guard import Guard
-from detonation.core.integrity.header import HEADER_BYTES, Stamp, number, sealed
+from detonation.core.codec.aggregate import Received, aggregate
+from detonation.core.codec.codec import Codec, Message
+from detonation.core.integrity.fault_counts import FaultCounts
+from detonation.core.integrity.guard import Guard, hash63
+from detonation.core.integrity.header import HEADER_BYTES, Header
 
 ROWS, REPLICAS, STEP, SEED, SCHEMA = 60, 3, 7, 1, "a schema"
 SCHEMES = {
@@ -38,7 +38,7 @@ class Case:
     parts: Parts
     earlier: Parts
     others: Parts
-    stamp: Stamp
+    stamp: Header
     random: torch.Generator
 
     def below(self, limit: int) -> int:
@@ -66,28 +66,28 @@ class Case:
 
     def meant(self, content: Parts | None = None, **stamp: int) -> Parts:
         """With another content or header that adds up all the same: by somebody who means it."""
-        return list(sealed(content or self.parts[1:], replace(self.stamp, **stamp)))
+        return list(replace(self.stamp, **stamp).sealed([content or self.parts[1:]])[0])
 
     def with_values(self, change: Callable[[Tensor], object]) -> Parts:
         """With other values, or other statistics where the values are codes."""
-        values, *columns = (part.clone() for part in self.parts[1:])
+        values, *indices = (part.clone() for part in self.parts[1:])
         if values.is_floating_point():
             change(values.view(-1))
-            return self.meant([values, *columns])
-        precision, told = self.codec.precision, ROWS * self.codec.selection.kept
-        codes = len(values) - 2 * precision.statistics * -(-told // precision.block)
+            return self.meant([values, *indices])
+        precision, sent = self.codec.precision, ROWS * self.codec.selection.k
+        codes = len(values) - 2 * precision.statistics * -(-sent // precision.block)
         statistics = values[codes:].clone().view(torch.bfloat16)
         change(statistics)
-        return self.meant([torch.cat([values[:codes], statistics.view(torch.uint8)]), *columns])
+        return self.meant([torch.cat([values[:codes], statistics.view(torch.uint8)]), *indices])
 
     def with_columns(self, change: Callable[[Tensor], object]) -> Parts:
         """With other columns: a bitmap, or packed numbers."""
-        values, columns = (part.clone() for part in self.parts[1:])
-        change(columns)
-        return self.meant([values, columns])
+        values, indices = (part.clone() for part in self.parts[1:])
+        change(indices)
+        return self.meant([values, indices])
 
     def with_one_value(self, value: float) -> Parts:
-        return self.with_values(lambda told: told[self.below(len(told)) :][:1].fill_(value))
+        return self.with_values(lambda sent: sent[self.below(len(sent)) :][:1].fill_(value))
 
 
 Bad = Callable[[Case], Parts]
@@ -111,7 +111,7 @@ for _name, _value in (("NaN", float("nan")), ("infinity", float("inf")), ("minus
 
 @bad()
 def another_schema(case: Case) -> Parts:
-    return case.meant(schema=number("another"))
+    return case.meant(schema=hash63("another"))
 
 
 @bad()
@@ -211,40 +211,40 @@ def huge(case: Case) -> Parts:
 
 @bad(*FLOATS)
 def a_million_times_as_loud_and_against(case: Case) -> Parts:
-    return case.with_values(lambda told: told.mul_(-1e6))
+    return case.with_values(lambda sent: sent.mul_(-1e6))
 
 
 @bad(*SIGNED)
 def statistics_of_the_wrong_sign(case: Case) -> Parts:
-    return case.with_values(lambda told: told[:1].fill_(-1.0))
+    return case.with_values(lambda sent: sent[:1].fill_(-1.0))
 
 
 @bad("list")
 def a_column_outside_of_its_row(case: Case) -> Parts:
-    return case.with_columns(lambda told: told[:2].fill_(0xFF))
+    return case.with_columns(lambda sent: sent[:2].fill_(0xFF))
 
 
 @bad("list")
 def a_column_twice_in_a_row(case: Case) -> Parts:
-    return case.with_columns(lambda told: told[:2].zero_())
+    return case.with_columns(lambda sent: sent[:2].zero_())
 
 
 @bad("list", *BITMAPS)
 def random_columns(case: Case) -> Parts:
-    return case.with_columns(lambda told: told.copy_(case.bytes_like(told)))
+    return case.with_columns(lambda sent: sent.copy_(case.bytes_like(sent)))
 
 
 @bad(*BITMAPS)
 def a_bitmap_too_full(case: Case) -> Parts:
-    return case.with_columns(lambda told: told[:2].fill_(0xFF))
+    return case.with_columns(lambda sent: sent[:2].fill_(0xFF))
 
 
 @bad(*BITMAPS)
 def a_bitmap_too_empty(case: Case) -> Parts:
-    return case.with_columns(lambda told: told[:2].zero_())
+    return case.with_columns(lambda sent: sent[:2].zero_())
 
 
-class Seen(Ledger):
+class Seen(FaultCounts):
     """A ledger that also keeps whom it heard of and why."""
 
     def __init__(self, replica: int) -> None:
@@ -259,8 +259,16 @@ class Seen(Ledger):
         pass  # a thousand lines that nobody reads
 
 
-def guard(scheme: dt.Scheme, replica: int, ledger: Ledger | None = None, late: bool = False) -> Guard:
-    return Guard(scheme.codec, ["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica), late)
+def guard(scheme: dt.Scheme, replica: int, ledger: FaultCounts | None = None, late: bool = False) -> Guard:
+    return Guard(["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica), late)
+
+
+def opened(scheme: dt.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int) -> Received:
+    """The messages of all replicas as an exchange opens them."""
+    messages = [Message(*parts[1:]) for parts in arrived]
+    received, facts = scheme.codec.open(messages, ROWS, [shared] * len(messages))
+    use = guard.admit(arrived, facts, step)
+    return received if use is None else scheme.codec.blank(received, use)
 
 
 @cache
@@ -272,8 +280,10 @@ def honest(name: str) -> tuple[dict[tuple[int, int], Parts], Tensor | None]:
             generator = torch.Generator().manual_seed(100 * step + replica)
             flat = torch.randn(ROWS, scheme.codec.selection.chunk, generator=generator)
             selected = scheme.codec.select(flat, step, SEED)
-            said[replica, step] = list(guard(scheme, replica).seal(scheme.codec.encode(selected), step, 0))
-    return said, selected.columns if scheme.codec.selection.shared else None
+            said[replica, step] = list(
+                guard(scheme, replica).seal([scheme.codec.encode(selected)[0].parts], step, 0)[0]
+            )
+    return said, selected.indices if scheme.codec.selection.shared else None
 
 
 @dataclass
@@ -304,7 +314,7 @@ def _try(result: Result, function: Bad, name: str, random: torch.Generator, late
     said, shared = honest(name)
     scheme, sender = SCHEMES[name], int(torch.randint(0, REPLICAS, (), generator=random))
     other = (sender + 1) % REPLICAS
-    stamp = Stamp(number(SCHEMA), STEP, 0, sender)
+    stamp = Header(hash63(SCHEMA), STEP, 0, sender)
     case = Case(scheme.codec, said[sender, STEP], said[sender, STEP - 1], said[other, STEP], stamp, random)
     arrived = [said[replica, STEP] for replica in range(REPLICAS)]
     arrived[sender] = function(case)
@@ -321,10 +331,10 @@ def _received(
 ) -> tuple[list, list, Tensor]:
     """Whom `replica` refuses and why, and the update that it would apply."""
     ledger = Seen(replica)
-    opened = guard(scheme, replica, ledger, late).open(arrived, ROWS, [shared] * REPLICAS, STEP)
+    received = opened(scheme, guard(scheme, replica, ledger, late), arrived, shared, STEP)
     assert not (late and ledger.named)
     ledger.catch_up(STEP)
-    update = combined(Agreed(opened.values, opened.columns, "replicas"), scheme.codec.selection.chunk)
+    update = aggregate(received, scheme.codec.selection.chunk)
     return [sender for sender, _ in ledger.named], [reason for _, reason in ledger.named], update
 
 
@@ -333,7 +343,8 @@ def silent(name: str, sender: int) -> Tensor:
     """What is agreed on where `sender` says nothing but zeros, by the codec alone."""
     said, shared = honest(name)
     codec = SCHEMES[name].codec
-    values = [codec.precision.decode(said[r, STEP][1], ROWS, codec.selection.kept) for r in range(REPLICAS)]
+    values = [codec.precision.decode(said[r, STEP][1], ROWS, codec.selection.k) for r in range(REPLICAS)]
     values[sender] = torch.zeros_like(values[sender])
-    columns = [shared if shared is not None else codec.columns.decode(said[r, STEP][2], ROWS) for r in range(REPLICAS)]
-    return combined(Agreed(values, columns, "replicas"), codec.selection.chunk)
+    coding = codec.index_coding
+    indices = [shared if shared is not None else coding.decode([said[r, STEP][2]], ROWS)[0] for r in range(REPLICAS)]
+    return aggregate(Received(values, indices), codec.selection.chunk)

@@ -2,7 +2,7 @@
 
 import re
 
-_TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z])|([\r\n])|([^\x1b\r\n])", re.DOTALL)
+_TOKEN = re.compile(r"\x1b\[([\d;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n])", re.DOTALL)
 
 
 class Terminal:
@@ -24,12 +24,12 @@ class Terminal:
                 self._column = 0
                 self._row += control == "\n"  # a terminal turns it into both
             else:
-                self._move(command, int(number or 1))
+                self._move(command, number)
             self._lines += [[] for _ in range(self._row + 1 - len(self._lines))]
 
-    def _move(self, command, count):
+    def _move(self, command, number):
         if command == "A":
-            self._row = max(0, self._row - count)
+            self._row = max(0, self._row - int(number or 1))
         elif command == "J":
             self._lines[self._row] = self._lines[self._row][: self._column]
             del self._lines[self._row + 1 :]

@@ -2,45 +2,122 @@
 
 import gc
 import multiprocessing
+import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 imports it where it shards: half a second, here once and not in every rank
 import torch.distributed as dist
-import torch.distributed.fsdp  # imported before the fork, not once in every rank
+import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
+import detonation.core.optimizer.replicated
+from detonation.cluster.processes.exit import die_with_parent
 
 TIMEOUT_S = 240
 
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+_lasting: dict[tuple[int, int], "World"] | None = None
+"""The worlds of `lasting`, by their shape; None outside."""
+
 
 def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: Any) -> list[Any]:
-    """What `function(mesh, *arguments)` returns on each rank of a world of replicas x shards."""
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [fork.Pipe(duplex=False) for _ in range(replicas * shards)]
-        ranks = [
-            fork.Process(target=_rank, args=(rank, folder, pipe, replicas, shards, function, arguments))
-            for rank, (_, pipe) in enumerate(pipes)
-        ]
-        for rank in ranks:
+    """What `function(mesh, *arguments)` returns on each rank of a world of replicas x shards.
+
+    An exception on any rank is an `AssertionError` with its trace.
+    """
+    if _lasting is None:
+        return run_alone(function, replicas, shards, *arguments)
+    shape = replicas, shards
+    if shape not in _lasting:
+        _lasting[shape] = World(*shape)
+    try:
+        return _lasting[shape].call(function, *arguments)
+    except BaseException:
+        _lasting.pop(shape).close()  # who knows what its ranks wait for
+        raise
+
+
+def run_alone(function: Callable[..., Any], replicas: int, shards: int, *arguments: Any) -> list[Any]:
+    """The same in a world that nobody else uses: for a function that leaves something behind in its process."""
+    with World(replicas, shards) as world:
+        return world.call(function, *arguments)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Within it each shape of world is started once, and its ranks run one function after another.
+
+    Ranks are forked at the first call and do not see later patches; functions and arguments travel as pickles.
+    """
+    global _lasting
+    _lasting = {}
+    try:
+        yield
+    finally:
+        for world in _lasting.values():
+            world.close()
+        _lasting = None
+
+
+class World:
+    """Ranks that are forked at the first call, and run what they are called with until `close`."""
+
+    def __init__(self, replicas: int, shards: int) -> None:
+        self._shape = replicas, shards
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks: list[multiprocessing.Process] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns on each rank."""
+        if self._ranks:
+            for pipe in self._pipes:
+                pipe.send((function, arguments))
+        else:
+            self._start((function, arguments))
+        outcomes = [_receive(pipe) for pipe in self._pipes]
+        errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [result for _, result in outcomes]
+
+    def close(self) -> None:
+        """Ends the ranks, whatever they do."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def _start(self, first: Call) -> None:
+        fork = multiprocessing.get_context("fork")
+        replicas, shards = self._shape
+        for number in range(replicas * shards):
+            ours, its = fork.Pipe()
+            arguments = (number, self._folder.name, its, replicas, shards, os.getpid(), first)
+            rank = fork.Process(target=_rank, args=arguments)
             rank.start()
-        try:
-            outcomes = [_receive(receiver) for receiver, _ in pipes]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-    errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
-    if errors:
-        raise AssertionError("\n".join(errors))
-    return [result for _, result in outcomes]
+            its.close()
+            self._ranks.append(rank)
+            self._pipes.append(ours)
 
 
 def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
@@ -52,23 +129,26 @@ def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
     return "nothing", ""
 
 
-def _receive(receiver: Connection) -> tuple[bool, Any]:
-    if not receiver.poll(TIMEOUT_S):
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    if not pipe.poll(TIMEOUT_S):
         return False, f"no answer within {TIMEOUT_S} s"
-    return receiver.recv()
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "it ended without an answer"
 
 
-def _rank(
-    rank: int, folder: str, pipe: Connection, replicas: int, shards: int, function: Callable[..., Any], arguments: Any
-) -> None:
-    world = replicas * shards
+def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, parent: int, first: Call) -> None:
     gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
     try:
+        die_with_parent(parent)
         torch.set_num_threads(1)
-        store = dist.FileStore(str(Path(folder, "store")), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        store = dist.FileStore(str(Path(folder, "store")), replicas * shards)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas * shards)
         mesh: DeviceMesh = dt.init_mesh(replicas, shards, "cpu")
-        pipe.send((True, function(mesh, *arguments)))
-        dist.barrier()
+        function, arguments = first
+        while True:
+            pipe.send((True, function(mesh, *arguments)))
+            function, arguments = pipe.recv()  # it stays for its peers until it is killed
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -4,15 +4,15 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line; says which extra is missing where the library was installed alone."""
+    """Runs the command line; names the missing extra where the library was installed alone."""
     try:
-        from detonation.cli import main as run
+        from detonation.cli.command import run_command
     except ModuleNotFoundError as error:
         if error.name not in ("tyro", "rich"):
             raise
         print(f"error: the command line needs {error.name}: pip install 'detonation-torch[train]'", file=sys.stderr)
         return 2
-    return run()
+    return run_command()
 
 
 if __name__ == "__main__":

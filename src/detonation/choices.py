@@ -1,38 +1,124 @@
-"""Choosing by name: one table of functions, one wording for every wrong name. Pure Python, a leaf."""
+"""Choosing by name: a table of functions, "package.module:function", or an entry point. Pure Python, a leaf."""
 
 import difflib
+import functools
+import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
+
+RENAMED = {
+    "combine": "aggregate",
+    "error": "error_feedback (true or false)",
+    "lanes": "intra_node",
+    "lab": "namespaces",
+    "on_drift": "on_desync",
+    "replicas": "mean",
+    "senders": "mean_nonzero",
+    "majority": "majority_vote",
+    "clipped": "clipped_mean",
+}
+"""Names of version 0.1, and the names that took their place."""
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
-    """The error for a `name` that is not among `valid`: lists what is, and suggests the nearest.
+    """The error for a `name` that is not among `valid`: lists the valid names and suggests the nearest.
+
+    A name of version 0.1 gets the name that took its place instead.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
+    >>> str(unknown("key of [train]", "on_drift", ["on_desync", "steps"]))
+    "key of [train] 'on_drift' is called on_desync since version 0.2"
     """
     names = sorted(valid)
+    if name in RENAMED and RENAMED[name].split(" ")[0] in names:
+        return ValueError(f"{kind} {name!r} is called {RENAMED[name]} since version 0.2")
     near = difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
 
 
-def make(kind: str, table: Mapping[str, Callable[..., T]], name: str, arguments: Mapping[str, Any]) -> T:
-    """Calls `table[name](**arguments)` after checking both the name and each argument's name.
+def make(kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments: Mapping[str, Any]) -> _T:
+    """Calls `table[name](**arguments)` after checking the name and the name of each argument.
 
-    Raises `ValueError` for an unknown name, an unknown argument or a missing one; what the function itself raises
-    passes through.
+    Raises:
+        ValueError: An unknown name, an unknown argument or a missing one; errors of the function itself pass through.
     """
     if name not in table:
         raise unknown(kind, name, table)
     parameters = inspect.signature(table[name]).parameters
-    for argument in arguments:
-        if argument not in parameters:
-            raise unknown(f"argument of {kind} {name}", argument, parameters)
-    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
+    named = {key: p for key, p in parameters.items() if p.kind not in _VARIADIC}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for argument in arguments:
+            if argument not in named:
+                raise unknown(f"argument of {kind} {name}", argument, named)
+    missing = [p.name for p in named.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ValueError(f"{kind} {name} needs {', '.join(missing)}")
     return table[name](**arguments)
+
+
+def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]], group: str) -> Callable[..., _T]:
+    """The function called `name`: of `table`, of an installed package, or of a module that the name spells.
+
+    Args:
+        kind: The noun for errors, such as "model".
+        name: A key of `table`, an entry point of `group`, or "package.module:function".
+        table: The functions of this library.
+        group: The entry-point group of other packages, such as "detonation.models".
+
+    Raises:
+        ValueError: The name does not exist; the message lists the valid ones.
+
+    Example:
+        >>> find_function("number", "math:floor", {"int": int}, "detonation.numbers")(2.5)
+        2
+        >>> find_function("number", "imt", {"int": int}, "detonation.numbers")
+        Traceback (most recent call last):
+        ValueError: unknown number 'imt', did you mean 'int'? Valid: int; or package.module:function
+    """
+    if ":" in name:
+        return imported(name)
+    if name in table:
+        return table[name]
+    offered = entry_points(group)
+    if name not in offered:
+        raise ValueError(f"{unknown(kind, name, (*table, *offered))}; or package.module:function")
+    return offered[name]()
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names.
+
+    Raises:
+        ValueError: The module does not exist, or has no such function; errors of the module itself pass through.
+    """
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise ValueError(f"{name!r} is no name of a function, must be package.module:function")
+    try:
+        home = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"{name}: no module named {error.name}; it must be installed or lie in this directory"
+        ) from error
+    if not hasattr(home, attribute):
+        raise ValueError(f"{name}: module {module} has no function {attribute!r}")
+    found = getattr(home, attribute)
+    if not callable(found):
+        raise ValueError(f"{name} is {found!r}, must be a function")
+    return found  # type: ignore[no-any-return]
+
+
+@functools.cache
+def entry_points(group: str) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """The functions that installed packages offer in `group`: for each name a function that loads it."""
+    return {point.name: point.load for point in importlib.metadata.entry_points(group=group)}

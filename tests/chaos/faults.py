@@ -36,15 +36,15 @@ class Run:
         self._starts = 0
 
     def start(self) -> Command:
-        """Starts the run, or goes on with it as a job that was queued again does."""
-        env: dict[str, object] = {"TMPDIR": self.folder}  # what a killed launcher leaves goes with the rest
+        """Starts the run, or continues it as a job that was queued again does."""
+        env: dict[str, object] = {"TMPDIR": self.folder}  # leftovers of a killed launcher go with the folder
         if self._starts:
             env["SLURM_RESTART_COUNT"] = self._starts
         self._starts += 1
         return Command(self.folder, "train", self._recipe, "--out", self.out, *WORLD, "--set", *self._sets, env=env)
 
     def result(self) -> Result:
-        """What must not depend on interruptions."""
+        """The results that must not depend on interruptions."""
         summary = json.loads((self.out / "summary.json").read_text())
         losses = [json.loads(line)["loss"] for line in (self.out / "metrics.jsonl").read_text().splitlines()]
         return {key: summary[key] for key in SAME}, losses
@@ -63,9 +63,9 @@ def uninterrupted(folder: Path, steps: int) -> Run:
 
 
 class Job:
-    """Runs one after the other, each started again until it has finished; all must end where `whole` did.
+    """Runs one after the other, each started again until it has finished; all must end as `whole` did.
 
-    within: of how many steps after its start a fault hits one.
+    within: a fault hits at a random step below this one after each start.
     """
 
     def __init__(self, folder: Path, whole: Run, rng: random.Random, within: int) -> None:
@@ -73,7 +73,7 @@ class Job:
         self._runs = [Run(folder / "run0", whole.steps)]
 
     def going(self) -> Command:
-        """A start that is at a random moment of a step, a save or a validation."""
+        """A started run at a random moment of a step, a save or a validation."""
         while True:
             if self._runs[-1].finished:
                 self._runs.append(Run(self._folder / f"run{len(self._runs)}", self._whole.steps))
@@ -90,7 +90,7 @@ class Job:
         return self._runs[-1].finished
 
     def end(self) -> list[str]:
-        """Lets the last run finish; what is wrong with the results."""
+        """Lets the last run finish; returns the faults of the results."""
         if not self.finished and (command := self._runs[-1].start()).wait(300) != 0:
             return [f"could not go on: {command.errors}"]
         expected = self._whole.result()
@@ -98,7 +98,7 @@ class Job:
 
 
 def killed_and_stopped(folder: Path, whole: Run, seed: int, kills: int, stops: int) -> list[Row]:
-    """Ranks, or the launcher, end or hang at random moments; whoever is left ends, and a new start goes on."""
+    """Ranks, or the launcher, end or hang at random moments; the other processes end, and a new start goes on."""
     kill, stop = Row("kill -9 of a rank or the launcher"), Row("SIGSTOP of a rank")
     rng = random.Random(seed)
     faults = ["kill"] * kills + ["stop"] * stops
@@ -142,7 +142,7 @@ def preempted(folder: Path, whole: Run, seed: int, count: int) -> Row:
 def disk_full(folder: Path, whole: Run, sizes: int) -> list[Row]:
     """A disk that is full again and again while a run saves, each time at another size; in between there is room.
 
-    whole: stands for a run without that, where it is as long as this takes.
+    whole: the uninterrupted run, replaced by a run of the needed length where it is shorter or longer.
     """
     if whole.steps != (steps := 15 * sizes + 10):
         whole = uninterrupted(folder / "whole", steps)
@@ -170,15 +170,15 @@ def _squeezed(
     squeeze: Callable[[Command, float], None],
     relieve: Callable[[Command], None],
 ) -> None:
-    """Takes room from a run until it has told that it could not save, `sizes` times.
+    """Takes room from a run until it reports that it could not save, `sizes` times.
 
-    squeeze: leaves a share of the room that a checkpoint needs.
+    squeeze: leaves the given share of the room that a checkpoint needs.
     """
     command = run.start()
     command.wait_for_step(5, 120)  # there is a checkpoint
     for index in range(sizes):
-        since, told = time.monotonic(), command.stdout.count("; training goes on")
-        while command.stdout.count("; training goes on") == told and not command.ended:
+        since, reported = time.monotonic(), command.stdout.count("; training goes on")
+        while command.stdout.count("; training goes on") == reported and not command.ended:
             squeeze(command, index / sizes)
             time.sleep(0.01)
         found = newest(run.out / "checkpoints")
@@ -190,7 +190,7 @@ def _squeezed(
 
 
 def _limit_files(largest: int, command: Command, share: float) -> None:
-    """Less than the `largest` file of a checkpoint, and more than any other file."""
+    """Limits files to less than the `largest` file of a checkpoint, and more than any other file."""
     _limit(64_000 + int((largest - 64_000) * share), command)
 
 
@@ -201,7 +201,7 @@ def _limit(size: int, command: Command) -> None:
 
 
 def _fill(out: Path, saved: int, command: Command, share: float) -> None:
-    """Leaves a share of the `saved` bytes that a checkpoint takes; once more when old ones have gone."""
+    """Leaves a share of the `saved` bytes that a checkpoint takes. Called again when old checkpoints have gone."""
     with (out / "checkpoints" / "filling").open("ab") as filling, contextlib.suppress(OSError):
         room = os.statvfs(out)
         over = room.f_bavail * room.f_frsize - int(saved * share)

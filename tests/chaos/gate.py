@@ -20,9 +20,9 @@ from payloads import CLASSES, fuzz
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of each kind of fault, to runs of `steps`; `messages` of each class of bad ones.
+    """The number of faults of each kind, in runs of `steps`.
 
-    crashes: of saves of which scheme, over the checkpoint after which step.
+    crashes: (scheme, step of the previous checkpoint) of each save that is cut short. messages: per class of bad ones.
     """
 
     steps: int
@@ -55,7 +55,7 @@ def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
 
 
 def bad_messages(seed: int, each: int) -> Row:
-    """Messages of every class of bad ones: none is used, and its sender is named."""
+    """Bad messages of every class: none is used, and the sender of each is named."""
     row = Row("bad messages")
     for name, result in fuzz(seed, each * len(CLASSES)).items():
         row.tried += result.tried
@@ -67,7 +67,7 @@ def main() -> int:
     """Runs the gate and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=1, help="so many times, with seeds one after the other")
+    parser.add_argument("--repeat", type=int, default=1, help="number of repetitions, with consecutive seeds")
     parser.add_argument("--short", action="store_true", help="the part that the test suite runs")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What a row of the gate's table says, and how the gate counts."""
+"""The rows of the gate's table, and its counts."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """One kind of fault: how often it was tried, how often nothing was lost, what was, and the longest it took.
+    """One kind of fault.
 
-    worst_s is from the fault until things were right again, in seconds; 0 where nobody waits. note: why not tried.
+    losses: a line for each fault by which something was lost. worst_s: the longest time from a fault until the run was
+    right again; 0 where nothing waits. note: the reason where it was not tried.
     """
 
     name: str
@@ -22,7 +23,10 @@ class Row:
         return len(self.losses)
 
     def add(self, problem: str = "", since: float | None = None) -> None:
-        """Counts one fault, with what was lost by it, and the time since it happened (a `time.monotonic`)."""
+        """Counts one fault.
+
+        problem: the loss by it, "" for none. since: when it happened, by `time.monotonic`.
+        """
         self.tried += 1
         if problem:
             self.losses.append(problem)

@@ -15,14 +15,14 @@ import detonation as dt
 import worlds
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.verify import verify
-from detonation.core.flat.layout import digest
+from detonation.core.flat.tensors import digest
 from zoo import Plain, batch, built
 
 SCHEMES = {"demo": dt.demo(topk=4, chunk=16), "diloco": dt.diloco(every=3), "full": dt.full()}
 
 
 def crash_points(folder: Path, crashes: Sequence[tuple[str, int]]) -> Row:
-    """A save ends before each of its operations: what loads then is the checkpoint before or the new one, exactly."""
+    """A save ends before each of its operations: then the previous checkpoint or the new one loads, exactly."""
     row = Row("crash points of a save")
     for name, first in crashes:
         for problem in worlds.run(_cut_short, 1, 1, folder / f"{name}{first}", name, first)[0]:
@@ -59,11 +59,11 @@ def _cut_short(mesh, folder: Path, name: str, first: int) -> list[str]:
 
 def _state(model, optimizer) -> object:
     base = [{key: digest([value]) for key, value in optimizer.base.state[p].items()} for p in model.parameters()]
-    return digest(model.parameters()), base, {key: digest([t]) for key, t in optimizer.replica_state().items()}
+    return digest(model.parameters()), base, {key: digest([t]) for key, t in dt.replica_state(optimizer).items()}
 
 
 def _ends_before(point: int, save: Callable[[], object]) -> bool:
-    """Calls `save` in a process that ends before operation number `point`; was there such an operation?"""
+    """Calls `save` in a process that ends before operation number `point`; False where there is no such operation."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -76,7 +76,7 @@ def _ends_before(point: int, save: Callable[[], object]) -> bool:
 
 
 def corruptions(checkpoint: Path, folder: Path, seed: int, count: int) -> Row:
-    """Each damage to a file of `checkpoint` is found, and what was found whole before is found whole again after."""
+    """Each damage to a file of `checkpoint` is found, and the repaired checkpoint is found whole."""
     row, rng = Row("corruptions of a checkpoint"), random.Random(seed)
     target = folder / checkpoint.name
     shutil.copytree(checkpoint, target)
@@ -100,8 +100,8 @@ def _flip(path: Path, content: bytes, rng: random.Random) -> None:
 
 def _overwrite(path: Path, content: bytes, rng: random.Random) -> None:
     changed, start = bytearray(content), rng.randrange(len(content))
-    for place in range(start, min(start + rng.randrange(1, 513), len(content))):
-        changed[place] ^= rng.randrange(1, 256)
+    for position in range(start, min(start + rng.randrange(1, 513), len(content))):
+        changed[position] ^= rng.randrange(1, 256)
     path.write_bytes(changed)
 
 

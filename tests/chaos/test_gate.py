@@ -10,7 +10,7 @@ def test_nothing_is_lost(tmp_path):
     assert [row.tried > 0 or row.note != "" for row in rows] == [True] * 8
 
 
-def test_the_table_tells_what_was_lost():
+def test_the_table_names_the_losses():
     row = Row("a fault")
     row.add()
     row.add("the run")

@@ -1,4 +1,4 @@
-"""Elastic: another number of shards or replicas. Weights exact, and what the replicas would still tell is kept."""
+"""Elastic loading: another number of shards or replicas. Weights are exact, and all that is still unsent is kept."""
 
 import pytest
 import torch
@@ -6,16 +6,16 @@ import torch.distributed as dist
 
 import detonation as dt
 import worlds
-from detonation.checkpoint.load.elastic import members
-from detonation.core.flat.layout import local
-from detonation.core.link.owners import Owners
-from detonation.core.schemes.buckets import run
+from detonation.checkpoint.load.elastic import memory_sources
+from detonation.core.flat.tensors import local
+from detonation.core.link.owners import RowOwners
+from detonation.core.schemes.buckets import aligned_rows
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
 """Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
 SAVED = [0, 4, 6, 8, 10, 12, 14]
-"""After which steps: in the middle of rounds, and with messages on their way."""
+"""The steps after which worlds are saved: in the middle of rounds, and with messages on their way."""
 CHOSEN = ["demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming"]
 
 
@@ -33,25 +33,31 @@ def advance(model, optimizer, steps, width):
 
 
 def whole(parameter, tensor):
-    """A tensor that is cut as `parameter`, whole, in float64."""
+    """A tensor that is sharded like `parameter`, as a whole, in float64."""
     if local(parameter) is parameter:
         return tensor.double()
     mesh, placements = parameter.device_mesh, parameter.placements
-    made = type(parameter.data).from_local(tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-    return made.full_tensor().double()
+    sharded = type(parameter.data).from_local(
+        tensor, mesh, placements, shape=parameter.shape, stride=parameter.stride()
+    )
+    return sharded.full_tensor().double()
 
 
 def held(mesh, model, optimizer):
-    """What must survive: the mean over the replicas of weights, moments, and what is untold, each whole."""
+    """The state that must survive: the means over the replicas of weights, moments and residuals, each as a whole."""
     found = {}
     for name, parameter in model.named_parameters():
         found[f"weight {name}"] = whole(parameter, local(parameter.detach()))
         for key, value in optimizer.base.state.get(parameter, {}).items():
             found[f"{key} {name}"] = whole(parameter, local(value)) if value.ndim else value.double()
     for level, replicator in enumerate(optimizer.set_up()):
-        channel, state = replicator.channel, replicator.private().named()
-        owned = untold_by_owners(channel, state["owned"]) if "owned" in state else [0] * len(channel.layout.slots)
-        for slot, rest in zip(channel.layout.slots, owned, strict=True):
+        channel, state = replicator.channel, replicator.local_state().named()
+        residuals = (
+            server_residuals(channel, state["server_residual"])
+            if "server_residual" in state
+            else [0] * len(channel.layout.slots)
+        )
+        for slot, rest in zip(channel.layout.slots, residuals, strict=True):
             parameter = model.get_parameter(slot.name)
             for kind in ("residual", "anchor", "momentum_buffer", "update0", "update1", "arriving"):
                 if f"{kind}.{slot.name}" in state:
@@ -66,35 +72,35 @@ def held(mesh, model, optimizer):
     return found
 
 
-def untold_by_owners(channel, mine):
-    """In the coordinates of the parameters, what all owners together have not told."""
-    everyone = [torch.empty_like(mine) for _ in range(channel.link.replicas)]
-    dist.all_gather(everyone, mine, group=channel.link._wire._group)
+def server_residuals(channel, own_rows):
+    """The server residuals of all owners, in the coordinates of the parameters."""
+    gathered = [torch.empty_like(own_rows) for _ in range(channel.link.replicas)]
+    dist.all_gather(gathered, own_rows, group=channel.link._communicator._group)
     codec = channel.engine.codec
-    rows = Owners(channel.layout.rows, channel.link.replicas, run(codec)).collect(everyone)
+    rows = RowOwners(channel.layout.rows, channel.link.replicas, aligned_rows(codec)).collect(gathered)
     return channel.layout.parts(codec.basis.inverse(rows))
 
 
 def one_world(mesh, folder, names, kind, width, turn):
-    """Loads what the world before saved, compares with what it held, trains on and saves."""
-    differ = {}
+    """Loads the checkpoint of the world before, compares the state with its state, trains on and saves."""
+    differences = {}
     for name in names:
         model, optimizer = start(mesh, SCHEMES[name], kind)
         if turn:
             loaded = dt.load_checkpoint(f"{folder}/{name}", model, optimizer)
             assert loaded.step == SAVED[turn] and f"to {mesh.size(0)} x {mesh.size(1)}" in loaded.merged
             before = torch.load(f"{folder}/{name}.held", weights_only=True)
-            differ[name] = apart(before, held(mesh, model, optimizer))
+            differences[name] = relative_differences(before, held(mesh, model, optimizer))
         advance(model, optimizer, range(SAVED[turn], SAVED[turn + 1]), width)
         now = held(mesh, model, optimizer)
         dt.save_checkpoint(f"{folder}/{name}", model, optimizer)
         if dist.get_rank() == 0:
             torch.save(now, f"{folder}/{name}.held")
-    return differ
+    return differences
 
 
-def apart(before, now):
-    """The largest difference of each kind, as a share of the norm."""
+def relative_differences(before, now):
+    """The largest difference of each kind, relative to the norm."""
     assert before.keys() == now.keys()
     shares = {}
     for key, tensor in before.items():
@@ -105,13 +111,13 @@ def apart(before, now):
 
 
 def exactly(name, kind):
-    """Whether replicas agree on it bitwise between any two steps, so that not a bit may change."""
-    private = SCHEMES[name].signal == "parameters"
-    return not (kind.endswith("residual") or (private and kind in ("weight", "exp_avg", "exp_avg_sq")))
+    """True where replicas agree bitwise between any two steps, so that not a bit may change."""
+    local_state = SCHEMES[name].signal == "parameters"
+    return not (kind.endswith("residual") or (local_state and kind in ("weight", "exp_avg", "exp_avg_sq")))
 
 
 @pytest.mark.parametrize(("kind", "width"), [(Plain, 32), (Menagerie, 257)], ids=["plain", "awkward"])
-def test_shards_and_replicas_come_and_go_and_nothing_untold_is_lost(tmp_path, kind, width):
+def test_shards_and_replicas_come_and_go_and_nothing_unsent_is_lost(tmp_path, kind, width):
     names, chain = (CHOSEN, CHAIN) if kind is Plain else (["demo-owner"], [(2, 2), (1, 3), (3, 1)])
     for turn, (replicas, shards) in enumerate(chain):
         for rank in worlds.run(one_world, replicas, shards, tmp_path, names, kind, width, turn):
@@ -120,19 +126,19 @@ def test_shards_and_replicas_come_and_go_and_nothing_untold_is_lost(tmp_path, ki
                 assert not wrong, f"{name} in a world of {replicas} x {shards}"
 
 
-def private(mesh, folder):
-    """The memory of each replica: saved by 2, and loaded by 3."""
+def memories(mesh, folder):
+    """The memory of each replica: saved by 2 replicas, and loaded by 3."""
     model, optimizer = start(mesh, dt.demo(topk=4, chunk=16), Plain)
     if mesh.size(0) == 2:
         advance(model, optimizer, range(3), 32)
         dt.save_checkpoint(folder, model, optimizer)
     else:
         dt.load_checkpoint(folder, model, optimizer)
-    return {k: v.tolist() for k, v in optimizer.replica_state().items() if "residual" in k}
+    return {k: v.tolist() for k, v in dt.replica_state(optimizer).items() if "residual" in k}
 
 
 def test_a_joiner_starts_with_zero_and_the_others_make_up_for_it(tmp_path):
-    two, three = worlds.run(private, 2, 1, tmp_path), worlds.run(private, 3, 1, tmp_path)
+    two, three = worlds.run(memories, 2, 1, tmp_path), worlds.run(memories, 3, 1, tmp_path)
     for key in two[0]:
         before, after = ([torch.tensor(rank[key]) for rank in world] for world in (two, three))
         assert torch.equal(after[2], torch.zeros_like(after[2]))
@@ -142,7 +148,7 @@ def test_a_joiner_starts_with_zero_and_the_others_make_up_for_it(tmp_path):
 @pytest.mark.parametrize("before", range(1, 8))
 @pytest.mark.parametrize("now", range(1, 8))
 def test_every_memory_goes_to_exactly_one_replica(before, now):
-    assert sorted(i for j in range(now) for i in members(j, before, now)) == list(range(before))
+    assert sorted(i for j in range(now) for i in memory_sources(j, before, now)) == list(range(before))
 
 
 def alone(mesh, folder):

@@ -1,4 +1,4 @@
-"""Exact: a run that was stopped and resumed in the same shape of world is the run that was not, bit for bit."""
+"""A run that is stopped and resumed in a world of the same shape equals the uninterrupted run, bit for bit."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.checkpoint.verify import verify
-from detonation.core.flat.layout import digest
+from detonation.core.flat.tensors import digest
 from zoo import KINDS, SCHEMES, Menagerie, Plain, batch, built
 
 BASES = {
@@ -18,7 +18,7 @@ AHEAD = {
     "random-ahead": dt.random(rate=1 / 4, delay=2),
     "distro": dt.distro(topk=4, chunk=16, delay=2),
 }
-"""Schemes that look ahead, which needs an optimizer without state."""
+"""Schemes with look-ahead, which needs an optimizer without state."""
 
 
 def start(mesh, scheme, base, kind=Plain):
@@ -35,25 +35,25 @@ def advance(model, optimizer, steps, width=32):
 
 
 def everything(model, optimizer):
-    """Digests of all that a rank holds: weights, base optimizer, private state."""
-    private = optimizer.replica_state()
+    """Digests of the whole state of a rank: weights, base optimizer, local state."""
+    local_state = dt.replica_state(optimizer)
     base = [{k: digest([v]) for k, v in sorted(optimizer.base.state[p].items())} for p in model.parameters()]
-    return [digest(model.parameters()), base, {key: digest([t]) for key, t in private.items()}]
+    return [digest(model.parameters()), base, {key: digest([t]) for key, t in local_state.items()}]
 
 
 def resumed(mesh, folder, schemes, base, kind, width):
-    """For each scheme whether a run goes on exactly, saved after 4 steps: in mid-round, with messages on their way."""
+    """By scheme, True where a run goes on exactly. Saved after 4 steps: in mid-round, with messages on their way."""
     same = {}
     for name, scheme in schemes.items():
         model, optimizer = start(mesh, scheme, base, kind)
         with dt.Checkpoints(f"{folder}/{name}", model, optimizer) as checkpoints:
             advance(model, optimizer, range(4), width)
             checkpoints.save({"name": name})
-            advance(model, optimizer, range(4, 7), width)  # while it is written
-        whole = verify(folder / name / "step-000004")
-        assert whole.good, whole.line()
+            advance(model, optimizer, range(4, 7), width)  # while the checkpoint is written
+        report = verify(folder / name / "step-000004")
+        assert report.good, report.line()
         other, again = start(mesh, scheme, base, kind)
-        advance(other, again, range(2), width)  # what is there before loading leaves no trace
+        advance(other, again, range(2), width)  # state from before loading leaves no trace
         loaded = dt.load_checkpoint(f"{folder}/{name}", other, again)
         advance(other, again, range(4, 7), width)
         same[name] = (loaded.step, loaded.extra) == (4, {"name": name})
@@ -68,7 +68,7 @@ def test_every_scheme_with_every_optimizer_goes_on_exactly(base, tmp_path):
 
 
 def test_shards_go_on_exactly(tmp_path):
-    """They are cut in one way whatever the optimizer, so one that keeps state of its own stands for all of them."""
+    """Shards do not depend on the optimizer, so one optimizer with state of its own stands for all."""
     ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name] for name in KINDS}, BASES["AdamW"], Plain, 32)
     assert ends == [dict.fromkeys(KINDS, True)] * 4
 

@@ -1,4 +1,4 @@
-"""The two calls of people with a loop of their own: what they give back and what they refuse."""
+"""`save_checkpoint` and `load_checkpoint` in a loop of one's own: results and refusals."""
 
 import torch
 from test_exact import BASES, advance, everything, start
@@ -13,9 +13,9 @@ DEMO = dt.demo(topk=4, chunk=16)
 
 
 def own_loop(mesh, folder):
-    """A loop that saves its scheduler too, was told another learning rate meanwhile, and draws random numbers."""
+    """A loop that also saves its scheduler, changes an option meanwhile, and draws random numbers."""
     model, optimizer = start(mesh, DEMO, BASES["AdamW"])
-    assert dt.load_checkpoint(folder, model, optimizer) is None, "nothing to go on from yet"
+    assert dt.load_checkpoint(folder, model, optimizer) is None, "nothing to load yet"
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     torch.manual_seed(7)
     for step in range(3):
@@ -31,8 +31,10 @@ def own_loop(mesh, folder):
     assert (loaded.path, loaded.step, loaded.extra["epoch"]) == (path, 3, 3) and path.name == "step-000003"
     assert again.param_groups[0]["weight_decay"] == 0.25 and again.param_groups[0]["betas"] == (0.9, 0.999)
     assert torch.equal(torch.rand(3), drawn) and after.get_last_lr() == schedule.get_last_lr()
-    said = manifest.read(path)
-    assert said.levels == [{"scheme": "demo", **DEMO.arguments}] and said.versions["torch"] == torch.__version__
+    described = manifest.read_manifest(path)
+    assert (
+        described.levels == [{"scheme": "demo", **DEMO.arguments}] and described.versions["torch"] == torch.__version__
+    )
     return everything(model, optimizer) == everything(other, again)
 
 
@@ -41,12 +43,12 @@ def test_a_loop_of_ones_own_goes_on_with_its_scheduler_and_generators(tmp_path):
 
 
 def refused(mesh, folder):
-    """What each wrong start is told."""
+    """The error of each wrong start."""
     model, optimizer = start(mesh, DEMO, BASES["AdamW"])
     advance(model, optimizer, [0])
     dt.save_checkpoint(folder, model, optimizer)
 
-    def told(act):
+    def error_of(act):
         try:
             act()
         except ValueError as error:
@@ -62,20 +64,20 @@ def refused(mesh, folder):
         return torch.optim.AdamW([{"params": others}, {"params": [first]}])
 
     broken = start(mesh, DEMO, BASES["AdamW"])
-    broken[1].base.state[next(broken[0].parameters())]["odd"] = object()
+    broken[1].base.state[next(broken[0].parameters())]["strange"] = object()
     return {
-        "scheme": told(lambda: load(scheme=dt.demo(topk=2, chunk=16))),
-        "seed": told(lambda: load(seed=4)),
-        "groups": told(lambda: load(base=groups)),
-        "optimizer": told(lambda: load(base=BASES["SGD"])),
-        "model": told(lambda: load(kind=Menagerie)),
-        "keep": told(lambda: dt.Checkpoints(folder, model, optimizer, keep=0)),
-        "extra": told(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})),
-        "state": told(lambda: dt.save_checkpoint(folder, *broken)),
+        "scheme": error_of(lambda: load(scheme=dt.demo(topk=2, chunk=16))),
+        "seed": error_of(lambda: load(seed=4)),
+        "groups": error_of(lambda: load(base=groups)),
+        "optimizer": error_of(lambda: load(base=BASES["SGD"])),
+        "model": error_of(lambda: load(kind=Menagerie)),
+        "keep": error_of(lambda: dt.Checkpoints(folder, model, optimizer, keep=0)),
+        "extra": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})),
+        "state": error_of(lambda: dt.save_checkpoint(folder, *broken)),
     }
 
 
-SAYS = {
+MESSAGES = {
     "scheme": "was written with levels [{'scheme': 'demo', 'topk': 4",
     "seed": "was written with seed 3, this run has 4: resume with the same",
     "groups": "was written with other parameters or parameter groups",
@@ -83,30 +85,30 @@ SAYS = {
     "model": "was written with other parameters or parameter groups",
     "keep": "keep is 0, must be at least 1",
     "extra": "Out of range float values are not JSON compliant",
-    "state": "optimizer.layers.0.weight.odd is <object object at",
+    "state": "optimizer.layers.0.weight.strange is <object object at",
 }
 
 
-def test_a_wrong_start_is_told_in_one_line(tmp_path):
-    told = worlds.run(refused, 2, 1, tmp_path)[0]
-    for key, says in SAYS.items():
-        assert told[key] and says in told[key] and "\n" not in told[key], (key, told[key])
+def test_a_wrong_start_is_refused_in_one_line(tmp_path):
+    errors = worlds.run(refused, 2, 1, tmp_path)[0]
+    for key, message in MESSAGES.items():
+        assert errors[key] and message in errors[key] and "\n" not in errors[key], (key, errors[key])
 
 
-def settled_and_saved(mesh, folder):
+def synchronized_and_saved(mesh, folder):
     """A round that was ended early is not ended again after loading."""
     model, optimizer = start(mesh, dt.diloco(every=5), BASES["SGD"])
     advance(model, optimizer, range(3))
-    optimizer.settle()
+    optimizer.synchronize()
     dt.save_checkpoint(folder, model, optimizer)
     other, again = start(mesh, dt.diloco(every=5), BASES["SGD"])
     dt.load_checkpoint(folder, other, again)
-    again.settle()
+    again.synchronize()
     return everything(model, optimizer) == everything(other, again)
 
 
-def test_what_was_settled_stays_settled(tmp_path):
-    assert all(worlds.run(settled_and_saved, 2, 1, tmp_path))
+def test_a_synchronized_round_stays_synchronized(tmp_path):
+    assert all(worlds.run(synchronized_and_saved, 2, 1, tmp_path))
 
 
 def several_levels(mesh, folder):
@@ -131,5 +133,5 @@ def several_levels(mesh, folder):
     )
 
 
-def test_several_levels_and_private_buffers_go_on_exactly(tmp_path):
+def test_several_levels_and_local_buffers_go_on_exactly(tmp_path):
     assert all(worlds.run(several_levels, 2, 1, tmp_path))

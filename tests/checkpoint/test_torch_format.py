@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: it takes equal keys on different ranks for one tensor, so that ours never are."""
+"""torch.distributed.checkpoint takes equal keys on different ranks for one tensor, so local state has unequal keys."""
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -14,7 +14,7 @@ CHOSEN = ["demo-owner", "random-late", "streaming"]
 
 
 def naive(mesh, folder, names):
-    """What somebody writes who does not know that replicas differ: one call for the model, one for the optimizer."""
+    """The code of a user who does not know that replicas differ: one call for the model, one for the optimizer."""
     same = {}
     for name in names:
         model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
@@ -32,7 +32,7 @@ def naive(mesh, folder, names):
 
 
 def by_helpers(mesh, folder, names):
-    """The same through torch's helpers, which name state after parameters and leave out what is private."""
+    """The same through torch's helpers, which name state after parameters and leave out local state."""
     same = {}
     for name in names:
         model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
@@ -70,7 +70,7 @@ def test_replicas_are_never_mixed(way, tmp_path):
 
 
 def elsewhere(mesh, folder):
-    """What 3 replicas get of what 2 saved."""
+    """The error of 3 replicas that load the state of 2."""
     model, optimizer = start(mesh, SCHEMES["demo"], BASES["AdamW"])
     app = {"app": dt.TrainingState(model, optimizer)}
     if mesh.size(0) == 2:
@@ -89,7 +89,7 @@ def test_another_world_is_refused_by_name(tmp_path):
 
 
 def others_state(mesh):
-    """One rank's state dict on another, as a trainer does that saves on rank 0 alone."""
+    """The errors for one rank's state dict on another rank, as in a trainer that saves on rank 0 alone."""
     errors = []
     for name in ("demo", "diloco"):
         model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])

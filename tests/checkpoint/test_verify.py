@@ -1,4 +1,4 @@
-"""Verify: every damage is found, and a checkpoint from a stranger is refused in one line and runs nothing."""
+"""Verification finds every damage, and a checkpoint from a stranger is refused in one line and runs nothing."""
 
 import json
 import os
@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.files.manifest import Untrustworthy
-from detonation.checkpoint.files.reader import File
-from detonation.checkpoint.files.shard_file import fault
+from detonation.checkpoint.files.manifest import CorruptCheckpoint
+from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.shard_file import shard_fault
 from detonation.checkpoint.verify import checkpoints, verify
-from detonation.cli import main
+from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built
 
 
 def saved(mesh, folder, name):
-    """Saves, loads and verifies; returns how many pickles were read meanwhile."""
+    """Saves, loads and verifies; returns the number of pickles that were read meanwhile."""
     pickles = []
     sys.addaudithook(lambda event, arguments: pickles.append(arguments) if event.startswith("pickle.") else None)
     model, optimizer = start(mesh, SCHEMES[name], BASES["AdamW"])
@@ -48,7 +48,7 @@ def whole(request, tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """A copy of it to change."""
+    """A copy of the checkpoint to change."""
     (tmp_path / whole.name).mkdir()
     for path in whole.iterdir():
         (tmp_path / whole.name / path.name).write_bytes(path.read_bytes())
@@ -70,7 +70,7 @@ LEVELS = {
 }
 
 
-def verdicts_on_levels(mesh, folder):
+def reports_on_levels(mesh, folder):
     racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
     found = {}
     for words, (inner, outer) in LEVELS.items():
@@ -82,8 +82,8 @@ def verdicts_on_levels(mesh, folder):
     return found
 
 
-def test_of_several_levels_it_says_what_was_compared(tmp_path):
-    for found in worlds.run(verdicts_on_levels, 4, 1, tmp_path):
+def test_of_several_levels_the_report_names_the_comparison(tmp_path):
+    for found in worlds.run(reports_on_levels, 4, 1, tmp_path):
         for words, line in found.items():
             assert line.endswith(f"step-000004: whole, {words}")
 
@@ -105,31 +105,31 @@ def test_every_corruption_is_found(copy):
         else:
             damaged[at : at + 9] = bytes(byte ^ 255 for byte in damaged[at : at + 9])
         path.unlink() if how == "remove" else path.write_bytes(damaged)
-        verdict = verify(copy)
-        assert verdict.faults and "\n" not in verdict.line(), (path.name, how, at)
+        report = verify(copy)
+        assert report.faults and "\n" not in report.line(), (path.name, how, at)
         path.write_bytes(content)
     assert verify(copy).good
 
 
 def test_replicas_that_differ_are_named(copy):
-    said = manifest.read(copy)
+    described = manifest.read_manifest(copy)
     name = manifest.file_name(1, 0)
     tensors = load_file(copy / name)
-    key = "model.layers.0.weight" if said.alike else "replica.0.anchor.layers.0.weight"
+    key = "model.layers.0.weight" if described.alike else "replica.0.anchor.layers.0.weight"
     tensors[key][0, 0] += 1
     rest = {"json": json.dumps(rest_of(copy / name))}
     save_file(tensors, copy / name, rest)
-    sign(copy, said, name)
-    verdict = verify(copy)
-    assert verdict.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+    sign(copy, described, name)
+    report = verify(copy)
+    assert report.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
 
 
 def test_a_key_that_no_version_writes_breaks_nothing(copy):
-    said = manifest.read(copy)
-    for name in said.files:
+    described = manifest.read_manifest(copy)
+    for name in described.files:
         rest = {"json": json.dumps(rest_of(copy / name))}
         save_file(load_file(copy / name) | {"replica.0": torch.zeros(1)}, copy / name, rest)
-    sign(copy, said, *said.files)
+    sign(copy, described, *described.files)
     assert verify(copy).good
 
 
@@ -139,14 +139,14 @@ def rest_of(path):
     return json.loads(header["__metadata__"]["json"])
 
 
-def sign(checkpoint, said, *names):
+def sign(checkpoint, described, *names):
     """Makes the manifest fit files that were changed, as a stranger can."""
     import hashlib
 
     for name in names:
         content = (checkpoint / name).read_bytes()
-        said.files[name] = manifest.File(len(content), hashlib.sha256(content).hexdigest())
-    (checkpoint / manifest.NAME).write_text(said.dumps())
+        described.files[name] = manifest.ShardSummary(len(content), hashlib.sha256(content).hexdigest())
+    (checkpoint / manifest.MANIFEST_NAME).write_text(described.dumps())
 
 
 STRANGE = {
@@ -184,12 +184,12 @@ def rename(table, name):
 
 @pytest.mark.parametrize("strange", STRANGE)
 def test_a_strange_manifest_is_refused_in_one_line(copy, strange, capsys):
-    table = json.loads((copy / manifest.NAME).read_text())
+    table = json.loads((copy / manifest.MANIFEST_NAME).read_text())
     del table["sha256"]
     STRANGE[strange](table)
-    (copy / manifest.NAME).write_text(manifest._signed(table))
-    with pytest.raises(Untrustworthy) as refused:
-        manifest.read(copy)
+    (copy / manifest.MANIFEST_NAME).write_text(manifest._signed(table))
+    with pytest.raises(CorruptCheckpoint) as refused:
+        manifest.read_manifest(copy)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
     assert main(["verify", str(copy.parent)]) == 1
     assert "not whole: " in capsys.readouterr().out
@@ -203,7 +203,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-def test_whatever_stands_in_a_manifest_it_is_read_or_refused(data):
+def test_any_manifest_is_read_or_refused(data):
     table = {
         "format": 2,
         "step": 1,
@@ -216,25 +216,25 @@ def test_whatever_stands_in_a_manifest_it_is_read_or_refused(data):
         "extra": {},
     }
     table |= {"files": {manifest.file_name(0, 0): {"bytes": 1, "sha256": "0" * 64}}, "versions": {}}
-    assert manifest.loads(manifest._signed(table).encode()).step == 1
+    assert manifest.parse_manifest(manifest._signed(table).encode()).step == 1
     for key in data.draw(st.lists(st.sampled_from(sorted(table)), min_size=1, max_size=3)):
         table[key] = data.draw(JSON)
     try:
-        manifest.loads(manifest._signed(table).encode())
-    except Untrustworthy as refused:
+        manifest.parse_manifest(manifest._signed(table).encode())
+    except CorruptCheckpoint as refused:
         assert "\n" not in str(refused)
 
 
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_manifest_are_refused(content):
-    with pytest.raises(Untrustworthy):
-        manifest.loads(content)
+    with pytest.raises(CorruptCheckpoint):
+        manifest.parse_manifest(content)
 
 
 def test_deep_and_large_manifests_are_refused():
     for content in (b"[" * 100_000, b"1" * 10_000, b'{"format": 2, "step": NaN}', b" " * (2**26 + 1)):
-        with pytest.raises(Untrustworthy):
-            manifest.loads(content)
+        with pytest.raises(CorruptCheckpoint):
+            manifest.parse_manifest(content)
 
 
 HEADERS = {
@@ -262,22 +262,22 @@ def header(table):
 def test_a_file_that_lies_about_itself_is_refused(copy, lie):
     name = manifest.file_name(1, 1)
     (copy / name).write_bytes(HEADERS[lie]({"__metadata__": {"json": json.dumps(REST)}}))
-    with pytest.raises(Untrustworthy):
-        File(copy / name)
-    sign(copy, manifest.read(copy), name)
+    with pytest.raises(CorruptCheckpoint):
+        ShardReader(copy / name)
+    sign(copy, manifest.read_manifest(copy), name)
     assert not verify(copy).good
 
 
-def test_what_is_no_ordinary_file_is_not_opened(copy, tmp_path):
+def test_only_ordinary_files_are_opened(copy, tmp_path):
     name = manifest.file_name(0, 0)
-    expected = manifest.read(copy).files[name]
+    expected = manifest.read_manifest(copy).files[name]
     (tmp_path / "outside").write_bytes((copy / name).read_bytes())
     (copy / name).unlink()
     (copy / name).symlink_to(tmp_path / "outside")
-    assert "cannot be read" in fault(copy / name, expected)
+    assert "cannot be read" in shard_fault(copy / name, expected)
     (copy / name).unlink()
     os.mkfifo(copy / name)
-    assert "is no ordinary file" in fault(copy / name, expected)
+    assert "is no ordinary file" in shard_fault(copy / name, expected)
 
 
 def test_the_verb(whole, copy, capsys):
@@ -304,31 +304,31 @@ LIES = {
 
 
 def loaded(mesh, path):
-    """What every rank is told by a checkpoint whose files lie under right checksums."""
+    """The error on each rank for a checkpoint whose files lie under right checksums."""
     model, optimizer = start(mesh, SCHEMES["demo"], BASES["AdamW"])
-    told = {}
+    errors = {}
     for lie, change in LIES.items():
         if mesh.get_rank() == 0:
             folder = path.parent / lie / path.name
             folder.mkdir(parents=True)
-            said = manifest.read(path)
-            for name in said.files:
+            described = manifest.read_manifest(path)
+            for name in described.files:
                 rest = rest_of(path / name)
                 change(rest)
                 save_file(load_file(path / name), folder / name, {"json": json.dumps(rest)})
-            sign(folder, said, *said.files)
+            sign(folder, described, *described.files)
         try:
             dt.load_checkpoint(path.parent / lie, model, optimizer)
-            told[lie] = "nothing"
+            errors[lie] = "nothing"
         except ValueError as error:
-            told[lie] = str(error)
-    return told
+            errors[lie] = str(error)
+    return errors
 
 
 @pytest.mark.parametrize("whole", ["demo"], indirect=True)
 @pytest.mark.parametrize("shards", [1, 2], ids=["elastic", "same"])
-def test_what_would_break_the_optimizer_later_is_refused_by_all_ranks(copy, shards):
+def test_lies_that_would_break_the_optimizer_later_are_refused_by_all_ranks(copy, shards):
     first, *others = worlds.run(loaded, 2, shards, copy)
-    assert all(told == first for told in others)
-    for lie, told in first.items():
-        assert told != "nothing" and "\n" not in told and len(told) < 700, (lie, told)
+    assert all(errors == first for errors in others)
+    for lie, error in first.items():
+        assert error != "nothing" and "\n" not in error and len(error) < 700, (lie, error)

@@ -9,10 +9,10 @@ import pytest
 import tyro
 
 from commands import Command, write_recipe
-from detonation.cli import main
 from detonation.cli.arguments import Verb
+from detonation.cli.command import run_command
 from detonation.train.output.directory import RunDirectory
-from detonation.train.run import run
+from detonation.train.run import start
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -23,7 +23,7 @@ def fails(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments, recipe="quick-lm", code=2):
-        assert main(["train", str(RECIPES / f"{recipe}.toml"), *arguments]) == code
+        assert run_command(["train", str(RECIPES / f"{recipe}.toml"), *arguments]) == code
         printed = capsys.readouterr()
         assert printed.out == "" and len(printed.err.splitlines()) == 1
         return printed.err
@@ -64,9 +64,9 @@ def test_a_wrong_setting_is_named_before_any_process_starts(fails, tmp_path, set
 
 
 def test_a_scheme_that_sends_more_than_full_synchronisation(fails, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "run_local", None)  # no process is started
+    monkeypatch.setattr(start, "run_local", None)  # no process is started
     line = fails("--set", "scheme.topk=64")
-    assert "would send 1,218,888 bytes a step over 2 replicas, full synchronisation sends 1,181,952" in line
+    assert "would send 1,218,888 bytes per step over 2 replicas, full synchronisation sends 1,181,952" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,16 +95,16 @@ def test_a_run_directory_in_use(fails, tmp_path):
 def test_json_says_it_too_and_debug_shows_where(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = ["train", str(RECIPES / "quick-lm.toml"), "--set", "scheme.name=dem"]
-    assert main([*arguments, "--json"]) == 2
+    assert run_command([*arguments, "--json"]) == 2
     printed = capsys.readouterr()
     assert json.loads(printed.out)["code"] == 2 and printed.err.startswith("error: unknown scheme")
-    assert main([*arguments, "--debug"]) == 2
+    assert run_command([*arguments, "--debug"]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
 def test_a_wrong_flag_suggests_the_right_one(capsys):
     with pytest.raises(SystemExit) as end:
-        main(["train", "a.toml", "--replcas", "3"])
+        run_command(["train", "a.toml", "--replcas", "3"])
     assert end.value.code == 2
     printed = capsys.readouterr().err
     assert "--replcas" in printed and "Perhaps you meant" in printed and "--replicas INT" in printed
@@ -112,13 +112,13 @@ def test_a_wrong_flag_suggests_the_right_one(capsys):
 
 def test_the_other_verbs(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["report"]) == 2
+    assert run_command(["report"]) == 2
     assert "report needs at least one run directory" in capsys.readouterr().err
-    assert main(["fetch", "mnit"]) == 2
+    assert run_command(["fetch", "mnit"]) == 2
     assert "unknown data set 'mnit'" in capsys.readouterr().err
-    assert main(["fetch"]) == 2
+    assert run_command(["fetch"]) == 2
     assert "fetch needs at least one name" in capsys.readouterr().err
-    assert main(["env"]) == 0
+    assert run_command(["env"]) == 0
     assert "- torch: " in capsys.readouterr().out
 
 

@@ -141,8 +141,8 @@ def test_a_full_disk_is_one_line(tmp_path):
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"]])
 def test_help_does_not_wait_for_torch(arguments):
     check = (
-        "import sys; from detonation.cli import main\n"
-        f"try: main({arguments!r})\n"
+        "import sys; from detonation.cli.command import run_command\n"
+        f"try: run_command({arguments!r})\n"
         "except SystemExit as end: assert end.code == 0\n"
         "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & sys.modules.keys()"
     )

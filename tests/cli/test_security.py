@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import Command, launched, write_recipe
-from detonation import cli
+from detonation.cli.command import run_command
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as /proc/net writes it, plain and mapped
 LISTENING = "0A"
@@ -49,7 +49,7 @@ def test_nothing_is_unpickled_from_training_to_verifying(tmp_path):
             ["verify", out],
             ["export", out, "--out", f"{out}-exported"],
         )
-        return max(cli.main(arguments) for arguments in steps)
+        return max(run_command(arguments) for arguments in steps)
 
     assert pickled(whole_life, tmp_path) == []
     assert (tmp_path / "run" / "summary.json").exists()

@@ -39,8 +39,8 @@ def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name,
     else:
         os.kill(command.pid if to == "the launcher" else ranks[1], number)
     assert (command.wait(), command.stderr) == (0, "")
-    saved = manifest.read(retention.candidates(tmp_path / "run" / "checkpoints")[0])
-    last = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1].step
+    saved = manifest.read_manifest(retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0])
+    last = metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step
     assert saved.step == last >= 2
     says = f"stopped by {name} after step {last}; continue with --out {tmp_path / 'run'} --resume"
     assert command.stdout.splitlines()[-1] == says
@@ -63,5 +63,5 @@ def test_told_twice_or_interrupted_it_ends_at_once_and_another_can_go_on(start, 
         os.killpg(command.pid, signal.SIGINT)
         assert (command.wait(), command.stderr) == (130, "error: interrupted\n")
     assert outliving(ranks, 0) == []
-    assert manifest.read(retention.candidates(tmp_path / "run" / "checkpoints")[0]).step == 2
+    assert manifest.read_manifest(retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0]).step == 2
     assert start("--resume", "--set", "train.steps=3").wait() == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from detonation.cli import main
+from detonation.cli.command import run_command
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SHORT = ["--set", "train.steps=2", "train.validation_batches=1", "model.layers=1", "model.hidden_size=32"]
@@ -18,14 +18,14 @@ SHORT = ["--set", "train.steps=2", "train.validation_batches=1", "model.layers=1
 
 def test_sixteen_replicas_in_one_process_and_their_report(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert main(["simulate", QUICK, "--replicas", "16", "--total-batch", "16", *SHORT, "--json"]) == 0
+    assert run_command(["simulate", QUICK, "--replicas", "16", "--total-batch", "16", *SHORT, "--json"]) == 0
     printed = capsys.readouterr()
     summary = json.loads(printed.out)
     assert (summary["replicas"], summary["shards"], summary["replicas_equal"]) == (16, 1, True)
     assert "16 replicas x 1 shards, virtual" in printed.err
     run = tmp_path / summary["directory"]
     assert run.name.startswith("quick-lm-demo-16-") and (run / "report.html").exists()
-    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert run_command(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_sixteen_replicas_in_one_process_and_their_report(capsys, monkeypatch, t
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, line):
     monkeypatch.chdir(tmp_path)
-    assert main(["simulate", QUICK, *arguments]) == 2
+    assert run_command(["simulate", QUICK, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []

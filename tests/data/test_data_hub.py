@@ -1,4 +1,4 @@
-"""`hf:` sources, through a stand-in with the calls of `datasets` that are used: the real one needs the network."""
+"""`hf:` sources with a stand-in for the `datasets` package, which needs the network."""
 
 import sys
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from detonation.data import load
+from detonation.data import load_dataset
 
 
 class Rows:
@@ -34,19 +34,19 @@ def hub(monkeypatch):
 
 def test_text(hub):
     hub.answers["train[:1%]"] = Rows(id=[1, 2], body=["some words " * 20, "and more " * 20])
-    data = load("text", {"source": "hf:org/corpus:en", "split": "train[:1%]", "column": "body", "context": 16})
+    data = load_dataset("text", {"source": "hf:org/corpus:en", "split": "train[:1%]", "column": "body", "context": 16})
     assert hub.calls == [("org/corpus", "en", "train[:1%]")]
     assert data.name == "corpus"
     assert bytes(data.train.bytes[0].tolist()) == b"some words some "
     with pytest.raises(ValueError, match="no column text; there are id, body"):
-        load("text", {"source": "hf:org/corpus:en", "split": "train[:1%]"})
+        load_dataset("text", {"source": "hf:org/corpus:en", "split": "train[:1%]"})
 
 
 def test_images(hub):
     for split in ("train", "test"):
         pictures = [Image.new("L", (4, 4), value) for value in (0, 100, 200)]
         hub.answers[split] = Rows(img=pictures, label=[0, 2, 1])
-    data = load("images", {"source": "hf:mnist"})
+    data = load_dataset("images", {"source": "hf:mnist"})
     assert hub.calls == [("mnist", None, "train"), ("mnist", None, "test")]
     assert data.model == {"image_size": 4, "channels": 1, "classes": 3}
     assert data.train[torch.tensor([1])]["labels"].tolist() == [2]
@@ -54,7 +54,7 @@ def test_images(hub):
 
 def test_translation(hub):
     hub.answers["train"] = Rows(translation=[{"en": f"one {i}", "fr": f"un {i}"} for i in range(20)])
-    data = load("translation", {"source": "hf:opus_books:en-fr", "source_length": 8, "target_length": 8})
+    data = load_dataset("translation", {"source": "hf:opus_books:en-fr", "source_length": 8, "target_length": 8})
     assert hub.calls == [("opus_books", "en-fr", "train")]
     assert len(data.train) == 18 and len(data.validation) == 2
 
@@ -62,6 +62,6 @@ def test_translation(hub):
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'detonation-torch\[hub\]'"):
-        load("text", {"source": "hf:org/corpus"})
+        load_dataset("text", {"source": "hf:org/corpus"})
     with pytest.raises(ValueError, match="'hf:' names no data set"):
-        load("text", {"source": "hf:"})
+        load_dataset("text", {"source": "hf:"})

@@ -1,11 +1,11 @@
-"""Images: the two named sets as they are published, folders of one's own, and augmentation."""
+"""Images: the two named sets as published, class folders, and augmentation."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from detonation.data import batch, load
+from detonation.data import batch, load_dataset
 from detonation.data.download.image_files import Split
 from detonation.data.images import Images, statistics
 
@@ -32,21 +32,21 @@ def folder(tmp_path):
     ],
 )
 def test_the_named_sets_are_complete(source, shape, mean, std):
-    data = load("images", {"source": source})
+    data = load_dataset("images", {"source": source})
     assert len(data.train) == {"fashion-mnist": 60_000, "cifar10": 50_000}[source]
     assert len(data.validation) == 10_000
     assert data.model == {"image_size": shape[1], "channels": shape[0], "classes": 10}
     assert np.bincount(data.validation.split.labels).tolist() == [1000] * 10
     assert torch.allclose(data.train.mean / 255, torch.tensor(mean), atol=1e-4)
     assert torch.allclose(data.train.std / 255, torch.tensor(std), atol=1e-4)
-    taken = batch(data.train, seed=0, step=0, part=0, parts=1, size=512)
-    assert taken["pixel_values"].shape == (512, *shape) and taken["pixel_values"].dtype == torch.float32
-    assert taken["labels"].shape == (512,) and taken["labels"].dtype == torch.int64
-    assert abs(taken["pixel_values"].mean()) < 0.1 and abs(taken["pixel_values"].std() - 1) < 0.1
+    drawn = batch(data.train, seed=0, step=0, part=0, parts=1, size=512)
+    assert drawn["pixel_values"].shape == (512, *shape) and drawn["pixel_values"].dtype == torch.float32
+    assert drawn["labels"].shape == (512,) and drawn["labels"].dtype == torch.int64
+    assert abs(drawn["pixel_values"].mean()) < 0.1 and abs(drawn["pixel_values"].std() - 1) < 0.1
 
 
 def test_cifar10_begins_with_its_published_labels():
-    labels = load("images", {"source": "cifar10"}).train.split.labels
+    labels = load_dataset("images", {"source": "cifar10"}).train.split.labels
     assert labels[:6].tolist() == [6, 9, 9, 4, 1, 1]
 
 
@@ -58,42 +58,42 @@ def test_statistics_against_numpy():
 
 
 def test_a_folder_for_each_class(folder):
-    data = load("images", {"source": str(folder)})
+    data = load_dataset("images", {"source": str(folder)})
     assert data.model == {"channels": 3, "classes": 2}
     assert data.train.split.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    taken = data.train[torch.tensor([0, 5])]
-    assert taken["pixel_values"].shape == (2, 3, 4, 6)
-    assert taken["pixel_values"][:, 0, 0, 0].tolist() == [-1.0, 1.0]
-    assert taken["pixel_values"][:, 2].tolist() == torch.zeros(2, 4, 6).tolist()
+    drawn = data.train[torch.tensor([0, 5])]
+    assert drawn["pixel_values"].shape == (2, 3, 4, 6)
+    assert drawn["pixel_values"][:, 0, 0, 0].tolist() == [-1.0, 1.0]
+    assert drawn["pixel_values"][:, 2].tolist() == torch.zeros(2, 4, 6).tolist()
 
 
 def test_grey_folders_have_one_channel(tmp_path):
     for part in ("train", "validation"):
         picture(tmp_path / part / "a" / "0.png", 10, mode="L", size=(4, 4))
-    assert load("images", {"source": str(tmp_path)}).model == {"image_size": 4, "channels": 1, "classes": 1}
+    assert load_dataset("images", {"source": str(tmp_path)}).model == {"image_size": 4, "channels": 1, "classes": 1}
 
 
 def test_folders_that_do_not_fit_are_refused(folder):
     source = {"source": str(folder)}
     picture(folder / "validation" / "cow" / "0.png", 0)
     with pytest.raises(ValueError, match="classes that train has not: cow"):
-        load("images", source)
+        load_dataset("images", source)
     (folder / "validation" / "cow" / "0.png").unlink()
     picture(folder / "train" / "dog" / "9.png", 0, size=(8, 8))
     with pytest.raises(ValueError, match=r"9\.png is 8x8, the first image 6x4"):
-        load("images", source)
+        load_dataset("images", source)
     (folder / "train" / "dog" / "9.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"9\.png is no image that pillow can read"):
-        load("images", source)
+        load_dataset("images", source)
     with pytest.raises(ValueError, match="needs the folders train/CLASS and validation/CLASS"):
-        load("images", {"source": str(folder / "train")})
+        load_dataset("images", {"source": str(folder / "train")})
 
 
 def test_train_and_validation_must_have_one_shape(tmp_path):
     picture(tmp_path / "train" / "a" / "0.png", 0, size=(4, 4))
     picture(tmp_path / "validation" / "a" / "0.png", 0, size=(5, 5))
     with pytest.raises(ValueError, match=r"train images are \(4, 4, 3\), validation images \(5, 5, 3\)"):
-        load("images", {"source": str(tmp_path)})
+        load_dataset("images", {"source": str(tmp_path)})
 
 
 def examples(flip, crop, count=64):
@@ -114,16 +114,16 @@ def test_crops_shift_each_image_and_fill_with_the_mean():
     plain = examples(False, 0)[torch.arange(64)]["pixel_values"]
     cropped = examples(False, 2).augment({"pixel_values": plain}, torch.Generator().manual_seed(0))["pixel_values"]
     padded = torch.nn.functional.pad(plain, (2, 2, 2, 2))
-    places = set()
+    offsets = set()
     for before, after in zip(padded, cropped, strict=True):
         fits = [(y, x) for y in range(5) for x in range(5) if torch.equal(before[:, y : y + 5, x : x + 6], after)]
         assert len(fits) == 1
-        places.update(fits)
-    assert len(places) > 15
+        offsets.update(fits)
+    assert len(offsets) > 15
 
 
-def test_augmentation_is_of_the_step_and_of_train_only(folder):
-    data = load("images", {"source": str(folder), "flip": True, "crop": 2})
+def test_augmentation_depends_on_the_step_and_spares_validation(folder):
+    data = load_dataset("images", {"source": str(folder), "flip": True, "crop": 2})
     arguments = {"seed": 0, "part": 0, "parts": 1, "size": 6}
     once, again = (batch(data.train, step=1, **arguments)["pixel_values"] for _ in range(2))
     assert torch.equal(once, again)
@@ -140,4 +140,4 @@ def test_augmentation_is_of_the_step_and_of_train_only(folder):
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("images", arguments)
+        load_dataset("images", arguments)

@@ -1,4 +1,4 @@
-"""The laws of `batch`: pure, disjoint between parts, every example once an epoch."""
+"""The laws of `batch`: pure, disjoint between parts, every example once per epoch."""
 
 import pytest
 import torch
@@ -28,13 +28,13 @@ class Noisy(Numbers):
 
 
 def seen(count, seed, steps, parts, size):
-    """What each step's parts saw, in order; [steps * parts * size]."""
-    taken = [
+    """The examples of all parts of all steps, in order; [steps * parts * size]."""
+    drawn = [
         batch(Numbers(count), seed=seed, step=step, part=part, parts=parts, size=size)["input_ids"]
         for step in range(steps)
         for part in range(parts)
     ]
-    return torch.cat(taken)
+    return torch.cat(drawn)
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**40))
@@ -50,7 +50,7 @@ def test_every_epoch_has_every_example_once(count, parts, size, seed):
         assert torch.equal(order[epoch * count : (epoch + 1) * count].sort().values, torch.arange(count))
 
 
-def test_any_step_can_be_asked_for_directly_and_in_any_order():
+def test_steps_can_be_drawn_in_any_order():
     arguments = {"seed": 3, "parts": 3, "size": 4}
     forward = [[batch(Numbers(50), step=s, part=p, **arguments)["labels"] for p in range(3)] for s in range(20)]
     _permutation.cache_clear()
@@ -109,7 +109,7 @@ def test_a_limit_spreads_over_all_examples():
         list(batches(Numbers(10), 4, limit=0))
 
 
-def test_predictions_are_what_the_mean_is_over():
+def test_predictions_counts_the_terms_of_the_mean_loss():
     rows = torch.zeros(3, 5, dtype=torch.int64)
     assert predictions("text", {"labels": rows}) == 12
     assert predictions("images", {"labels": rows[:, 0]}) == 3

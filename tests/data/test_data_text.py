@@ -1,14 +1,14 @@
-"""Bytes of text: the sample that ships, the fetched ones, and files of one's own."""
+"""Text as bytes: the shipped sample, fetched sets, and text files."""
 
 import math
 
 import pytest
 import torch
 
-from detonation.data import batch, bigram_loss, load
+from detonation.data import batch, bigram_loss, load_dataset
 from detonation.data.download import prepare
 from detonation.data.download.sources import locate
-from detonation.data.text import PIECE, SAMPLE, hold_out
+from detonation.data.text import PIECE, TEXT_SAMPLE, hold_out
 
 
 def decoded(rows):
@@ -18,26 +18,26 @@ def decoded(rows):
 def test_the_sample_is_every_tenth_address_of_the_corpus():
     corpus = (locate("sotu") / "text.txt").read_bytes()
     assert len(corpus.decode().split("\n\n")) == 233
-    assert SAMPLE.read_bytes() == prepare.sotu_sample(corpus)
-    assert 900_000 < SAMPLE.stat().st_size < 1_000_000
+    assert TEXT_SAMPLE.read_bytes() == prepare.sotu_sample(corpus)
+    assert 900_000 < TEXT_SAMPLE.stat().st_size < 1_000_000
 
 
 def test_a_batch_of_the_sample():
-    data = load("text", {"source": "sotu-sample", "context": 64})
+    data = load_dataset("text", {"source": "sotu-sample", "context": 64})
     assert (data.name, data.kind, data.model) == ("sotu-sample", "text", {"vocab": 256})
-    taken = batch(data.train, seed=0, step=3, part=1, parts=2, size=4)
-    assert taken["input_ids"].shape == (4, 64) and taken["input_ids"].dtype == torch.int64
-    assert torch.equal(taken["input_ids"], taken["labels"])
-    corpus = SAMPLE.read_bytes()
-    assert all(decoded(row) in corpus for row in taken["input_ids"])
+    drawn = batch(data.train, seed=0, step=3, part=1, parts=2, size=4)
+    assert drawn["input_ids"].shape == (4, 64) and drawn["input_ids"].dtype == torch.int64
+    assert torch.equal(drawn["input_ids"], drawn["labels"])
+    corpus = TEXT_SAMPLE.read_bytes()
+    assert all(decoded(row) in corpus for row in drawn["input_ids"])
 
 
 @pytest.mark.parametrize("context", [32, 100, 128])
 def test_nothing_held_out_is_trained_on_and_nothing_is_lost(context):
-    data = load("text", {"context": context})
-    train, held_out = hold_out(torch.frombuffer(bytearray(SAMPLE.read_bytes()), dtype=torch.uint8))
-    assert len(train) + len(held_out) == SAMPLE.stat().st_size
-    assert 0.09 < len(held_out) / SAMPLE.stat().st_size < 0.11
+    data = load_dataset("text", {"context": context})
+    train, held_out = hold_out(torch.frombuffer(bytearray(TEXT_SAMPLE.read_bytes()), dtype=torch.uint8))
+    assert len(train) + len(held_out) == TEXT_SAMPLE.stat().st_size
+    assert 0.09 < len(held_out) / TEXT_SAMPLE.stat().st_size < 0.11
     assert decoded(data.validation.bytes) in decoded(held_out)
     assert decoded(data.train.bytes) in decoded(train)
     # Held-out pieces are long enough to be nowhere in the train text by chance.
@@ -46,22 +46,22 @@ def test_nothing_held_out_is_trained_on_and_nothing_is_lost(context):
 
 
 def test_a_bigram_is_far_better_than_nothing_and_the_held_out_part_like_the_rest():
-    loss = bigram_loss(load("text", {"source": "sotu-sample"}))
+    loss = bigram_loss(load_dataset("text", {"source": "sotu-sample"}))
     assert 2.3 < loss < 2.6 < math.log(256)
-    whole = bigram_loss(load("text", {"source": "sotu"}))
+    whole = bigram_loss(load_dataset("text", {"source": "sotu"}))
     assert abs(loss - whole) < 0.1
 
 
 def test_bigram_against_counting_by_hand(tmp_path):
     (tmp_path / "a.txt").write_text("ab" * 100)
-    data = load("text", {"source": str(tmp_path / "a.txt"), "context": 10})
+    data = load_dataset("text", {"source": str(tmp_path / "a.txt"), "context": 10})
     # 18 blocks of "ababababab": a is followed by b 90 times, b by a 72 times; add one for each of 256 bytes.
-    seen = [math.log((90 + 256) / 91)] * 5 + [math.log((72 + 256) / 73)] * 4
-    assert bigram_loss(data) == pytest.approx(sum(seen) / 9)
+    nats = [math.log((90 + 256) / 91)] * 5 + [math.log((72 + 256) / 73)] * 4
+    assert bigram_loss(data) == pytest.approx(sum(nats) / 9)
 
 
 def test_shakespeare_has_no_licence_text_and_no_folio():
-    data = load("text", {"source": "shakespeare"})
+    data = load_dataset("text", {"source": "shakespeare"})
     text = (locate("shakespeare") / "text.txt").read_text()
     assert "gutenberg" not in text.lower()
     assert "Who's there?" in text and "Whose there?" not in text
@@ -73,7 +73,7 @@ def test_a_directory_of_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 300)
     (tmp_path / "deep" / "b.txt").write_text("b" * 300)
     (tmp_path / "c.md").write_text("c" * 300)
-    data = load("text", {"source": str(tmp_path), "context": 8})
+    data = load_dataset("text", {"source": str(tmp_path), "context": 8})
     assert set(decoded(data.train.bytes)) <= set(b"ab\n")
     assert data.name == tmp_path.name
 
@@ -91,18 +91,18 @@ def test_a_directory_of_text_files(tmp_path):
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        load("text", arguments)
+        load_dataset("text", arguments)
 
 
 def test_empty_text_is_refused(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match=r"has 0 bytes; context 128 needs at least 1280"):
-        load("text", {"source": str(tmp_path / "empty.txt")})
+        load_dataset("text", {"source": str(tmp_path / "empty.txt")})
     with pytest.raises(ValueError, match=r"holds no \*\.txt"):
         (tmp_path / "none").mkdir()
-        load("text", {"source": str(tmp_path / "none")})
+        load_dataset("text", {"source": str(tmp_path / "none")})
 
 
 def test_an_unknown_task_is_refused():
     with pytest.raises(ValueError, match="unknown data 'txt', did you mean 'text'"):
-        load("txt", {})
+        load_dataset("txt", {})

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from detonation.data import batch, load
+from detonation.data import batch, load_dataset
 from detonation.data.download.sources import locate
 
 
@@ -21,55 +21,55 @@ def text(ids):
 
 
 def test_ids_mask_and_labels(pairs):
-    data = load("translation", {"source": str(pairs), "source_length": 10, "target_length": 12})
+    data = load_dataset("translation", {"source": str(pairs), "source_length": 10, "target_length": 12})
     assert (data.kind, data.name, data.model) == ("translation", "pairs", {"vocab": 384})
-    taken = data.train[torch.tensor([3, 0])]
-    assert {name: tuple(value.shape) for name, value in taken.items()} == {
+    drawn = data.train[torch.tensor([3, 0])]
+    assert {name: tuple(value.shape) for name, value in drawn.items()} == {
         "input_ids": (2, 10), "attention_mask": (2, 10), "labels": (2, 12),
     }  # fmt: skip
-    assert [text(row) for row in taken["input_ids"]] == ["one 3", "one 0"]
-    assert [text(row) for row in taken["labels"]] == ["uno ñ 3", "uno ñ 0"]
-    assert taken["input_ids"][0].tolist() == [b + 3 for b in b"one 3"] + [1, 0, 0, 0, 0]
-    assert taken["attention_mask"][0].tolist() == [1] * 6 + [0] * 4
-    assert taken["labels"][0].tolist() == [b + 3 for b in "uno ñ 3".encode()] + [1, -100, -100, -100]
+    assert [text(row) for row in drawn["input_ids"]] == ["one 3", "one 0"]
+    assert [text(row) for row in drawn["labels"]] == ["uno ñ 3", "uno ñ 0"]
+    assert drawn["input_ids"][0].tolist() == [b + 3 for b in b"one 3"] + [1, 0, 0, 0, 0]
+    assert drawn["attention_mask"][0].tolist() == [1] * 6 + [0] * 4
+    assert drawn["labels"][0].tolist() == [b + 3 for b in "uno ñ 3".encode()] + [1, -100, -100, -100]
 
 
 def test_every_tenth_pair_is_held_out(pairs):
-    data = load("translation", {"source": str(pairs)})
+    data = load_dataset("translation", {"source": str(pairs)})
     validation = {text(row) for row in data.validation[torch.arange(4)]["input_ids"]}
     train = {text(row) for row in data.train[torch.arange(36)]["input_ids"]}
     assert validation == {"one 9", "one 19", "one 29", "one 39"}
     assert len(train) == 36 and not train & validation
 
 
-def test_what_train_has_said_too_is_not_held_out(pairs):
+def test_a_pair_that_training_contains_is_not_held_out(pairs):
     lines = pairs.read_text("utf-8").splitlines(keepends=True)
     lines[29] = lines[0]
     pairs.write_text("".join(lines), "utf-8")
-    data = load("translation", {"source": str(pairs)})
+    data = load_dataset("translation", {"source": str(pairs)})
     assert [text(row) for row in data.validation[torch.arange(3)]["input_ids"]] == ["one 9", "one 19", "one 39"]
     assert len(data.train) == 36 and len(data.validation) == 3
 
 
 def test_long_pairs_are_left_out_and_the_other_direction_works(pairs):
     both = {"source": str(pairs), "source_length": 9, "target_length": 6}
-    data = load("translation", {**both, "reverse": True})
+    data = load_dataset("translation", {**both, "reverse": True})
     assert len(data.train) == 9  # "uno ñ 0" is 8 bytes, and the end makes 9
     assert text(data.train[torch.tensor([0])]["input_ids"][0]) == "uno ñ 0"
     with pytest.raises(ValueError, match="of which 0 and 0 fit source_length 3 and target_length 128"):
-        load("translation", {"source": str(pairs), "source_length": 3})
+        load_dataset("translation", {"source": str(pairs), "source_length": 3})
 
 
 def test_the_bible():
-    data = load("translation", {"source": "bible-en-es", "source_length": 512, "target_length": 512})
+    data = load_dataset("translation", {"source": "bible-en-es", "source_length": 512, "target_length": 512})
     assert 27_000 < len(data.train) < 28_000 and 3_000 < len(data.validation) < 3_110
     first = data.train[torch.tensor([0])]
     assert text(first["input_ids"][0]).startswith("In the beginning, God created")
     assert text(first["labels"][0]).startswith("EN el principio crió Dios")
-    short = load("translation", {"source": "bible-en-es"})
+    short = load_dataset("translation", {"source": "bible-en-es"})
     assert len(short.train) > 14_000
-    taken = batch(short.train, seed=0, step=0, part=0, parts=2, size=8)
-    assert taken["input_ids"].shape == (8, 128) and (taken["labels"] == 1).sum() == 8
+    drawn = batch(short.train, seed=0, step=0, part=0, parts=2, size=8)
+    assert drawn["input_ids"].shape == (8, 128) and (drawn["labels"] == 1).sum() == 8
 
 
 def test_footnotes_leave_a_space_behind():
@@ -83,11 +83,11 @@ def test_footnotes_leave_a_space_behind():
 def test_a_line_must_have_two_columns(pairs, line):
     pairs.write_text("a\tb\n" + line)
     with pytest.raises(ValueError, match=r"pair 2 has \d columns, not 2"):
-        load("translation", {"source": str(pairs)})
+        load_dataset("translation", {"source": str(pairs)})
 
 
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="did you mean 'bible-en-es'"):
-        load("translation", {"source": "bible-en-fr"})
+        load_dataset("translation", {"source": "bible-en-fr"})
     with pytest.raises(ValueError, match="column is for sources hf:NAME"):
-        load("translation", {"column": "translation"})
+        load_dataset("translation", {"column": "translation"})

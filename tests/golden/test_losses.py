@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import worlds
 from detonation.cluster.processes.signals import Stop
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import check, start
-from detonation.train.recipe.resolve import parse_sets, read, resolve
+from detonation.train.loop.session import check_config, start_session
+from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
 from detonation.train.recipe.schema import Config
 
 GOLDEN = Path(__file__).with_name("losses.json")
@@ -28,14 +28,14 @@ def config(scheme: str) -> Config:
     """Six steps as 2 x 2, a round of DiLoCo included."""
     short = ["train.steps=6", "train.validation_batches=1", "schedule.warmup=2", f"scheme.name={scheme}"]
     rounds = ["scheme.every=3"] if scheme == "diloco" else []
-    return check(resolve(read(RECIPE), parse_sets([*short, *rounds])))
+    return check_config(resolve(read_recipe(RECIPE), parse_sets([*short, *rounds])))
 
 
 def trained(mesh: DeviceMesh) -> dict[str, list[float]]:
     """Of each scheme the mean training loss of each step."""
     found = {}
     for scheme in SCHEMES:
-        session, records = start(config(scheme), torch.device("cpu")), []
+        session, records = start_session(config(scheme), torch.device("cpu")), []
         fit(session, 0, session.config.train.steps, records.append, Stop())
         found[scheme] = [record.loss for record in records]
     return found

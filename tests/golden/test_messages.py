@@ -30,12 +30,12 @@ def message(scheme: dt.Scheme) -> dict[str, list]:
     ramp = [torch.arange(45.0).view(5, 9).sub(20), torch.tensor([0.5, -8.0, 3.0])]
     flat = layout.flatten(ramp, torch.device("cpu"))
     selected = scheme.codec.select(flat, step=5, seed=1)
-    told = scheme.codec.encode(selected)
-    values = scheme.codec.read(told, layout.rows)
-    columns = torch.zeros_like(values, dtype=torch.long) if selected.columns is None else selected.columns
-    order = columns.argsort(1)
+    (sent,) = scheme.codec.encode(selected)
+    values = scheme.codec.read(sent, layout.rows)
+    indices = torch.zeros_like(values, dtype=torch.long) if selected.indices is None else selected.indices
+    order = indices.argsort(1)
     rounded = [[round(value, 3) for value in row] for row in values.gather(1, order).tolist()]
-    return {"values": rounded, "columns": columns.gather(1, order).tolist(), "bytes": scheme.codec.nbytes(layout.rows)}
+    return {"values": rounded, "columns": indices.gather(1, order).tolist(), "bytes": scheme.codec.nbytes(layout.rows)}
 
 
 @pytest.mark.parametrize("name, scheme", SCHEMES.items(), ids=SCHEMES)

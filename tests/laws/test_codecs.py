@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
-from detonation.core.codec.aggregate import Agreed, combined
+from detonation.core.codec.aggregate import Received, aggregate
 from detonation.core.codec.selection import Rotation
 from detonation.core.flat.layout import Layout
 from detonation.core.memory import Feedback, Memory
@@ -95,29 +95,29 @@ def test_writing_leaves_alone_what_is_absent():
 def test_law_1_nothing_is_lost(scheme, shapes, steps):
     layout = layout_of(shapes, scheme)
     memory = Memory(layout, Feedback(decay=1.0, alpha=1.0), CPU)
-    told = layout.zeros(CPU)
+    sent = layout.zeros(CPU)
     put_in = [torch.zeros(slot.shape) for slot in layout.slots]
     for step in range(steps):
         signals = signals_of(layout, step)
         message = encode(scheme, memory.absorb(signals), step, seed=0)
-        decoded = decode(scheme.codec, [message], layout.rows, step, seed=0, combine="replicas")
+        decoded = decode(scheme.codec, [message], layout.rows, step, seed=0, how="mean")
         memory.release([decoded])
-        told += decoded
+        sent += decoded
         put_in = [total + signal for total, signal in zip(put_in, signals, strict=True)]
-    for kept, sent, total in zip(layout.parts(memory.residual), layout.parts(told), put_in, strict=True):
-        torch.testing.assert_close(kept + sent, total, atol=2e-5, rtol=1e-5)
+    for left, went, total in zip(layout.parts(memory.residual), layout.parts(sent), put_in, strict=True):
+        torch.testing.assert_close(left + went, total, atol=2e-5, rtol=1e-5)
 
 
 @given(shapes=SHAPES, replicas=st.integers(1, 4))
 @laws
 def test_law_1_dropping_the_error_takes_out_the_coefficients_themselves(shapes, replicas):
-    scheme = dt.random(rate=1 / 4, precision="sign", error="drop")
+    scheme = dt.random(rate=1 / 4, precision="sign", error_feedback=False)
     layout = layout_of(shapes, scheme)
     flat = layout.flatten(signals_of(layout, 0), CPU)
     selected = scheme.codec.select(flat, 0, seed=0)
-    out = combined(Agreed.one(selected.values, selected.columns), scheme.codec.selection.chunk)
+    out = aggregate(Received([selected.values], [selected.indices]), scheme.codec.selection.chunk)
     left = flat - out
-    assert not left.gather(1, selected.columns).any()
+    assert not left.gather(1, selected.indices).any()
     assert torch.equal(left != 0, (flat != 0) & (out == 0))
 
 
@@ -130,10 +130,10 @@ def test_memory_is_the_stated_recurrence_and_its_padding_stays_zero(scheme, shap
     before = signals_of(layout, 1)
     memory.absorb(before)
     signals = signals_of(layout, 2)
-    told = layout.flatten(signals_of(layout, 3), CPU) + 1  # also where the padding is
+    sent = layout.flatten(signals_of(layout, 3), CPU) + 1  # also where the padding is
     memory.absorb(signals)
-    memory.release([told])
-    for view, old, new, out in zip(layout.parts(memory.residual), before, signals, layout.parts(told), strict=True):
+    memory.release([sent])
+    for view, old, new, out in zip(layout.parts(memory.residual), before, signals, layout.parts(sent), strict=True):
         torch.testing.assert_close(view, decay * old + new - alpha * out, atol=1e-5, rtol=1e-5)
     assert not memory.residual.view(-1)[layout.padding(CPU)].any()
 
@@ -147,7 +147,7 @@ def test_law_2_the_same_messages_decode_to_the_same_bits(scheme, shapes, replica
 
     def agreed() -> torch.Tensor:
         messages = [encode(scheme, flat.clone(), step, seed=5) for flat in flats]
-        return decode(scheme.codec, messages, layout.rows, step, seed=5, combine=scheme.combine)
+        return decode(scheme.codec, messages, layout.rows, step, seed=5, how=scheme.aggregation)
 
     assert torch.equal(agreed(), agreed())
 
@@ -163,17 +163,17 @@ def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start
     heard = layout.zeros(CPU)
     for step in range(start * period, (start + 1) * period):
         message = encode(scheme, ones, step, seed)
-        heard += decode(scheme.codec, [message], layout.rows, step, seed, "replicas")
-    assert period - 1 < 1 / rate + 1e-6 and scheme.codec.selection.kept <= rate * scheme.codec.selection.chunk + 1e-6
+        heard += decode(scheme.codec, [message], layout.rows, step, seed, "mean")
+    assert period - 1 < 1 / rate + 1e-6 and scheme.codec.selection.k <= rate * scheme.codec.selection.chunk + 1e-6
     assert all((view == 1).all() for view in layout.parts(heard))
 
 
 def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_seeds():
     selection = dt.random(rate=1 / 8).codec.selection
     flat = torch.zeros(50, selection.chunk)
-    first, next_cycle = selection.columns(flat, 0, 0), selection.columns(flat, selection.period, 0)
+    first, next_cycle = selection.indices(flat, 0, 0), selection.indices(flat, selection.period, 0)
     assert not torch.equal(first, next_cycle)
-    assert not torch.equal(first, selection.columns(flat, 0, 1))
+    assert not torch.equal(first, selection.indices(flat, 0, 1))
     assert len(first.sort(1).values.unique(dim=0)) > 20
 
 
@@ -181,11 +181,11 @@ def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_see
 @laws
 def test_top_k_tells_the_largest(signal, topk):
     flat = torch.tensor(signal).view(3, 8)
-    columns = dt.demo(topk, 8).codec.selection.columns(flat, 0, 0)
-    told = flat.abs().gather(1, columns).sort(1, descending=True).values
-    assert all(len(set(row)) == topk for row in columns.tolist())
+    indices = dt.demo(topk, 8).codec.selection.indices(flat, 0, 0)
+    sent = flat.abs().gather(1, indices).sort(1, descending=True).values
+    assert all(len(set(row)) == topk for row in indices.tolist())
     ties = {"rtol": 8 * 2.0**-23, "atol": 2.0**-145}  # `chunk` units in the last place
-    torch.testing.assert_close(told, flat.abs().sort(1, descending=True).values[:, :topk], **ties)
+    torch.testing.assert_close(sent, flat.abs().sort(1, descending=True).values[:, :topk], **ties)
 
 
 @each_scheme
@@ -209,18 +209,18 @@ def test_law_5_never_larger_than_dense(scheme, replicas):
     steps = range(scheme.round.every, 2 * scheme.round.every)
     per_step = sum(traffic.bytes_sent(scheme, layout, replicas, step, bare=True) for step in steps) / scheme.round.every
     if per_step <= dense:
-        traffic.check(scheme, layout, replicas)
+        traffic.require_below_dense(scheme, layout, replicas)
     else:
         with pytest.raises(traffic.LargerThanDense, match=f"{per_step:,.0f} bytes.*{dense:,}"):
-            traffic.check(scheme, layout, replicas)
+            traffic.require_below_dense(scheme, layout, replicas)
 
 
 def test_law_5_refuses_what_grows_with_the_replicas():
     layout = Layout.of({"w": (640, 64)}, 64)
-    traffic.check(dt.demo(topk=4, chunk=64), layout, 16)
-    traffic.check(dt.demo(topk=4, chunk=64), layout, 65)  # through owners
-    with pytest.raises(traffic.LargerThanDense, match="778,240 bytes a step over 65 replicas"):
-        traffic.check(dt.demo(topk=4, chunk=64, link="all-gather"), layout, 65)
+    traffic.require_below_dense(dt.demo(topk=4, chunk=64), layout, 16)
+    traffic.require_below_dense(dt.demo(topk=4, chunk=64), layout, 65)  # through owners
+    with pytest.raises(traffic.LargerThanDense, match="778,240 bytes per step over 65 replicas"):
+        traffic.require_below_dense(dt.demo(topk=4, chunk=64, link="all-gather"), layout, 65)
 
 
 @each_scheme
@@ -232,7 +232,7 @@ def test_law_7_the_update_is_linear_in_the_signal(scheme, shapes, scale):
 
     def update(signal: torch.Tensor) -> torch.Tensor:
         message = encode(scheme, signal, 0, seed=0)
-        return decode(scheme.codec, [message], layout.rows, 0, seed=0, combine=scheme.combine)
+        return decode(scheme.codec, [message], layout.rows, 0, seed=0, how=scheme.aggregation)
 
     assert torch.equal(update(flat * scale), update(flat) * scale)  # powers of two scale without rounding
 
@@ -260,9 +260,9 @@ def test_the_dct_of_a_tile_is_the_one_along_both_sides(side):
     torch.testing.assert_close(scheme.codec.basis.inverse(coefficients).view_as(tiles), tiles, atol=1e-5, rtol=1e-5)
 
 
-def test_columns_of_a_tile_take_twelve_bits():
+def test_indices_of_a_tile_take_twelve_bits():
     codec = dt.demo(topk=32, chunk=64, tiles=True, precision="sign").codec
-    assert codec.columns.width == 12 and codec.nbytes(10) == 10 * 32 * 12 // 8 + 10 * 32 // 8 + 2
+    assert codec.index_coding.width == 12 and codec.nbytes(10) == 10 * 32 * 12 // 8 + 10 * 32 // 8 + 2
     with pytest.raises(ValueError, match=r"topk is 4097, must be from 1 to chunk \* chunk \(4096\)"):
         dt.demo(topk=4097, chunk=64, tiles=True)
 
@@ -285,4 +285,4 @@ def test_every_rotation_declares_equal_messages():
     for make in (dt.random, dt.striding, dt.slicing):
         for rate in (1.0, 0.7, 0.5, 1 / 3, 1 / 64, 1 / 100):
             selection = make(rate).codec.selection
-            assert isinstance(selection, Rotation) and selection.kept * selection.period == selection.chunk
+            assert isinstance(selection, Rotation) and selection.k * selection.period == selection.chunk

@@ -11,16 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import detonation as dt
-from detonation.core.codec.codec import Message
-from detonation.core.codec.indices import Columns, Packed
+from detonation.core.codec.indices import IndexCoding, PackedIndices
 from detonation.core.codec.precision import PRECISIONS
-from detonation.core.integrity import header
-from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Drift, Ledger, NonFiniteGradient
-from detonation.core.integrity.nonfinite import LIMIT
-from detonation.core.integrity.validate import Expected, Inspected, faults, usable
+from detonation.core.compute import checksum as summing
+from detonation.core.compute import library
+from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
+from detonation.core.integrity import header, validate
+from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
+from detonation.core.integrity.guard import hash63
+from detonation.core.integrity.validate import Expected, explain_faults
+from detonation.core.runtime import Runtime
 from detonation.kernels import native
-from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest
+from payloads import CLASSES, REPLICAS, SCHEMES, STEP, Seen, fuzz, guard, honest, opened
 
 
 def test_of_a_thousand_bad_messages_none_is_used_and_each_sender_is_named():
@@ -35,10 +37,10 @@ def test_a_guard_that_reports_late_uses_none_either_and_names_the_same_for_the_s
     assert fuzz(seed=0, count=count, late=True) == fuzz(seed=0, count=count)
 
 
-def test_what_a_device_decides_on_messages_is_what_the_host_does():
+def test_what_tensors_decide_on_messages_is_what_the_host_explains(monkeypatch):
     """On tables of what is found in messages, of which any word may be one that is nearly right."""
     random = Random(0)
-    expected = Expected(header.Stamp(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
+    expected = Expected(header.Header(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
     identity = header.MAGIC | header.VERSION << 56
     outcomes = Counter()
     for _ in range(3000):
@@ -52,12 +54,20 @@ def test_what_a_device_decides_on_messages_is_what_the_host_does():
                     wrong.get(at, [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)])
                 )
         expected = replace(expected, signals=random.random() < 0.8)
-        table = [Inspected.of(row) for row in rows]
-        found = faults(table, expected)
-        used = [not fault and not each.header.status for each, fault in zip(table, found, strict=True)]
-        assert usable(torch.tensor(rows), expected).tolist() == used, rows
+        found = explain_faults([[*row, 0] for row in rows], expected)
+        used = [not fault and not row[5] for row, fault in zip(rows, found, strict=True)]
+        assert decided(rows, expected, monkeypatch) == used, rows
         outcomes.update(fault[:12] for fault in found)
     assert len(outcomes) >= 14 and outcomes[""] > 1000
+
+
+def decided(rows, expected, monkeypatch):
+    """Which of the messages may be used, by a table of their words and of what was found in them."""
+    monkeypatch.setattr(validate, "checksums", lambda _: torch.tensor([row[8] for row in rows]))
+    messages = [[torch.tensor(row[:8])] for row in rows]
+    return [
+        bool(row[-1]) for row in validate.decide_usable(messages, torch.tensor([row[9:] for row in rows]), expected)
+    ]
 
 
 def bits(value):
@@ -68,11 +78,12 @@ def bits(value):
 def test_honest_messages_are_used_as_they_are(name):
     said, shared = honest(name)
     ledger = Seen(0)
-    opened = guard(SCHEMES[name], 0, ledger).open([said[r, STEP] for r in range(REPLICAS)], ROWS, [shared] * 3, STEP)
+    messages = [said[r, STEP] for r in range(REPLICAS)]
+    received = opened(SCHEMES[name], guard(SCHEMES[name], 0, ledger), messages, shared, STEP)
     codec = SCHEMES[name].codec
-    for replica, values in enumerate(opened.values):
-        told = codec.precision.decode(said[replica, STEP][1], ROWS, codec.selection.kept)
-        assert torch.equal(values, told) and told.any()
+    for replica, values in enumerate(received.values):
+        sent = codec.precision.decode(said[replica, STEP][1], len(values), codec.selection.k)
+        assert torch.equal(values, sent) and sent.any()
     assert (ledger.refused, ledger.skipped, ledger.fatal) == (0, 0, 0)
 
 
@@ -90,34 +101,36 @@ def plain_checksum(parts):
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
 def test_the_checksum_is_its_definition(contents):
     parts = [torch.tensor(list(content), dtype=torch.uint8) for content in contents]
-    assert int(header.checksum(parts)) == plain_checksum(parts)
+    assert int(summing.checksum(parts)) == plain_checksum(parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 def test_the_checksum_is_the_same_compiled_or_not(dtype):
     part = torch.randint(0, 100, (20_001,)).to(dtype)
-    if native.load():
-        assert native.load().checksum(part, 7) == int(header._summed([part], 7))
-    assert int(header._summed([part[1:].clone()], 0)) == int(header._summed([part[1:]], 0))
+    if native.load_library():
+        assert native.load_library().checksums([[part]], [7])[0] == int(summing._summed([part], 7))
+    assert int(summing._summed([part[1:].clone()], 0)) == int(summing._summed([part[1:]], 0))
 
 
-@pytest.mark.parametrize("columns", [Columns(10, 4), Columns(64, 4), Columns(1000, 3), Columns(16, 9), Columns(10, 5)])
-def test_columns_that_no_encoder_makes_are_found_compiled_or_not(columns, monkeypatch):
+@pytest.mark.parametrize(
+    "indices", [IndexCoding(10, 4), IndexCoding(64, 4), IndexCoding(1000, 3), IndexCoding(16, 9), IndexCoding(10, 5)]
+)
+def test_indices_that_no_encoder_makes_are_found_compiled_or_not(indices, monkeypatch):
     rows = 4096
-    right = torch.rand(rows, columns.chunk).argsort(1)[:, : columns.kept].sort(1).values
+    right = torch.rand(rows, indices.chunk).argsort(1)[:, : indices.k].sort(1).values
     twice, outside, falling = right.clone(), right.clone(), right.clone()
     twice[rows // 2, 0] = twice[rows // 2, 1]
     falling[rows - 1] = falling[rows - 1].flip(0)
-    outside[7, 0] = 2**columns.width - 1
+    outside[7, 0] = 2**indices.width - 1
     found = []
-    for library in (native.load(), None):
-        cases = [columns.encode(c) for c in (right, twice)]
-        if not columns.bitmap:
-            cases.append(columns.encode(falling))
-        if not columns.bitmap and columns.chunk < 2**columns.width:
-            cases.append(columns.encode(outside))
-        monkeypatch.setattr(native, "load_for", lambda *_, library=library: library)
-        found.append([int(Packed(columns, case, rows).fault()) for case in cases])
+    for found_library in (library.load_library(), None):
+        cases = indices.encode([right, twice])
+        if not indices.bitmap:
+            cases += indices.encode([falling])
+        if not indices.bitmap and indices.chunk < 2**indices.width:
+            cases += indices.encode([outside])
+        monkeypatch.setattr(library, "load_library", lambda found=found_library: found)
+        found.append(indices.faults([PackedIndices(indices, case, rows) for case in cases]).tolist())
         monkeypatch.undo()
     assert found[0] == found[1] == [0, 2, 2, 1][: len(found[0])]
 
@@ -135,7 +148,8 @@ def test_what_an_encoder_makes_is_lawful(name, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
 def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype, late):
-    this = guard(dt.full(), 0, late=late)
+    runtime = Runtime(torch.device("cpu"))
+    vars(runtime)["decides_on_device"] = late
     ones = torch.ones(size, dtype=dtype)
     signals = [
         None,
@@ -145,25 +159,25 @@ def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype, la
         torch.tensor(0.0),
         ones.clone(),
     ]
-    assert this.status(signals) == 0 and this.status([None]) == 0
+    assert first_nonfinite(signals, runtime) == 0 and first_nonfinite([None], runtime) == 0
     signals[5][size // 2] = value
-    assert this.status(signals) == 6
+    assert first_nonfinite(signals, runtime) == 6
     ones[size // 2] = value
-    assert this.status(signals) == 4
+    assert first_nonfinite(signals, runtime) == 4
 
 
 def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
     said, _ = honest("list")
-    ledger = Ledger(["w"], 0, "skip")
+    ledger = FaultCounts(["w"], 0, "skip")
     codec = SCHEMES["list"].codec
     for time in range(IN_A_ROW + 1):
         assert ledger.fatal == 0
         messages = [said[r, STEP] for r in range(REPLICAS)]
-        stamp = header.Stamp(header.number("a schema"), STEP, 0, 2, status=1)
-        messages[2] = list(header.sealed(messages[2][1:], stamp))
-        opened = guard(SCHEMES["list"], 0, ledger).open(messages, ROWS, [None] * 3, STEP)
-        assert not opened.values[2].any() and opened.values[1].any()
-        assert torch.equal(opened.columns[2][0], torch.arange(codec.selection.kept))
+        stamp = header.Header(hash63("a schema"), STEP, 0, 2, status=1)
+        messages[2] = list(stamp.sealed([messages[2][1:]])[0])
+        received = opened(SCHEMES["list"], guard(SCHEMES["list"], 0, ledger), messages, None, STEP)
+        assert not received.values[2].any() and received.values[1].any()
+        assert (received.indices[2].unpacked < codec.selection.chunk).all()
         assert (ledger.skipped, ledger.refused) == (time + 1, 0)
     error = ledger.error(ledger.fatal, STEP)
     assert isinstance(error, NonFiniteGradient)
@@ -171,7 +185,7 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
 
 
 def test_three_strikes_stop_all_and_name_the_sender():
-    ledger = Ledger(["w"], 0)
+    ledger = FaultCounts(["w"], 0)
     for step in range(STRIKES):
         assert ledger.fatal == 0
         ledger.refuse(1, "does not add up", step)
@@ -185,18 +199,18 @@ def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
     said, _ = honest("list")
     scheme, ledgers = SCHEMES["list"], [Seen(r) for r in range(REPLICAS)]
     guards = [guard(scheme, r, ledgers[r], late) for r in range(REPLICAS)]
-    messages = [guards[r].seal(Message(*said[r, STEP][1:]), STEP, 0) for r in range(REPLICAS)]
+    messages = [guards[r].seal([said[r, STEP][1:]], STEP, 0)[0] for r in range(REPLICAS)]
     for r in range(REPLICAS):
         arrived = [list(parts) for parts in messages]
         if r == 2:
             arrived[1][1] = arrived[1][1] + 1
-        guards[r].open(arrived, ROWS, [None] * REPLICAS, STEP)
+        opened(scheme, guards[r], arrived, None, STEP)
         ledgers[r].catch_up(math.inf)
     assert [ledger.refused for ledger in ledgers] == [0, 0, 1]
-    following = [guards[r].seal(Message(*said[r, STEP][1:]), STEP + 1, 0) for r in range(REPLICAS)]
+    following = [guards[r].seal([said[r, STEP][1:]], STEP + 1, 0)[0] for r in range(REPLICAS)]
     for r in range(REPLICAS):
-        guards[r].open(following, ROWS, [None] * REPLICAS, STEP + 1)
+        opened(scheme, guards[r], following, None, STEP + 1)
         ledgers[r].catch_up(math.inf)
     error = ledgers[0].error(ledgers[0].fatal, STEP + 1)
-    assert isinstance(error, Drift) and "replica 2" in str(error)
+    assert isinstance(error, Desync) and "replica 2" in str(error)
     assert {ledger.fatal for ledger in ledgers} == {ledgers[0].fatal}

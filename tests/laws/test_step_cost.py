@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 from detonation.core.codec.codec import Message
-from detonation.core.engine.native import engine_for
-from detonation.core.integrity.fault_counts import Ledger
-from detonation.core.integrity.guard import Guard
+from detonation.core.compute import library
+from detonation.core.compute.nonfinite import first_nonfinite
+from detonation.core.engine.compiled import engine_for
 from detonation.core.memory import Memory
-from detonation.kernels import native
+from detonation.core.runtime import Runtime
 from zoo import TALKING
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def watched(scheme, shapes, kernels):
     """A step of an engine, from gradients to gradients, and what it did; the second one, as caches are filled."""
     layout = scheme.codec.layout({f"p{i}": shape for i, shape in enumerate(shapes)})
     memory = Memory(layout, scheme.feedback, CPU) if scheme.feedback else None
-    engine = engine_for(scheme.codec, layout, memory, CPU, 0, kernels)
+    engine = engine_for(scheme.codec, layout, memory, Runtime(CPU, 0, kernels))
     gradients = [torch.randn(shape) for shape in shapes]
     known = [memory.residual] if memory else []
     for step in range(2):
@@ -70,19 +70,20 @@ def watched(scheme, shapes, kernels):
 
 
 def advance(engine, scheme, rows, gradients, step):
-    selected = engine.select(gradients, step)
-    message = scheme.codec.encode(selected)
-    engine.release(selected, scheme.codec.read(message, rows))
-    shared = selected.columns if scheme.codec.selection.shared else None
+    selected = engine.encode(gradients, step)
+    (message,) = scheme.codec.encode(selected)
+    if not engine.releases_at_once:
+        engine.release(selected, scheme.codec.read(message, rows) if engine.needs_own_values else None)
+    shared = selected.indices if scheme.codec.selection.shared else None
     del selected
-    received = [Message(message.values.clone(), message.columns), message]
-    engine.write(scheme.codec.agreed(received, rows, shared, scheme.combine), gradients)
+    received = [Message(message.values.clone(), message.indices), message]
+    engine.write(scheme.codec.received(received, rows, [shared] * len(received), scheme.aggregation), gradients)
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """Without compiled code anywhere, as on an accelerator."""
-    monkeypatch.setattr(native, "load", lambda: None)
+    monkeypatch.setattr(library, "load_library", lambda: None)
 
 
 @pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
@@ -105,12 +106,13 @@ def test_nor_do_those_of_what_an_accelerator_decides(name, plain):
     for n in (10, 100):
         layout = scheme.codec.layout({f"p{i}": (64 * 300 // n,) for i in range(n)})
         memory = Memory(layout, scheme.feedback, CPU) if scheme.feedback else None
-        engine = engine_for(scheme.codec, layout, memory, CPU, 0, kernels=False)
-        guard = Guard(scheme.codec, [slot.name for slot in layout.slots], "", 0, 0, 0, Ledger([], 0), late=True)
+        runtime = Runtime(CPU, 0, kernels=False)
+        engine = engine_for(scheme.codec, layout, memory, runtime)
+        vars(runtime)["decides_on_device"] = True
         gradients = [torch.randn(slot.shape) for slot in layout.slots]
         for step in range(2):
             with Watch() as watch:
-                engine.select_where(guard.status(gradients) == 0, gradients, step)
+                engine.encode(gradients, step, finite=first_nonfinite(gradients, runtime) == 0)
         counted.append(len(watch.names))
     assert counted[0] == counted[1]
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import detonation as dt
 from detonation.core.codec import selection
 from detonation.core.integrity import readback
-from detonation.core.integrity.fault_counts import Ledger
+from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.schemes import buckets
 from zoo import TALKING
 
@@ -33,13 +33,13 @@ class Mirror:
     def size(self):
         return 2
 
-    def reduce(self, values):
+    def all_reduce(self, values):
         return lambda: values + values
 
-    def gather(self, mine):
+    def all_gather(self, mine):
         return lambda: torch.stack([mine, mine])
 
-    def swap(self, mine):
+    def all_to_all(self, mine):
         return lambda: mine.view(2, -1)
 
 
@@ -71,8 +71,8 @@ class Posted:
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
     """What `meta` lacks to be one: a way to the host, and generators."""
-    monkeypatch.setattr(readback, "Later", Posted)
-    monkeypatch.setattr(Ledger, "refuse", lambda *_: None)  # of messages that say nothing
+    monkeypatch.setattr(readback, "Readback", Posted)
+    monkeypatch.setattr(FaultCounts, "refuse", lambda *_: None)  # of messages that say nothing
     monkeypatch.setattr(selection, "_generator", lambda device, *key: None)
     yield
     selection._permutations.cache_clear()
@@ -92,7 +92,7 @@ def model_and_optimizer(levels, base):
 def trained(levels, base, monkeypatch):
     """Some steps, of which all but the first may look at nothing on the host."""
     model, optimizer = model_and_optimizer(levels, base)
-    optimizer.built()
+    optimizer.build()
     for step in range(STEPS):
         Posted.step = step
         for parameter in model.parameters():
@@ -126,7 +126,7 @@ def test_the_host_waits_for_nothing_under_a_momentum(base, monkeypatch):
 
 def test_the_host_waits_for_nothing_where_levels_tell_one_another_to_stop(monkeypatch):
     optimizer = trained([(Mirror(), dt.full()), (Mirror(), dt.demo(link="owner"))], signs, monkeypatch)
-    assert optimizer._watch.others
+    assert optimizer._consensus._others
 
 
 class Streams:
@@ -151,7 +151,7 @@ def test_the_host_waits_for_nothing_while_backward_sends(name, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**16)
     monkeypatch.setattr(buckets, "LARGEST", 2**16)
     model, optimizer = model_and_optimizer([(Mirror(), SCHEMES[name])], signs)
-    assert len(optimizer.built()[0].channel.carriers) > 1
+    assert len(optimizer.build()[0].channel.pipelines) > 1
     for Posted.step in range(3):
         if Posted.step == 1:
             monkeypatch.setattr(torch, "tensor", refused)

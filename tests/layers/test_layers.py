@@ -1,124 +1,220 @@
-"""Who may import whom: the table of the design, held to the source."""
+"""Who may import whom: one line per folder, held to the source."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import detonation
 
-SOURCE = Path(detonation.__file__).parent
-CORE = [  # from the ground up: a module imports from lines above its own, or its own line's left
-    ["tiles", "flat"],
-    ["bits", "later", "envelope", "ledger", "poison", "verdict"],
-    ["basis", "columns", "largest", "selection", "precision", "combine", "rounds"],
-    ["codec"],
-    ["memory", "scheme", "gradient_schemes", "parameter_schemes", "schemes", "buckets", "traffic", "owners"],
-    ["pace", "wire", "lanes"],
-    ["link"],
-    ["guard", "drift"],
-    ["plain", "blocked", "engine", "exchange", "private", "channel", "trial"],
-    [
-        "place",
-        "closure",
-        "signsgd",
-        "signals",
-        "muon",
-        "pending",
-        "outer",
-        "replicator",
-        "watch",
-        "overlap",
-        "gradient_replicator",
-        "parameter_replicator",
-        "build",
-        "change",
-        "replicate",
-    ],
-    ["checkpoint"],
-]
-MAY_IMPORT = {  # besides choices, which is a leaf
-    "kernels": {"kernels"},
-    "core": {"core", "kernels"},
-    "cluster": {"cluster", "core"},
-    "checkpoint": {"checkpoint", "core"},
-    "models": {"models"},
-    "data": {"data"},
-    "report": {"report"},
-    "plan": {"plan", "cluster", "core"},
-    "train": {"train", "checkpoint", "cluster", "core", "data", "models", "plan", "report"},
-    "cli": {"cli", "train", "checkpoint", "cluster", "data", "report"},
-    "__main__": {"__main__", "cli"},
+# A folder may import from the folders on its line, and from all that those may import in the same package.
+# It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
+# where it has a line, and belongs to the line of the package otherwise. `choices` and `version` are open to all.
+# The last column: what a folder may import of torch.distributed (nothing, its DTensor alone, or anything).
+NONE, DTENSOR, ANY = "nothing", "DTensor", "anything"
+HOUSE = {
+    "choices": ("", NONE),
+    "version": ("", NONE),
+    "kernels": ("", NONE),
+    "core/flat": ("", DTENSOR),
+    "core/round": ("", NONE),
+    "core/runtime": ("", NONE),
+    "core/compute": ("core/flat core/runtime kernels", NONE),
+    "core/codec": ("core/flat core/round core/runtime core/compute", NONE),
+    "core/memory": ("core/flat core/round core/runtime core/compute", NONE),
+    "core/optim": ("core/flat core/round core/runtime core/compute", DTENSOR),
+    "core/integrity": ("core/codec core/memory core/optim", NONE),
+    "core/schemes": ("core/integrity", NONE),
+    "core/engine": ("core/integrity", NONE),
+    "core/link": ("core/schemes core/engine", ANY),
+    "core/replicator": ("core/link", NONE),
+    "core/agreement": ("core/replicator", DTENSOR),
+    "core/optimizer": ("core/agreement", ANY),
+    "core": ("core/optimizer", NONE),
+    "cluster/processes": ("core", ANY),
+    "cluster/init": ("cluster/processes core", ANY),
+    "cluster/network": ("cluster/init core", ANY),
+    "cluster": ("cluster/network core", ANY),
+    "checkpoint/files": ("core", DTENSOR),
+    "checkpoint/gather": ("core", ANY),
+    "checkpoint/rank_state": ("core", ANY),
+    "checkpoint/save": ("checkpoint/files checkpoint/gather checkpoint/rank_state core", ANY),
+    "checkpoint/load": ("checkpoint/save core", ANY),
+    "checkpoint": ("checkpoint/load core", NONE),
+    "models": ("", NONE),
+    "data/dataset": ("", NONE),
+    "data/download": ("", NONE),
+    "data": ("data/dataset data/download", NONE),
+    "report/words": ("", NONE),
+    "report/read": ("", NONE),
+    "report/figures": ("report/words report/read", NONE),
+    "report/plan_table": ("report/words", NONE),
+    "report/table": ("report/words", NONE),
+    "report/html": ("report/plan_table report/table report/figures", NONE),
+    "report": ("report/html", NONE),
+    "plan": ("cluster core", ANY),
+    "train/recipe": ("cluster/init core models", NONE),
+    "train/output": ("train/recipe cluster data report", NONE),
+    "train/loop": ("train/output checkpoint cluster core data models", ANY),
+    "train/auto": ("train/loop plan cluster core", ANY),
+    "train/run": ("train/auto plan checkpoint cluster core", ANY),
+    "train/verbs": ("train/run plan checkpoint cluster core data models", ANY),
+    "train": ("train/verbs", NONE),
+    "extend": ("core", NONE),
+    "testing": ("cluster/network core", NONE),
+    "cli": ("train checkpoint cluster data report", NONE),
+    "__main__": ("cli", NONE),
 }
-NO_NETWORK = [
-    "tiles",
-    "flat",
-    "bits",
-    "basis",
-    "largest",
-    "selection",
-    "precision",
-    "columns",
-    "combine",
-    "codec",
-    "memory",
-    "rounds",
-    "schemes",
-    "traffic",
-    "pace",
-    "buckets",
-    "owners",
-    "pending",
-    "private",
-    "later",
-    "envelope",
-    "ledger",
-    "poison",
-    "verdict",
-    "guard",
-]
-FILES = sorted(path.relative_to(SOURCE) for path in SOURCE.rglob("*.py"))
+KERNELS_THROUGH = "core/compute/library.py"
+
+MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 300, 20
+SHORT = {
+    "__main__.py": "the entry point, which says which extra is missing before anything else is imported",
+    "core/optim/closure.py": "the closure of torch optimizers, which SignSGD, Muon and Replicated evaluate alike",
+    "version.py": "the version, for all that may not import the package's face",
+}
+"""Files below the least number of lines, each with its reason."""
+
+SOURCE = Path(detonation.__file__).parent
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+FOLDERS = sorted({Path(path).parent.as_posix() for path in FILES} - {"."})
+MODULES = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in FILES}
+FACE = "detonation/__init__.py"
+INSIDE = [path for path in FILES if path != "__init__.py"]
 
 
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it, but for type checkers only."""
-    found = set()
+def room(path: str) -> str:
+    """The line of the table that a file belongs to."""
+    stem, folder = path.removesuffix(".py"), Path(path).parent.as_posix()
+    return stem if stem in HOUSE else folder
+
+
+@cache
+def below(name: str) -> frozenset[str]:
+    """All rooms that `name` may import from; a package on a line stands for all rooms in it."""
+    package = name.split("/")[0]
+    found = {name, *(other for other in HOUSE if other.startswith(f"{name}/"))}
+    for other in HOUSE[name][0].split():
+        if other.split("/")[0] == package:
+            found |= {room for room in below(other) if room.split("/")[0] == package}
+        else:
+            found |= {room for room in HOUSE if room == other or room.startswith(f"{other}/")}
+    return frozenset(found)
+
+
+@cache
+def imports(path: str) -> frozenset[str]:
+    """Every import of a file, anywhere in it: `module` where a module is imported, `module:name` where a name is."""
+    found: set[str] = set()
+    here = ["detonation", *Path(path).parent.parts]
     for node in ast.walk(ast.parse((SOURCE / path).read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                found.add(inner if inner.removeprefix("detonation.") in MODULES else f"{module}:{alias.name}")
+    return frozenset(found)
+
+
+def ours(path: str) -> dict[str, str]:
+    """The rooms that a file imports from, each with one import of it; the face counts as one."""
+    found = {}
+    for name in imports(path):
+        module = name.partition(":")[0]
+        if module == "detonation":
+            found[FACE] = name
+        elif module.startswith("detonation."):
+            inner = module.removeprefix("detonation.").replace(".", "/")
+            found[room(f"{inner}/__init__.py" if f"{inner}/__init__.py" in FILES else f"{inner}.py")] = name
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1 or p.stem == "__main__"], ids=str)
-def test_packages_import_downwards(path):
-    package = path.parts[0].removesuffix(".py")
-    ours = {name.split(".")[1] for name in imports(path) if name.startswith("detonation.")}
-    assert ours - {"choices", "__version__"} <= MAY_IMPORT[package]
+def test_every_folder_has_a_line_and_every_line_is_there():
+    assert {*FOLDERS} <= HOUSE.keys()
+    assert {name for name in HOUSE if f"{name}.py" not in FILES and name not in FOLDERS} == set()
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "core" and p.stem != "__init__"], ids=str)
-def test_core_modules_import_downwards(path):
-    order = [name for line in CORE for name in line]
-    below = set(order[: order.index(path.stem)])
-    assert {name.split(".")[2] for name in imports(path) if name.startswith("detonation.core.")} <= below
+def test_a_line_names_only_folders_above_it():
+    order = list(HOUSE)
+    assert all(order.index(other) < order.index(name) for name in HOUSE for other in HOUSE[name][0].split())
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "core"], ids=str)
-def test_core_needs_torch_alone_and_the_ground_knows_no_network(path):
-    others = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
+@pytest.mark.parametrize("path", INSIDE)
+def test_folders_import_downwards(path):
+    allowed = {*below(room(path)), "choices", "version", FACE}
+    assert {other: name for other, name in ours(path).items() if other not in allowed} == {}
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_nobody_inside_imports_the_face(path):
+    assert FACE not in ours(path)
+
+
+def test_the_kernels_have_one_door():
+    through = {path for path in INSIDE if "kernels" in ours(path) and not path.startswith("kernels/")}
+    assert through == {KERNELS_THROUGH}
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_the_network_stays_in_its_rooms(path):
+    network = {name for name in imports(path) if name.split(":")[0].startswith("torch.distributed")}
+    may = HOUSE[room(path)][1]
+    unwrapping = {name for name in network if name.split(":")[0] == "torch.distributed.tensor"}
+    assert network <= {NONE: set(), DTENSOR: unwrapping, ANY: network}[may]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.startswith("core/")])
+def test_core_needs_torch_alone(path):
+    others = {name.split(":")[0].split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
     assert others <= {"torch", "detonation"}
-    if path.stem in NO_NETWORK:
-        network = {name for name in imports(path) if name.startswith("torch.distributed")}
-        unwrapping = {"torch.distributed.tensor", "torch.distributed.tensor.DTensor"}
-        assert network == (unwrapping if path.stem == "flat" else set())
 
 
 def test_no_star_imports():
-    assert not [path for path in FILES for name in imports(path) if name.endswith(".*")]
+    assert not [path for path in FILES for name in imports(path) if name.endswith(":*")]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_holds_few_files_and_says_what_is_in_it(folder):
+    assert len([path for path in SOURCE.joinpath(folder).glob("*.py") if path.stem != "__init__"]) <= MOST_FILES
+    said = ast.get_docstring(ast.parse(SOURCE.joinpath(folder, "__init__.py").read_text())) or ""
+    assert len(said) >= 40 and "TODO" not in said
+
+
+@pytest.mark.parametrize("path", INSIDE)
+def test_a_file_is_neither_long_nor_short(path):
+    lines = len((SOURCE / path).read_text().splitlines())
+    assert lines <= MOST_LINES
+    if Path(path).stem != "__init__":
+        assert (lines < FEWEST_LINES) == (path in SHORT)
+
+
+def test_each_name_occurs_once():
+    """Public classes, functions, constants and files, but for `main` and the type variable `T`."""
+    names = [Path(path).stem for path in FILES if Path(path).stem != "__init__"]
+    assert sorted({f"{name}.py" for name in names if names.count(name) > 1}) == []
+    where: dict[str, list[str]] = {}
+    for path in INSIDE:
+        for node in ast.parse((SOURCE / path).read_text()).body:
+            for name in defined(node):
+                if not name.startswith("_") and name not in {"T", "main"}:
+                    where.setdefault(name, []).append(path)
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a module defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return []
 
 
 def test_importing_the_package_does_not_import_torch():

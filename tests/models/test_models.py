@@ -1,4 +1,4 @@
-"""Every model: finite loss near what chance gives, gradients everywhere, and sizes that must fit."""
+"""Every model: initial loss near chance, gradients for all parameters, and checks of sizes."""
 
 import math
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from detonation import models
-from detonation.data import batch, load
+from detonation.data import batch, load_dataset
 
 CASES = [
     ("olmo2", {}, 590_976, math.log(256)),
@@ -33,14 +33,14 @@ def inputs(name, arguments, rows=4):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.flip(0)}
 
 
-def made(name, arguments):
+def built(name, arguments):
     torch.manual_seed(0)
-    return models.build(name, arguments)
+    return models.build_model(name, arguments)
 
 
 @pytest.mark.parametrize(("name", "arguments", "count", "chance"), CASES)
 def test_forward_and_backward(name, arguments, count, chance):
-    model = made(name, arguments)
+    model = built(name, arguments)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     output = model(**inputs(name, arguments))
     assert output.loss.dtype == torch.float32 and output.loss.shape == ()
@@ -55,7 +55,7 @@ def test_forward_and_backward(name, arguments, count, chance):
 @pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
 def test_the_loss_is_the_mean_in_nats(name):
     batch = inputs(name, {})
-    model = made(name, {})
+    model = built(name, {})
     output = model(**batch)
     logits, labels = output.logits, batch["labels"]
     if name == "olmo2":
@@ -66,22 +66,22 @@ def test_the_loss_is_the_mean_in_nats(name):
 
 @pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
 def test_weights_are_a_function_of_the_seed(name):
-    one, same = made(name, {}), made(name, {})
-    other = models.build(name, {})
-    for a, b in zip(one.parameters(), same.parameters(), strict=True):
+    first, same = built(name, {}), built(name, {})
+    other = models.build_model(name, {})
+    for a, b in zip(first.parameters(), same.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["olmo2", "vit", "t5"])
 def test_the_loss_is_fp32_in_a_bf16_model(name):
     batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs(name, {}).items()}
-    output = made(name, {}).bfloat16()(**batch)
+    output = built(name, {}).bfloat16()(**batch)
     assert output.loss.dtype == torch.float32
 
 
-def test_padding_and_what_is_masked_change_nothing():
-    model = made("t5", {})
+def test_padding_and_masked_positions_change_nothing():
+    model = built("t5", {})
     batch = inputs("t5", {})
     plain = model(**batch).loss
     wider = {
@@ -93,7 +93,7 @@ def test_padding_and_what_is_masked_change_nothing():
 
 
 def test_a_causal_model_does_not_see_ahead():
-    model = made("olmo2", {}).eval()
+    model = built("olmo2", {}).eval()
     ids = inputs("olmo2", {})["input_ids"]
     changed = ids.clone()
     changed[:, 12:] = 7
@@ -101,15 +101,15 @@ def test_a_causal_model_does_not_see_ahead():
 
 
 def test_tied_embeddings_are_one_tensor():
-    tied, untied = made("olmo2", {"tie_embeddings": True}), made("olmo2", {})
+    tied, untied = built("olmo2", {"tie_embeddings": True}), built("olmo2", {})
     assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
     assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize(("name", "task"), [("olmo2", "text"), ("vit", "images"), ("t5", "translation")])
-def test_models_learn_from_the_data_they_are_for(name, task):
-    data = load(task, {})
-    model = made(name, dict(data.model))
+def test_models_learn_from_their_data(name, task):
+    data = load_dataset(task, {})
+    model = built(name, dict(data.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(25):
@@ -138,10 +138,10 @@ def test_models_learn_from_the_data_they_are_for(name, task):
 )
 def test_wrong_sizes_and_names_are_refused(name, arguments, message):
     with pytest.raises(ValueError, match=message):
-        models.build(name, arguments)
+        models.build_model(name, arguments)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"pip install 'detonation-torch\[models\]'"):
-        models.build("vit", {})
+        models.build_model("vit", {})

@@ -9,7 +9,8 @@ from torch import nn
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import Layout, local
+from detonation.core.flat.layout import Layout
+from detonation.core.flat.tensors import local
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.memory import Feedback, Memory
 from detonation.core.schemes import traffic
@@ -25,10 +26,10 @@ def test_striding_and_slicing_reach_every_coordinate(make, rate, size):
     """Published: the same rows for ever at power-of-two rates; 4 of 48 row groups at size 96; slicing sends zeros."""
     scheme = make(rate=rate)
     layout = scheme.codec.layout({"w": (size,)})
-    flat, told = layout.flatten([torch.ones(size)], CPU), layout.zeros(CPU)
+    flat, sent = layout.flatten([torch.ones(size)], CPU), layout.zeros(CPU)
     for step in range(round(1 / rate)):
-        told += decode(scheme.codec, [encode(scheme, flat, step, 0)], layout.rows, step, 0, "replicas")
-    assert (layout.views(told)[0] == 1).all()
+        sent += decode(scheme.codec, [encode(scheme, flat, step, 0)], layout.rows, step, 0, "mean")
+    assert (layout.views(sent)[0] == 1).all()
 
 
 def test_the_rotation_advances_by_step_not_by_tensor():
@@ -37,8 +38,8 @@ def test_the_rotation_advances_by_step_not_by_tensor():
     one = scheme.codec.layout({"w": (64,)})
     many = scheme.codec.layout({f"p{i}": (64,) for i in range(7)})
     for step in range(5):
-        columns = [scheme.codec.selection.columns(layout.zeros(CPU), step, 0) for layout in (one, many)]
-        assert torch.equal(columns[0].expand(7, -1), columns[1])
+        indices = [scheme.codec.selection.indices(layout.zeros(CPU), step, 0) for layout in (one, many)]
+        assert torch.equal(indices[0].expand(7, -1), indices[1])
 
 
 def local_steps(mesh, every):
@@ -69,9 +70,9 @@ def test_a_coefficient_that_one_of_four_sends_weighs_a_quarter():
     codec = dt.demo(topk=1, chunk=4).codec
     identity = type(codec)(dt.full().codec.basis, codec.selection, codec.precision)
     flats = [torch.eye(4)[i : i + 1] * 8 for i in range(4)]
-    messages = [identity.encode(identity.select(flat, 0, 0)) for flat in flats]
-    assert decode(identity, messages, 1, 0, 0, "replicas").tolist() == [[2, 2, 2, 2]]
-    assert decode(identity, messages, 1, 0, 0, "senders").tolist() == [[8, 8, 8, 8]]
+    messages = identity.encode(*[identity.select(flat, 0, 0) for flat in flats])
+    assert decode(identity, messages, 1, 0, 0, "mean").tolist() == [[2, 2, 2, 2]]
+    assert decode(identity, messages, 1, 0, 0, "mean_nonzero").tolist() == [[8, 8, 8, 8]]
 
 
 def decayed(mesh):
@@ -105,7 +106,7 @@ def test_scalars_empty_shards_and_kernels_are_parameters_too(make, shape):
     layout = scheme.codec.layout({"p": shape})
     memory = Memory(layout, Feedback(0.999), CPU)
     flat = memory.absorb([torch.ones(shape)])
-    memory.release([decode(scheme.codec, [encode(scheme, flat, 0, 0)], layout.rows, 0, 0, "replicas")])
+    memory.release([decode(scheme.codec, [encode(scheme, flat, 0, 0)], layout.rows, 0, 0, "mean")])
     assert layout.parts(memory.residual)[0].isfinite().all()
 
 

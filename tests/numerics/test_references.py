@@ -8,14 +8,16 @@ from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import local
+from detonation.core.flat.tensors import local
 from zoo import Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 STEPS = 10
 
 
 def train(mesh, scheme, make, steps=STEPS, settle=False):
-    """Full weights after training `Plain`, by name. Never by sign: where replicas cancel, that is noise."""
+    """Full weights after training `ReferenceEngine`, by name. Never by sign: where replicas cancel, that is noise."""
     model = dt.shard(built(Plain), mesh)
     optimizer = dt.replicate(make(model.parameters()), model, mesh["replicate"], scheme)
     for step in range(steps):
@@ -23,7 +25,7 @@ def train(mesh, scheme, make, steps=STEPS, settle=False):
         optimizer.step()
         optimizer.zero_grad()
     if settle:
-        optimizer.settle()
+        optimizer.synchronize()
     return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
 
 
@@ -111,15 +113,15 @@ def plain_decoupled(mesh, extract, decay):
     optimizer = sgd(model.parameters())
     momenta = [{n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(mesh.size())]
     for step in range(STEPS):
-        told = []
+        sent = []
         for rank, momentum in enumerate(momenta):
             for name, g in gradients(model, [rank], step).items():
                 momentum[name].mul_(decay).add_(g)
-            told.append({name: extract(name, m, step) for name, m in momentum.items()})
-            for name, q in told[-1].items():
+            sent.append({name: extract(name, m, step) for name, m in momentum.items()})
+            for name, q in sent[-1].items():
                 momentum[name].sub_(q)
         for name, p in model.named_parameters():
-            p.grad = torch.stack([q[name] for q in told]).mean(0)
+            p.grad = torch.stack([q[name] for q in sent]).mean(0)
         optimizer.step()
     return dict(model.named_parameters())
 
@@ -143,13 +145,13 @@ def plain_tile_top_k(name, m, step):
     waves = torch.stack(
         [torch.cos(math.pi * (n + 0.5) * k / 16) * math.sqrt((1 if k == 0 else 2) / 16) for k in range(16)]
     )
-    told = torch.zeros_like(m)
+    sent = torch.zeros_like(m)
     for top in range(0, m.shape[0], 16):
         for left in range(0, m.shape[1], 16):
             tile = waves @ m[top : top + 16, left : left + 16] @ waves.T
             smallest = tile.abs().flatten().sort(descending=True).values[4]
-            told[top : top + 16, left : left + 16] = waves.T @ torch.where(tile.abs() >= smallest, tile, 0) @ waves
-    return told
+            sent[top : top + 16, left : left + 16] = waves.T @ torch.where(tile.abs() >= smallest, tile, 0) @ waves
+    return sent
 
 
 def demo_against_plain(mesh, scheme, plain):
@@ -167,13 +169,13 @@ def test_demo_on_tiles_is_the_papers_rule_on_matrices():
 def rotating_against_plain(mesh, scheme, comb):
     """Random, striding and slicing: zero what was sent, mean of the rest of the momentum at the same places."""
 
-    def told(name, m, step):
+    def sent(name, m, step):
         rows = m.reshape(-1).clone()
         padded = torch.nn.functional.pad(rows, (0, -len(rows) % scheme.codec.selection.chunk))
         mask = comb(padded.view(-1, scheme.codec.selection.chunk), step)
         return (padded * mask.reshape(-1))[: len(rows)].view_as(m)
 
-    close(train(mesh, scheme, sgd), plain_decoupled(mesh, told, 0.9), atol=1e-6, rtol=1e-6)
+    close(train(mesh, scheme, sgd), plain_decoupled(mesh, sent, 0.9), atol=1e-6, rtol=1e-6)
 
 
 def striding_comb(rows, step):
@@ -198,12 +200,12 @@ def random_against_plain(mesh):
     sizes = {name: p.numel() for name, p in built(Plain).named_parameters()}
     rows = {name: -(-size // 64) for name, size in sizes.items()}
 
-    def told(name, m, step):
-        columns = scheme.codec.selection.columns(torch.zeros(sum(rows.values()), 64), step, 0)
-        mask = torch.zeros(sum(rows.values()), 64).scatter_(1, columns, 1.0).split(list(rows.values()))
+    def sent(name, m, step):
+        indices = scheme.codec.selection.indices(torch.zeros(sum(rows.values()), 64), step, 0)
+        mask = torch.zeros(sum(rows.values()), 64).scatter_(1, indices, 1.0).split(list(rows.values()))
         return m * mask[list(rows).index(name)].reshape(-1)[: sizes[name]].view_as(m)
 
-    close(train(mesh, scheme, sgd), plain_decoupled(mesh, told, 0.9), atol=1e-6, rtol=1e-6)
+    close(train(mesh, scheme, sgd), plain_decoupled(mesh, sent, 0.9), atol=1e-6, rtol=1e-6)
 
 
 def test_random_sends_the_same_fresh_subset_everywhere():
@@ -215,14 +217,14 @@ def lookahead_against_plain(mesh):
     scheme = dt.random(rate=1, decay=0, delay=1)
     mine = train(mesh, scheme, sgd, settle=True)
     model, here = built(Plain), {n: p.detach().clone() for n, p in built(Plain).named_parameters()}
-    told = [{n: torch.zeros_like(p) for n, p in here.items()} for _ in range(mesh.size())]
+    sent = [{n: torch.zeros_like(p) for n, p in here.items()} for _ in range(mesh.size())]
     for step in range(STEPS):
-        late, told = told, []
+        late, sent = sent, []
         for rank, own in enumerate(late):
             model.load_state_dict({n: p - 0.1 * own[n] for n, p in here.items()})
-            told.append(gradients(model, [rank], step))
+            sent.append(gradients(model, [rank], step))
         here = {n: p - 0.1 * sum(q[n] for q in late) / len(late) for n, p in here.items()}
-    here = {n: p - 0.1 * sum(q[n] for q in told) / len(told) for n, p in here.items()}
+    here = {n: p - 0.1 * sum(q[n] for q in sent) / len(sent) for n, p in here.items()}
     close(mine, here, atol=1e-6, rtol=1e-5)
 
 
@@ -255,7 +257,7 @@ def test_diloco_is_the_papers_rule():
 
 def sparseloco_against_plain(mesh):
     """Top-k of error feedback + what moved, its mean taken off the anchor; fp32 so that only the rule is compared."""
-    scheme = dt.sparseloco(every=4, topk=3, chunk=32, decay=0.9, precision="fp32", combine="replicas")
+    scheme = dt.sparseloco(every=4, topk=3, chunk=32, decay=0.9, precision="fp32", aggregate="mean")
     mine = train(mesh, scheme, sgd, steps=12)
     models, anchor = [built(Plain) for _ in range(mesh.size())], dict(built(Plain).named_parameters())
     inner = [sgd(model.parameters()) for model in models]
@@ -265,15 +267,15 @@ def sparseloco_against_plain(mesh):
             gradients(model, [rank], step)
             optimizer.step()
         if step % 4 == 3:
-            told = [{} for _ in models]
+            sent = [{} for _ in models]
             for n, at in anchor.items():
-                for model, error, tell in zip(models, errors, told, strict=True):
+                for model, error, tell in zip(models, errors, sent, strict=True):
                     error[n] = 0.9 * error[n] + at.detach() - model.get_parameter(n).detach()
                     rows = error[n].reshape(-1, 32)
                     least = rows.abs().sort(1, descending=True).values[:, 2:3]
                     tell[n] = torch.where(rows.abs() >= least, rows, 0).view_as(at)
                     error[n] = error[n] - tell[n]
-                at.data -= sum(tell[n] for tell in told) / len(told)
+                at.data -= sum(tell[n] for tell in sent) / len(sent)
             for model in models:
                 model.load_state_dict({n: p.detach() for n, p in anchor.items()})
     close(mine, anchor, atol=1e-6, rtol=1e-5)
@@ -349,7 +351,7 @@ def sparta_against_plain(mesh):
             optimizer.step()
             line = [p.detach().reshape(-1) for p in model.parameters()]
             flats.append(torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 64)) for p in line]).view(-1, 64))
-        due = torch.zeros_like(flats[0]).scatter_(1, scheme.codec.selection.columns(flats[0], step, 0), 1.0).bool()
+        due = torch.zeros_like(flats[0]).scatter_(1, scheme.codec.selection.indices(flats[0], step, 0), 1.0).bool()
         for model, flat in zip(models, flats, strict=True):
             rows = torch.where(due, sum(flats) / 2, flat).split([-(-s.numel() // 64) for s in shapes])
             for p, part in zip(model.parameters(), rows, strict=True):

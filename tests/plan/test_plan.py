@@ -1,4 +1,4 @@
-"""The plan: arithmetic that must agree with what links count and waits take, an order, and the reasons for it."""
+"""The plan: predicted bytes and waits agree with links, schemes are ranked, and the advice gives reasons."""
 
 import json
 import math
@@ -9,26 +9,27 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.cli import main
-from detonation.cluster.network.profile import Axis, Profile, Step
-from detonation.core.link.link_speed import Pace
+from detonation.cli.command import run_command as main
+from detonation.cluster.network.profile import AxisProfile, Profile, Step
+from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes import buckets
-from detonation.core.schemes.registry import SCHEMES
-from detonation.core.schemes.traffic import exchanged
-from detonation.plan.advice import advise
+from detonation.core.schemes.registry import SCHEMES, register
+from detonation.core.schemes.scheme import GradientScheme
+from detonation.core.schemes.traffic import exchange_bytes
+from detonation.plan.advice import advise, row
 from detonation.plan.cost import Network, Work, cost
-from detonation.plan.losses import loss_of, table
-from detonation.plan.search import TOLERANCE, break_even, candidates, options
-from detonation.report.plan_table import words
+from detonation.plan.losses import loss_of, loss_table
+from detonation.plan.search import TOLERANCE, break_even, candidate_settings, options
+from detonation.report.plan_table import plan_rows, words
 from detonation.train.verbs.plan import count
 
 SHAPES = {"w": (96, 70), "b": (70,), "scale": (1,)}
 WORK = Work([SHAPES], compute_s=0.1)
-SLOW = Network.of_pace(Pace(1e6, 0.01), 2, 1)
+SLOW = Network.of_link_speed(LinkSpeed(1e6, 0.01), 2, 1)
 
 
 def sends(mesh, scheme):
-    """Bytes that a replica's links counted in two rounds, after a first one in which fragments may not take part."""
+    """Bytes that the links of a replica count in two rounds; in a first one some fragments are not sent yet."""
     model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in WIDE.items()})
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, mesh["replicate"], scheme)
     optimizer.set_up()
@@ -38,8 +39,8 @@ def sends(mesh, scheme):
             sum(parameter.square().sum() for parameter in model.parameters()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        first = optimizer.bytes_sent if step + 1 == scheme.round.every else first
-    return optimizer.bytes_sent - first
+        first = optimizer.stats.bytes_sent if step + 1 == scheme.round.every else first
+    return optimizer.stats.bytes_sent - first
 
 
 WIDE = {"w": (600, 140), "b": (140,), "scale": (1,)}
@@ -48,17 +49,17 @@ PLANNED = [dt.full(), dt.demo(), dt.demo(link="owner"), dt.random_sign(), dt.dil
 
 @pytest.mark.parametrize("scheme", PLANNED)
 @pytest.mark.parametrize("smallest", [2**20, 2**13])  # bytes of a bucket: one for all of the model, and several
-def test_planned_bytes_are_those_that_links_count(scheme, smallest, monkeypatch):
+def test_planned_bytes_equal_the_bytes_that_links_count(scheme, smallest, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", smallest)  # also in the ranks, which are forks
-    planned = cost(scheme, Work([WIDE], 0.1), Network.of_pace(Pace(1e9), 2, 1)).bytes_sent
-    assert (len(buckets.cut(scheme.codec.layout(WIDE), scheme, 2)) > 1) == (smallest < 2**20)
+    planned = cost(scheme, Work([WIDE], 0.1), Network.of_link_speed(LinkSpeed(1e9), 2, 1)).bytes_sent
+    assert (len(buckets.cut_into_buckets(scheme.codec.layout(WIDE), scheme, 2)) > 1) == (smallest < 2**20)
     assert worlds.run(sends, 2, 1, scheme)[0] == pytest.approx(2 * scheme.round.every * planned)
 
 
-def test_a_step_is_computing_and_then_waiting_for_what_is_sent():
+def test_a_step_without_overlap_is_compute_time_plus_transfer_time():
     full = cost(dt.full(), WORK, SLOW)
     numel = sum(math.prod(shape) for shape in SHAPES.values())
-    sent = exchanged("all-reduce", dt.full().codec, numel, 2)  # among two, everything once and in two hops
+    sent = exchange_bytes("all-reduce", dt.full().codec, numel, 2)  # among two, everything once and in two hops
     assert full.exposed_s == pytest.approx(8 * sent / 1e6 + 2 * 0.01)
     assert full.total_s == pytest.approx(0.1 + full.exposed_s)
     assert full.efficiency == pytest.approx(0.1 / full.total_s)
@@ -68,43 +69,43 @@ def test_a_step_is_computing_and_then_waiting_for_what_is_sent():
 
 
 def test_a_delay_hides_what_fits_into_the_steps_between():
-    sent = cost(dt.demo(), WORK, SLOW)
-    late = cost(dt.demo(delay=1), WORK, SLOW)
-    assert late.exposed_s == pytest.approx(max(0.0, sent.exposed_s - 0.1))
+    prompt = cost(dt.demo(), WORK, SLOW)
+    delayed = cost(dt.demo(delay=1), WORK, SLOW)
+    assert delayed.exposed_s == pytest.approx(max(0.0, prompt.exposed_s - 0.1))
 
 
-def test_what_is_sent_faster_than_the_link_takes_it_is_waited_for_however_late_it_may_come():
-    """In the long run a step takes at least as long as its message is on the link."""
-    network = Network.of_pace(Pace(1e5), 2, 1)
-    now, *late = (cost(dt.demo(delay=delay), WORK, network) for delay in (0, 1, 2, 50))
-    assert now.exposed_s > 0.1
-    assert [each.total_s for each in late] == [pytest.approx(now.exposed_s)] * 3
+def test_no_delay_hides_messages_that_are_made_faster_than_the_link_transfers_them():
+    """In the long run a step takes at least as long as the transfer of its message."""
+    network = Network.of_link_speed(LinkSpeed(1e5), 2, 1)
+    prompt, *delayed = (cost(dt.demo(delay=delay), WORK, network) for delay in (0, 1, 2, 50))
+    assert prompt.exposed_s > 0.1
+    assert [each.total_s for each in delayed] == [pytest.approx(prompt.exposed_s)] * 3
 
 
 def test_shards_of_a_node_share_its_link():
     halves = Work([{"w": (48, 70)}] * 2, compute_s=0.1)
     whole = cost(dt.full(), Work([{"w": (96, 70)}], compute_s=0.1), SLOW)
-    shared = cost(dt.full(), halves, Network.of_pace(Pace(1e6, 0.01), 2, 2))
+    shared = cost(dt.full(), halves, Network.of_link_speed(LinkSpeed(1e6, 0.01), 2, 2))
     assert shared.exposed_s == pytest.approx(whole.exposed_s, rel=1e-2)  # a header each
 
 
 def test_large_models_hide_most_of_a_message_behind_backward():
     work = Work([{f"w{i}": (2**20,) for i in range(16)}], compute_s=1.0)
-    network = Network.of_pace(Pace(1e9), 2, 1)
+    network = Network.of_link_speed(LinkSpeed(1e9), 2, 1)
     behind, after = (cost(dt.full(), replace(work, overlap=overlap), network) for overlap in (True, False))
     sent = 8 * 4 * 2**24 / 1e9
     assert after.exposed_s == pytest.approx(sent)
     assert sent / 16 < behind.exposed_s < sent / 4
 
 
-def test_the_optimizers_own_work_is_what_was_measured_on_average_over_a_round():
+def test_the_optimizers_own_work_is_averaged_over_a_round():
     work = replace(WORK, steps={"diloco": Step(exchange_s=0.05, local_s=0.01), "demo": Step(0.02, 0.0)})
     assert cost(dt.diloco(10), work, SLOW).step_s == pytest.approx(0.014)
     assert cost(dt.demo(), work, SLOW).step_s == 0.02
 
 
-def test_every_scheme_is_looked_at_and_nothing_larger_than_dense():
-    everything = candidates()
+def test_every_scheme_is_considered_and_nothing_larger_than_dense_is_ranked():
+    everything = candidate_settings()
     assert {scheme.name for scheme in everything} == SCHEMES.keys()
     found = options([*everything, dt.demo(topk=64)], WORK, SLOW)
     assert {option.cost.scheme for option in found} < {*everything, dt.demo(topk=64)}
@@ -112,8 +113,31 @@ def test_every_scheme_is_looked_at_and_nothing_larger_than_dense():
     assert all(option.cost.bytes_sent <= full.cost.bytes_sent for option in found)
 
 
-def test_what_was_measured_to_cost_little_comes_first_and_the_quickest_of_those():
-    found = options(candidates(), WORK, SLOW)
+@pytest.fixture
+def registered():
+    """A user's scheme, registered for one test."""
+
+    @register
+    def half_the_values(rate: float = 0.5, decay: float = 0.9) -> GradientScheme:
+        """Half of the momentum, drawn at random."""
+        return dt.random(rate, decay)
+
+    yield half_the_values
+    del SCHEMES["half_the_values"]
+
+
+def test_a_registered_scheme_is_ranked_and_its_loss_is_unknown(registered):
+    option, *others = [o for o in options(candidate_settings(), WORK, SLOW) if o.cost.scheme.name == "half_the_values"]
+    assert not others and option.cost.scheme == registered() and option.cost.scheme.arguments["rate"] == 0.5
+    assert option.loss is None and option.expected == math.inf and not option.trusted
+    assert option.cost.bytes_sent == pytest.approx(cost(dt.random(0.5, 0.9), WORK, SLOW).bytes_sent)
+    described = row(option)
+    assert described["spelled"] == "half_the_values()" and described["loss_source"] == "unknown"
+    assert plan_rows({"options": [described]})[0][-1] == "unknown"
+
+
+def test_schemes_with_little_measured_loss_come_first_the_fastest_of_them_at_the_top():
+    found = options(candidate_settings(), WORK, SLOW)
     trusted = [option for option in found if option.trusted]
     assert found[: len(trusted)] == trusted and len(trusted) >= 2
     assert [o.cost.total_s for o in trusted] == sorted(o.cost.total_s for o in trusted)
@@ -121,35 +145,36 @@ def test_what_was_measured_to_cost_little_comes_first_and_the_quickest_of_those(
 
 
 def test_measured_losses_are_of_schemes_that_exist():
-    for loss in table():
+    for loss in loss_table():
         made = dt.scheme(loss.scheme, loss.arguments)
         assert loss_of(made, loss.replicas) is not None and loss.source.startswith("docs/")
         assert loss.seeds >= 3 or loss.cost > 0.05  # one seed is enough to warn
-        assert made in candidates()
+        assert made in candidate_settings()
     assert loss_of(dt.demo(topk=3), 2) is None
 
 
-def test_break_even_is_where_both_take_as_long():
+def test_at_break_even_both_schemes_take_as_long():
     work = replace(WORK, steps={"demo": Step(0.05, 0.0)})
     times = break_even(dt.demo(), dt.full(), work, SLOW)
-    there = SLOW.faster(times)
-    assert cost(dt.full(), work, there).total_s == pytest.approx(cost(dt.demo(), work, there).total_s, rel=1e-4)
+    scaled = SLOW.faster(times)
+    assert cost(dt.full(), work, scaled).total_s == pytest.approx(cost(dt.demo(), work, scaled).total_s, rel=1e-4)
     assert break_even(dt.none(), dt.full(), WORK, SLOW) is None
     assert break_even(dt.full(), dt.none(), WORK, SLOW) == 0.0
 
 
-def test_advice_says_why_and_what_another_link_would_change():
-    found = options(candidates(), WORK, SLOW)
-    advice = advise(found, WORK, SLOW)
+def test_advice_gives_the_reason_and_the_first_choice_on_other_links():
+    advice = advise(options(candidate_settings(), WORK, SLOW), WORK, SLOW)
     assert advice["first"] == advice["options"][0] and "as fast as full synchronisation" in advice["reason"]
     assert advice["if_half_the_rate"]["seconds"] > advice["if_twice_the_rate"]["seconds"]
     assert json.loads(json.dumps(advice)) == advice
-    assert words(advice)  # the page finds in it what it reads
+    lines = words(advice)
+    assert lines[0] == advice["reason"] and lines[1].startswith("at 500 kbit/s per node: ")
+    assert lines[1].endswith(" per step") and lines[2].startswith("at 2 Mbit/s per node: ")
 
 
-def test_the_verb_ranks_schemes_for_a_link_that_one_says(capsys):
-    said = ["--link", "100mbit,20ms", "--step-time", "0.35", "--replicas", "16", "--parameters", "1.2b"]
-    assert main(["plan", *said, "--json"]) == 0
+def test_the_verb_ranks_schemes_for_a_given_link(capsys):
+    arguments = ["--link", "100mbit,20ms", "--step-time", "0.35", "--replicas", "16", "--parameters", "1.2b"]
+    assert main(["plan", *arguments, "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["parameters"] == count("1.2b") and found["replicas"] == 16
@@ -157,7 +182,7 @@ def test_the_verb_ranks_schemes_for_a_link_that_one_says(capsys):
     assert found["reason"] in printed.err
 
 
-OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": Axis(2, 2, {})}))}
+OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(2, 2, {})}))}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +195,7 @@ OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": Axis(2, 2, {
         (OF_TWO, ["--link", "1gbit"], "plan needs --profile (made by detonation probe) or --link RATE[,LATENCY], one"),
     ],
 )
-def test_a_profile_of_something_else_gets_one_line(capsys, monkeypatch, tmp_path, profile, arguments, line):
+def test_a_profile_of_another_world_gets_one_line(capsys, monkeypatch, tmp_path, profile, arguments, line):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     assert main(["plan", "--parameters", "1b", "--profile", "profile.json", *arguments]) == 2

@@ -1,14 +1,14 @@
-"""What `report` says of a directory that holds no good run: one line that names it and what to do, exit 2."""
+"""`report` fails for a directory without a good run: exit 2 and one line with its name and the remedy."""
 
 import pytest
 
-from detonation.cli import main
+from detonation.cli.command import run_command as main
 from made import made
 
 
 @pytest.fixture
-def says(capsys, tmp_path, monkeypatch):
-    """The line that `detonation report arguments...` fails with, run in `tmp_path`."""
+def error_of(capsys, tmp_path, monkeypatch):
+    """Runs `detonation report arguments...` in `tmp_path` and returns its error line."""
     monkeypatch.chdir(tmp_path)
 
     def line(*arguments):
@@ -20,74 +20,74 @@ def says(capsys, tmp_path, monkeypatch):
     return line
 
 
-def test_a_directory_that_holds_no_run(says, tmp_path):
+def test_a_directory_that_holds_no_run(error_of, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "inner").mkdir(parents=True)
     make = "make one with detonation train RECIPE.toml --out DIR"
-    assert says("empty") == f"error: empty is empty: {make}"
-    assert says("other") == f"error: other holds no finished run: {make}"
-    assert says("gone").startswith("error: gone does not exist: give the directory of a run")
+    assert error_of("empty") == f"error: empty is empty: {make}"
+    assert error_of("other") == f"error: other holds no finished run: {make}"
+    assert error_of("gone").startswith("error: gone does not exist: give the directory of a run")
     (tmp_path / "file").write_text("")
-    assert says("file").startswith("error: file is a file: give the directory of a run")
+    assert error_of("file").startswith("error: file is a file: give the directory of a run")
 
 
-def test_a_run_that_is_not_over_and_a_directory_of_runs(says, tmp_path):
+def test_an_unfinished_run_and_a_directory_of_runs(error_of, tmp_path):
     (made(tmp_path / "run") / "summary.json").unlink()
-    assert says("run").endswith("finish it with detonation train RECIPE.toml --out run --resume")
+    assert error_of("run").endswith("finish it with detonation train RECIPE.toml --out run --resume")
     made(tmp_path / "compared" / "full")
     made(tmp_path / "compared" / "demo")
-    assert says("compared") == "error: compared holds 2 runs, not one: detonation report compared/*/"
+    assert error_of("compared") == "error: compared holds 2 runs, not one: detonation report compared/*/"
 
 
-def test_pictures_of_an_earlier_page_are_no_run(says, tmp_path):
+def test_pictures_of_an_earlier_page_are_no_run(error_of, tmp_path):
     for name in ("full", "demo"):
         made(tmp_path / "compared" / name)
     runs = ["compared/demo", "compared/full"]
     assert main(["report", *runs, "--out", "compared/report.html"]) == 0
-    everything = [
-        str(path.relative_to(tmp_path)) for path in sorted((tmp_path / "compared").iterdir()) if path.is_dir()
-    ]
-    assert everything == [*runs, "compared/report-figures"]
-    assert main(["report", *everything, "--out", "again.html"]) == 0
+    folders = [str(path.relative_to(tmp_path)) for path in sorted((tmp_path / "compared").iterdir()) if path.is_dir()]
+    assert folders == [*runs, "compared/report-figures"]
+    assert main(["report", *folders, "--out", "again.html"]) == 0
     (tmp_path / "compared" / "report.html").unlink()
-    assert main(["report", *everything, "--out", "again.html"]) == 2
+    assert main(["report", *folders, "--out", "again.html"]) == 2
 
 
 @pytest.mark.parametrize("line", ["{", "3", "null", '{"step": 7, "loss": 2.0}', "\x00\x00"])
-def test_damaged_metrics_are_named_by_their_line(says, tmp_path, line):
+def test_damaged_metrics_are_named_by_their_line(error_of, tmp_path, line):
     metrics = made(tmp_path / "run") / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:6], line, *lines[6:]]) + "\n")
     needs = "bytes_sent, loss, seconds, step"
     assert (
-        says("run")
+        error_of("run")
         == f"error: run/metrics.jsonl is damaged in line 7, which is no JSON object with {needs}: remove the line"
     )
     metrics.write_text("")
-    assert says("run") == "error: run/metrics.jsonl holds no step: give the directory of a run that has trained"
+    assert error_of("run") == "error: run/metrics.jsonl holds no step: give the directory of a run that has trained"
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.toml", "environment.json", "plan.json"])
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe = \x00"])
-def test_other_damaged_files_are_named(says, tmp_path, name, content):
+def test_other_damaged_files_are_named(error_of, tmp_path, name, content):
     (made(tmp_path / "run") / name).write_bytes(content)
-    assert says("run").startswith(f"error: run/{name} is damaged, ")
+    assert error_of("run").startswith(f"error: run/{name} is damaged, ")
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_summary_that_lacks_something_and_a_plan_that_is_none(says, tmp_path):
+def test_an_incomplete_summary_and_a_file_that_is_no_plan(error_of, tmp_path):
     run = made(tmp_path / "run")
     (tmp_path / "other.json").write_text("{}")
     made_by = "make one with detonation plan RECIPE.toml ... --json > other.json"
-    assert says("run", "--plan", "other.json") == f"error: other.json is no plan: {made_by}"
-    assert says("run", "--plan", "none.json") == "error: cannot read the plan none.json: No such file or directory"
+    assert error_of("run", "--plan", "other.json") == f"error: other.json is no plan: {made_by}"
+    assert error_of("run", "--plan", "none.json") == "error: cannot read the plan none.json: No such file or directory"
     (run / "summary.json").write_text("{}")
-    assert says("run").startswith(
+    assert error_of("run").startswith(
         "error: run/summary.json is damaged, it lacks bytes_full_sync_per_step, bytes_sent_per_step"
     )
 
 
-def test_a_page_that_has_no_place(says, tmp_path):
+def test_a_page_at_an_impossible_path(error_of, tmp_path):
     made(tmp_path / "run")
-    assert says("run", "--out", "run") == "error: the page run is a directory: choose another --out"
-    assert says("run", "--out", "a/b.html").startswith("error: the page a/b.html would be in a, which is no directory")
+    assert error_of("run", "--out", "run") == "error: the page run is a directory: choose another --out"
+    assert error_of("run", "--out", "a/b.html").startswith(
+        "error: the page a/b.html would be in a, which is no directory"
+    )

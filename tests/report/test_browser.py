@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing to complain of, nothing fetched, figures there, and fit for a phone at night."""
+"""The page in a real browser: no errors, nothing fetched, all figures, and readable on a phone in dark mode."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from PIL import Image
 
 import browser
 from detonation.report.figures.colours import DARK, LIGHT, NIGHT, PAPER
-from detonation.report.page import write
+from detonation.report.html.page import write_page
 from made import PLAN, made
 
 FIGURES = ["loss-steps", "loss-bytes", "loss-seconds", "step-time", "bytes-per-step"]
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A page about runs that are hard to show: long and hostile names, several levels, one that sends nothing."""
+    """A page about difficult runs: a long name, a hostile name, several levels, and a run that sends nothing."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [
         made(folder / "a-recipe-with-a-name-as-long-as-recipes-can-have-full-20261120-125504", "full", sent=4_000_000),
@@ -32,7 +32,7 @@ def page(tmp_path_factory):
     ]
     chosen = {"chosen": PLAN["options"][12], "why": "it waits least"}
     (runs[1] / "plan.json").write_text(json.dumps(PLAN | chosen))
-    return write(runs, folder / "report.html")
+    return write_page(runs, folder / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def shown(tmp_path_factory):
 
 
 def colours(picture):
-    """How often each colour occurs in an image, as #rrggbb."""
+    """Counts the pixels of each colour, as #rrggbb."""
     found = picture.convert("RGB").getcolors(maxcolors=1 << 24)
     return {f"#{r:02x}{g:02x}{b:02x}": count for count, (r, g, b) in found}
 
@@ -51,7 +51,7 @@ def colours(picture):
 def test_a_person_can_read_it_on_a_screen_and_on_a_phone(page, shown, tmp_path, width, dark):
     shown.show(page.page.as_uri(), width, dark)
     assert shown.complaints == []
-    assert set(shown.requests) == {page.page.as_uri()}, "nothing is fetched besides"
+    assert set(shown.requests) == {page.page.as_uri()}, "nothing else is fetched"
     assert shown.evaluate("document.documentElement.scrollWidth") == width, "nothing sticks out"
     boxes = shown.evaluate(
         "[...document.querySelectorAll('figure')].map(f => { const box = f.querySelector('svg[role]')"

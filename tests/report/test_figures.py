@@ -1,14 +1,17 @@
-"""What figures promise: colours that everybody tells apart, curves that keep their ends, names that differ."""
+"""Figures: distinct colours for all eyes, thinned curves that keep their end, and no empty figure."""
 
+import json
 import math
+import re
 
 import pytest
 
 from detonation.report.figures import colours
 from detonation.report.figures.charts import buckets, charts
-from detonation.report.grids import in_common, side_by_side
+from detonation.report.html.grids import in_common, side_by_side
+from detonation.report.html.page import write_page
 from detonation.report.read import read_all
-from made import made
+from made import PLAN, made
 
 BLINDNESS = {  # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
     "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -29,7 +32,7 @@ def times(matrix, vector):
 
 
 def oklab(rgb):
-    """Ottosson (2020): where distances are as large as they look."""
+    """Ottosson (2020): a space in which distances are perceived differences."""
     cones = ((0.4122, 0.5363, 0.0514), (0.2119, 0.6807, 0.1074), (0.0883, 0.2817, 0.6300))
     roots = [max(0.0, value) ** (1 / 3) for value in times(cones, rgb)]
     return times(((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087)), roots)
@@ -37,7 +40,7 @@ def oklab(rgb):
 
 def least_distance(palette):
     seen = [[oklab(times(matrix, linear(colour))) for colour in palette] for matrix in BLINDNESS.values()]
-    return min(math.dist(a, b) for one in seen for i, a in enumerate(one) for b in one[:i])
+    return min(math.dist(a, b) for eye in seen for i, a in enumerate(eye) for b in eye[:i])
 
 
 def contrast(colour, background):
@@ -49,7 +52,7 @@ def contrast(colour, background):
 
 @pytest.mark.parametrize(
     ("runs", "parts", "background"),
-    [(colours.LIGHT, colours.PARTS, colours.PAPER), (colours.DARK, colours.PARTS_DARK, colours.NIGHT)],
+    [(colours.LIGHT, colours.PART_COLOURS, colours.PAPER), (colours.DARK, colours.PARTS_DARK, colours.NIGHT)],
     ids=["day", "night"],
 )
 def test_colours_differ_for_every_eye_and_from_the_background(runs, parts, background):
@@ -66,7 +69,7 @@ def test_a_long_curve_is_thinned_to_means_and_ends_where_it_ended():
     assert buckets([1.0, 2.0], [5.0, 4.0], log=False) == ([1.0, 2.0], [5.0, 4.0])
 
 
-def test_which_figures_there_are_depends_on_what_the_runs_did(tmp_path):
+def test_figures_without_content_are_left_out(tmp_path):
     def names(*directories):
         loss, costs = charts(read_all(directories))
         return [chart.name for chart in (*loss, *costs)]
@@ -80,7 +83,7 @@ def test_which_figures_there_are_depends_on_what_the_runs_did(tmp_path):
     assert note.endswith("nothing was sent: none.")
 
 
-def test_a_figure_says_the_same_bytes_as_the_run_in_every_size(tmp_path):
+def test_a_figure_labels_the_bytes_of_the_run(tmp_path):
     drawn = charts(read_all([made(tmp_path / "demo", sent=120_000)]))[1][1]
     assert "120.0 kB, x33.3 less" in drawn.svg() and "<script" not in drawn.svg()
 
@@ -96,3 +99,13 @@ def test_side_by_side_shows_differences_alone():
     ]
     assert side_by_side(["first", "second"], [one, one]) == ""
     assert "b.d</th><td>none" in in_common([one, other]) and "b.c" not in in_common([one, other])
+
+
+def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
+    run = made(tmp_path / "demo")
+    (run / "plan.json").write_text(json.dumps(PLAN))
+    text = write_page([run]).page.read_text()
+    for phrase in ("sent per step, x33.3 less than full", "120.0 kB per step", "examples per second", "Bytes per step"):
+        assert phrase in text
+    assert "at 50 Mbit/s per node: the same first choice, 120 ms per step" in text
+    assert not re.findall(r"\d \w+ a (?:step|node|second)|sent a step", text)

@@ -1,14 +1,14 @@
 """A run small enough for a test: a real model on the shipped text, in fractions of a second a step."""
 
-import dataclasses
+from pathlib import Path
 
 import pytest
 
-from detonation.cluster.processes.launch import run_local
-from detonation.train.loop.session import check
+from detonation.cluster.launch import run_local
+from detonation.train.loop.session import check_config
 from detonation.train.recipe.resolve import parse_sets, resolve
-from detonation.train.recipe.schema import to_table
-from detonation.train.run.worker import Task, work
+from detonation.train.run.request import Request
+from detonation.train.run.worker import RunTask, train_on_rank
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
@@ -32,7 +32,7 @@ def tiny():
     """The configuration of a tiny run, with overrides as --set says them and other tables where they are given."""
 
     def configured(*sets, **tables):
-        return check(resolve({**RECIPE, **tables}, parse_sets(sets)))
+        return check_config(resolve({**RECIPE, **tables}, parse_sets(sets)))
 
     return configured
 
@@ -41,10 +41,10 @@ def tiny():
 def train(tiny, tmp_path):
     """Runs the tiny recipe in a local world into `tmp_path / out`; returns every rank's summary."""
 
-    def trained(out, *sets, tables=None, **options):
+    def trained(out, *sets, tables=None, stop_after=None, **options):
         config = tiny(*sets, **(tables or {}))
-        task = Task(to_table(config), "tiny", str(tmp_path / out), **options)
+        request = Request(Path("tiny.toml"), out=tmp_path / out, stop_after=stop_after)
         world_size = config.mesh.replicas * config.mesh.shards
-        return run_local(work, world_size, [dataclasses.asdict(task)], timeout_s=120)
+        return run_local(train_on_rank, world_size, [RunTask(request, config, **options)], timeout_s=120)
 
     return trained

@@ -5,42 +5,40 @@ import itertools
 import json
 
 import pytest
+import tomli_w
 import torch
 
 import detonation as dt
 from commands import RECIPE
-from detonation.cli import main
+from detonation.cli.command import run_command
+from detonation.cluster.launch import run_local
 from detonation.cluster.network.profile import Step
-from detonation.cluster.network.throttled import Emulated
-from detonation.cluster.processes.launch import run_local
+from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.processes.signals import Stop
-from detonation.core.link.link_speed import Pace
+from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import LargerThanDense, overlapped_bytes
 from detonation.plan.cost import Network, Work, cost
 from detonation.train.auto import adapt, asked, decide
 from detonation.train.auto.adapt import Adapter, Followed, explained
 from detonation.train.loop import session
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import start
+from detonation.train.loop.session import start_session
 from detonation.train.output import metrics
 from detonation.train.output.trackers import values
-from detonation.train.recipe import toml
-from detonation.train.recipe.schema import from_table, to_table
 from detonation.train.recipe.sizes import shard_shapes
 
-FAST, SLOW = Pace(1e8), Pace(2e5)
+FAST, SLOW = LinkSpeed(1e8), LinkSpeed(2e5)
 COMPUTE_S = 0.05
 
 
-def followed(table, paces):
+def followed(config, paces):
     """A run whose waits are those of a link of `paces`, step by step, for the rank that comes last.
 
     Returns for each step what it sent and the setting after it; and whether replicas ended equal.
     """
-    config = from_table(table)
-    session = start(config, torch.device("cpu"))
+    session = start_session(config, torch.device("cpu"))
     session.optimizer.set_up()
-    network = Network.of_pace(FAST, 2, 1)
+    network = Network.of_link_speed(FAST, 2, 1)
     adapter = Adapter(session, Followed(0.1, network, COMPUTE_S, Step(0.001, 0.0)))
     work = Work(shard_shapes(config), COMPUTE_S, {config.scheme.name: Step(0.001, 0.0)})
     steps, lines = [], []
@@ -48,7 +46,7 @@ def followed(table, paces):
     def after(record):
         _, scheme = session.optimizer.levels[-1]
         pace = paces[record.step - 1]
-        waited = cost(scheme, work, Network.of_pace(pace, 2, 1)).exposed_s
+        waited = cost(scheme, work, Network.of_link_speed(pace, 2, 1)).exposed_s
         waited += 0.3 * (session.rank == 0)  # it waits for the other, which is slower
         if scheme.round.every > 1:
             waited *= scheme.round.every * scheme.round.ends(record.step - 1)
@@ -57,7 +55,7 @@ def followed(table, paces):
         steps.append((record.bytes_sent, dict(session.optimizer.levels[-1][1].arguments)))
 
     fit(session, 0, len(paces), after, Stop())
-    session.optimizer.settle()
+    session.optimizer.synchronize()
     return steps, lines, session.world.fingerprint(session.model)[1]
 
 
@@ -66,7 +64,7 @@ def followed(table, paces):
     [
         (("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", [(4, FAST), (4, SLOW), (32, FAST)]),
         (("scheme.name=random", "scheme.rate=0.0625"), "rate", [(4, FAST), (4, SLOW), (32, FAST)]),
-        (("scheme.name=diloco", "scheme.every=20"), "every", [(20, FAST), (20, Pace(3.6e6)), (60, FAST)]),
+        (("scheme.name=diloco", "scheme.every=20"), "every", [(20, FAST), (20, LinkSpeed(3.6e6)), (60, FAST)]),
     ],
     ids=["topk", "rate", "every"],
 )
@@ -75,7 +73,7 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
     monkeypatch.setattr(adapt, "STEPS", 4)
     config = tiny(*sets, "train.steps=1000")
     paces = [pace for count, pace in phases for _ in range(count)]
-    ranks = run_local(followed, 2, [to_table(config), paces], timeout_s=120)
+    ranks = run_local(followed, 2, [config, paces], timeout_s=120)
     steps, lines, equal = ranks[0]
     assert equal and ranks[1][:2] == [steps, lines]
     first, slow = config.scheme.arguments[key], phases[0][0] + phases[1][0]
@@ -96,18 +94,18 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
 def test_a_move_keeps_law_5_and_what_owners_keep(tiny):
     """On four replicas nothing that would send more than dense, or travel another way, is looked at."""
     config = tiny("scheme.name=demo", "mesh.replicas=4")
-    found = run_local(settings, 4, [to_table(config)], timeout_s=120)[0]
+    found = run_local(settings, 4, [config], timeout_s=120)[0]
     assert len(found) >= 3 and all(found)
 
 
-def settings(table):
+def settings(config):
     """For each setting that the run could move to, whether the optimizer takes it."""
-    session = start(from_table(table), torch.device("cpu"))
-    adapter = Adapter(session, Followed(0.1, Network.of_pace(FAST, 4, 1), COMPUTE_S, Step(0.001, 0.0)))
+    session = start_session(config, torch.device("cpu"))
+    adapter = Adapter(session, Followed(0.1, Network.of_link_speed(FAST, 4, 1), COMPUTE_S, Step(0.001, 0.0)))
     taken = []
     for scheme in adapter._settings():
         try:
-            session.optimizer.change(scheme)
+            session.optimizer.reconfigure(scheme)
             taken.append(True)
         except LargerThanDense:
             continue
@@ -129,7 +127,7 @@ def test_a_wait_that_no_rate_explains_changes_nothing():
 
 
 def test_what_a_checkpoint_says_of_the_link_is_read_back_or_refused():
-    known = Followed(0.1, Network.of_pace(FAST, 2, 1), COMPUTE_S, Step(0.001, 0.0))
+    known = Followed(0.1, Network.of_link_speed(FAST, 2, 1), COMPUTE_S, Step(0.001, 0.0))
     assert Followed.of(json.loads(json.dumps(known.table())), 2, 1) == known
     for damage in ({"lines": 3}, {"lines": {"all-gather": [1, None, 3]}}, {"budget": "all"}, {"step": {"a": 1}}):
         with pytest.raises(ValueError, match="damaged"):
@@ -141,7 +139,7 @@ def test_trackers_get_numbers_alone():
     assert "setting" not in values(record) and '"setting": "demo(topk=1)"' in record.line()
 
 
-class Slowing(Emulated):
+class Slowing(ThrottledCommunicator):
     """A link that is slow from its twentieth exchange on, where it is the second of its process: that of the run."""
 
     made = 0
@@ -151,37 +149,37 @@ class Slowing(Emulated):
         Slowing.made += 1
         self._slows = Slowing.made == 2
 
-    def _leave(self, nbytes):
-        if self._slows and self._count == 20:
-            self.pace = Pace(1e6)
-        return super()._leave(nbytes)
+    def _queue(self, nbytes):
+        if self._slows and self._started == 20:
+            self.speed = LinkSpeed(1e6)
+        return super()._queue(nbytes)
 
 
 def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with_it(tmp_path, monkeypatch, capfd):
     """An emulated link is never faster than it says, so it is found to be slow on any machine."""
-    monkeypatch.setattr(session, "Emulated", Slowing)
+    monkeypatch.setattr(session, "ThrottledCommunicator", Slowing)
     monkeypatch.setattr(decide, "PROBE_S", 0.3)
     monkeypatch.setattr(adapt, "STEPS", 2)
-    monkeypatch.setattr(asked, "SCHEMES", {"demo": dt.demo})
+    monkeypatch.setattr(asked, "schemes", lambda: {"demo": dt.demo})
     monkeypatch.setattr(asked, "settings", lambda name: [{}])
     path, out = tmp_path / "tiny.toml", tmp_path / "run"
-    path.write_text(toml.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
+    path.write_text(tomli_w.dumps({**RECIPE, "scheme": {"name": "demo", "topk": 8, "chunk": 32}}))
     train = ["train", str(path), "--link", "1gbit", "--out", str(out)]
     sets = ["--set", "scheme.name=auto", "scheme.adapt=true", "train.steps=40", "train.validation_batches=1"]
-    assert main([*train, *sets, "--stop-after", "24"]) == 0
+    assert run_command([*train, *sets, "--stop-after", "24"]) == 0
     told = capfd.readouterr().out
-    records = metrics.read(out / "metrics.jsonl")
+    records = metrics.read_metrics(out / "metrics.jsonl")
     moves = [record for record in records if record.setting]
     assert moves and told.count("adapt: after step") == len(moves)
     last, lowest = records[-1], moves[-1]
     assert last.bytes_sent < records[0].bytes_sent and lowest.setting.startswith("demo(topk=")
     capfd.readouterr()
-    assert main([*train, *sets, "--resume", "--stop-after", "25"]) == 0
-    after = metrics.read(out / "metrics.jsonl")[24]
+    assert run_command([*train, *sets, "--resume", "--stop-after", "25"]) == 0
+    after = metrics.read_metrics(out / "metrics.jsonl")[24]
     assert after.bytes_sent == last.bytes_sent
     saved = json.loads((out / "checkpoints" / "step-000025" / "manifest.json").read_text())
     assert saved["extra"]["followed"]["budget"] == 0.1
     capfd.readouterr()
-    assert main([*train, *sets, "--resume", "--json"]) == 0
-    last = [record.setting for record in metrics.read(out / "metrics.jsonl") if record.setting][-1]
+    assert run_command([*train, *sets, "--resume", "--json"]) == 0
+    last = [record.setting for record in metrics.read_metrics(out / "metrics.jsonl") if record.setting][-1]
     assert json.loads(capfd.readouterr().out)["adapted_to"] == last

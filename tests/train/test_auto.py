@@ -4,13 +4,14 @@ import json
 import tomllib
 
 import pytest
+import tomli_w
 
 from commands import RECIPE, launched
-from detonation.cli import main
+from detonation.cli.command import run_command
 from detonation.train.auto import asked, decide
-from detonation.train.recipe import toml
+from detonation.train.recipe.layers import Layers
 from detonation.train.recipe.resolve import parse_sets, resolve
-from detonation.train.recipe.schema import from_table
+from detonation.train.recipe.tables import from_table
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
 TUNED = {name: {"optimizer": {"name": "AdamW", "lr": 0.0125}} for name in ("demo", "random_sign", "diloco", "random")}
@@ -24,7 +25,7 @@ def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "tiny.toml"
     tables = {f"tuned.{name}.optimizer": tables["optimizer"] for name, tables in TUNED.items()}
-    path.write_text(toml.dumps(RECIPE) + "".join(f"\n[{k}]\n{toml.dumps(v)}" for k, v in tables.items()))
+    path.write_text(tomli_w.dumps(RECIPE) + "".join(f"\n[{k}]\n{tomli_w.dumps(v)}" for k, v in tables.items()))
     return path
 
 
@@ -44,12 +45,12 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
     overrides = {**parse_sets(["train.steps=4", "mesh.link=1mbit,1ms"]), "scheme": config["scheme"]}
     assert from_table(config).optimizer == resolve({**RECIPE, "tuned": TUNED}, overrides).optimizer
 
-    assert main([*train, "--resume"]) == 0
+    assert run_command([*train, "--resume"]) == 0
     told = capfd.readouterr().out
     assert "resumed after step 2, exactly as saved" in told and "auto:" not in told
     assert tomllib.loads((out / "config.toml").read_text()) == config
 
-    assert main(["train", str(out / "config.toml"), "--out", str(tmp_path / "again")]) == 0
+    assert run_command(["train", str(out / "config.toml"), "--out", str(tmp_path / "again")]) == 0
     summaries = [json.loads((run / "summary.json").read_text()) for run in (out, tmp_path / "again")]
     assert summaries[0]["fingerprint"] == summaries[1]["fingerprint"]
 
@@ -73,7 +74,7 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
 )
 def test_what_cannot_be_chosen_is_one_line(recipe, tmp_path, capsys, arguments, line):
     verb, *rest = arguments
-    assert main([verb, str(recipe), *rest]) == 2
+    assert run_command([verb, str(recipe), *rest]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == [recipe]
@@ -88,7 +89,7 @@ def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
 
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
-    found = asked.Asked(asked.Auto(), tables, {}).candidates()
+    found = asked.Asked(asked.Auto(), Layers(tables, {})).candidates()
     demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
     assert len(demos) >= 3 and {arguments["chunk"] for arguments in demos} == {8, 128}  # which was measured as it is
     assert {arguments.get("topk") for arguments in demos} == {None, 1, 4}  # 16 of 8 there are not
@@ -96,8 +97,8 @@ def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
 
 def test_levels_name_their_schemes(tmp_path, capsys):
     path = tmp_path / "levels.toml"
-    path.write_text(toml.dumps({**RECIPE, "scheme": LEVELS, "mesh": {"shards": 1}}))
-    assert main(["train", str(path)]) == 2
+    path.write_text(tomli_w.dumps({**RECIPE, "scheme": LEVELS, "mesh": {"shards": 1}}))
+    assert run_command(["train", str(path)]) == 2
     assert capsys.readouterr().err == (
         "error: scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]\n"
     )
@@ -105,6 +106,6 @@ def test_levels_name_their_schemes(tmp_path, capsys):
 
 def test_a_recipe_that_leaves_the_choice_open_can_be_planned_for(recipe, capsys):
     plan = ["plan", str(recipe), "--set", "scheme.name=auto", "--link", "1mbit", "--step-time", "0.1", "--json"]
-    assert main(plan) == 0
+    assert run_command(plan) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["auto"] in found["options"] and found["auto"]["exposed_s"] <= 0.1 * found["auto"]["seconds"]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from detonation.cli import main
+from detonation.cli.command import run_command
 from detonation.train.verbs import compare
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
@@ -12,7 +12,7 @@ SHORT = ("--set", "train.steps=2", "train.validation_batches=1", "--replicas", "
 
 def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capfd):
     arguments = ["compare", QUICK, "--schemes", "full,random_sign", *SHORT, "--out", str(tmp_path), "--json"]
-    assert main(arguments) == 0
+    assert run_command(arguments) == 0
     printed = capfd.readouterr()
     found = json.loads(printed.out)
     assert [run["scheme"] for run in found["runs"]] == ["full", "random_sign"]
@@ -23,7 +23,7 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
     assert "What differs" in page and "scheme.name" in page and "scheme.rate" in page
     assert "train.steps</th>" not in page  # the same in both
 
-    assert main(arguments) == 0
+    assert run_command(arguments) == 0
     again = capfd.readouterr()
     assert json.loads(again.out) == found and "step 2/2" not in again.err
 
@@ -31,12 +31,12 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
 def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch, capsys):
     started = []
 
-    def stopped(request, explain):
-        started.append(request.out)
-        return {"stopped_after": 3, "stopped_by": "SIGTERM", "directory": str(request.out)}
+    def stopped(task):
+        started.append(task.request.out)
+        return {"stopped_after": 3, "stopped_by": "SIGTERM", "directory": str(task.request.out)}
 
-    monkeypatch.setattr(compare, "run", stopped)
-    assert main(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(compare, "run_task", stopped)
+    assert run_command(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 1
     full = tmp_path / "full"
     line = f"error: stopped by SIGTERM after step 3 of {full}: remove {full} and compare again"
     assert capsys.readouterr().err.startswith(line)
@@ -50,7 +50,7 @@ def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch
         "full,full": "error: --schemes is 'full,full', must be two different schemes or more",
         "full,dem": "error: unknown scheme 'dem', did you mean 'demo'?",
     }.items():
-        assert main(["compare", QUICK, "--schemes", schemes]) == 2
+        assert run_command(["compare", QUICK, "--schemes", schemes]) == 2
         error = capsys.readouterr().err
         assert error.startswith(line) and len(error.splitlines()) == 1
     assert not list(tmp_path.iterdir())

@@ -4,12 +4,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from detonation.core.schemes.registry import SCHEMES
-from detonation.train.recipe import toml
-from detonation.train.recipe.resolve import parse_sets, read, resolve
-from detonation.train.recipe.schema import from_table, to_table
-from detonation.train.run.run import Request, configure
+from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
+from detonation.train.recipe.tables import from_table, to_table
+from detonation.train.run.request import Request, configure
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 TIERS = Path(__file__).parents[2] / "recipes" / "three-tiers.toml"
@@ -33,9 +33,9 @@ def said(*sets):
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @pytest.mark.parametrize("path", [path for path in RECIPES if path != TIERS], ids=lambda path: path.stem)
 def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
-    config = resolve(read(path), {"scheme": {"name": scheme}})
+    config = resolve(read_recipe(path), {"scheme": {"name": scheme}})
     assert config.scheme.name == scheme
-    assert from_table(tomllib.loads(toml.dumps(to_table(config)))) == config
+    assert from_table(tomllib.loads(tomli_w.dumps(to_table(config)))) == config
 
 
 def test_there_are_five_recipes():
@@ -50,7 +50,7 @@ def test_there_are_five_recipes():
 
 def test_toml_writes_what_toml_reads():
     table = {"seed": 1, "a": {"text": 'quote " \\ \n\tä \x7f', "yes": True, "list": [1, 2.5, "x"], "odd key": 1e-300}}
-    assert tomllib.loads(toml.dumps(table)) == table
+    assert tomllib.loads(tomli_w.dumps(table)) == table
 
 
 def test_the_base_scheme_keeps_its_arguments():
@@ -93,9 +93,12 @@ def test_another_optimizer_keeps_nothing_of_the_first():
         (["train.autocast=fp8"], r"train\.autocast is 'fp8', but must be '' or 'bf16'"),
         (["train.clip=-1"], r"train\.clip is -1\.0, but must be at least 0"),
         (["train.non_finite=ignore"], r"train\.non_finite is 'ignore', but must be 'stop' or 'skip'"),
-        (["train.on_drift=average"], r"train\.on_drift is 'average', but must be 'stop' or 'repair'"),
+        (["train.on_desync=average"], r"train\.on_desync is 'average', but must be 'stop' or 'repair'"),
         (["train.verify_every=-1"], r"train\.verify_every is -1, but must be at least 0 \(0 = never\)"),
-        (["train.on_drift=repair", "train.verify_every=0"], r"train\.verify_every is 0, but must be at least 1 to rep"),
+        (
+            ["train.on_desync=repair", "train.verify_every=0"],
+            r"train\.verify_every is 0, but must be at least 1 to rep",
+        ),
         (["optimizer.lr=0"], r"optimizer\.lr is 0\.0, but must be a finite number above 0"),
         (["optimizer.lr=nan"], r"optimizer\.lr is nan"),
         (["schedule.name=cosin"], r"unknown schedule 'cosin', did you mean 'cosine'\?"),
@@ -128,10 +131,10 @@ def test_bad_recipes_are_named(recipe, message):
 
 def test_a_recipe_that_is_not_there_or_not_toml(tmp_path):
     with pytest.raises(ValueError, match="cannot read the recipe"):
-        read(tmp_path / "none.toml")
+        read_recipe(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("a = = b")
     with pytest.raises(ValueError, match="is not TOML"):
-        read(tmp_path / "bad.toml")
+        read_recipe(tmp_path / "bad.toml")
 
 
 def test_a_variant_tuned_for_no_scheme_is_not_ignored(tmp_path):

@@ -6,10 +6,10 @@ import pytest
 
 from detonation.checkpoint.files import manifest, retention
 from detonation.cluster.processes.failure import WorldError
-from detonation.core.flat.layout import local
-from detonation.core.integrity import readback
-from detonation.kernels import native
-from detonation.report.table import rows
+from detonation.core import runtime
+from detonation.core.compute import library
+from detonation.core.flat.tensors import local
+from detonation.report.table import run_rows
 from detonation.train.loop import counts
 from detonation.train.run import worker
 
@@ -19,7 +19,7 @@ NAME = "model.embed_tokens.weight"
 @pytest.fixture
 def poison(monkeypatch):
     """The gradient of one parameter is not finite on the second replica."""
-    started = worker.start
+    started = worker.start_session
 
     def poisoned(config, device):
         session = started(config, device)
@@ -29,7 +29,7 @@ def poison(monkeypatch):
             parameter.register_post_accumulate_grad_hook(lambda p: local(p.grad).mul_(float("nan")))
         return session
 
-    monkeypatch.setattr(worker, "start", poisoned)
+    monkeypatch.setattr(worker, "start_session", poisoned)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -41,16 +41,16 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
         ((name, count),) = summary["skipped"].items()
         assert name.endswith(NAME) and (count, summary["refused"]) == (5 * shards, 0)
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert dict(rows(written))["skipped"] == f"{5 * shards} contributions that were not finite, of {name}"
-    assert "refused" not in dict(rows(written))
-    last = manifest.read(retention.candidates(tmp_path / "run" / "checkpoints")[0])
+    assert dict(run_rows(written))["skipped"] == f"{5 * shards} contributions that were not finite, of {name}"
+    assert "refused" not in dict(run_rows(written))
+    last = manifest.read_manifest(retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0])
     assert counts.saved(last.extra) == counts.Counts(summary["skipped"])
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
 def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
-    monkeypatch.setattr(readback, "late", lambda device: late)
-    monkeypatch.setattr(native, "load", lambda: None)
+    monkeypatch.setattr(runtime, "decides_on_device", lambda device: late)
+    monkeypatch.setattr(library, "load_library", lambda: None)
     with pytest.raises(WorldError, match=f"^the gradient of .*{NAME} is not finite on replica 1 at step 0$"):
         train("run", "train.steps=3")
 

@@ -60,10 +60,10 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     file.write(record(2))
-    assert metrics.read(tmp_path / "metrics.jsonl") == [record(1)]
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [record(1)]
     with pytest.raises(Unwritable, match=r"metrics\.jsonl: No space left on device \(free some space"):
         file.close()
-    assert metrics.read(tmp_path / "metrics.jsonl") == [record(1)]
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [record(1)]
 
 
 def test_a_line_that_found_no_space_is_written_with_the_next_one(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_line_that_found_no_space_is_written_with_the_next_one(tmp_path, monke
         file.write(record(2))
     file.write(record(3))
     file.close()
-    assert metrics.read(tmp_path / "metrics.jsonl") == [record(1), record(2), record(3)]
+    assert metrics.read_metrics(tmp_path / "metrics.jsonl") == [record(1), record(2), record(3)]
 
 
 def fail():
@@ -83,8 +83,8 @@ def fail():
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(record(1).line() + record(2).line()[:20])
-    assert metrics.read(path) == [record(1)]
-    metrics.MetricsFile(path, metrics.read(path)).close()
+    assert metrics.read_metrics(path) == [record(1)]
+    metrics.MetricsFile(path, metrics.read_metrics(path)).close()
     assert path.read_text() == record(1).line()
 
 

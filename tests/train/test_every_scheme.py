@@ -11,11 +11,11 @@ import worlds
 from detonation.cluster.processes.signals import Stop
 from detonation.core.schemes.registry import SCHEMES
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import check, start
-from detonation.train.recipe.resolve import parse_sets, read, resolve
+from detonation.train.loop.session import check_config, start_session
+from detonation.train.recipe.resolve import parse_sets, read_recipe, resolve
 from detonation.train.recipe.schema import Config
 
-RECIPE = read(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
+RECIPE = read_recipe(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SMALL = [
     "model.layers=1", "model.hidden_size=32", "model.heads=2", "model.feed_forward=64", "data.context=32",
     "mesh.shards=1", "train.steps=5", "train.batch_size=4", "train.validation_batches=1", "schedule.warmup=2",
@@ -24,15 +24,15 @@ SHORT = {"every": 2, "fragments": 2, "delay": 1}  # rounds that end within five 
 
 
 def small(name: str) -> Config:
-    tuned = check(resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}"]))).scheme.arguments
+    tuned = check_config(resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}"]))).scheme.arguments
     rounds = [f"scheme.{key}={value}" for key, value in SHORT.items() if tuned.get(key)]
-    return check(resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}", *rounds])))
+    return check_config(resolve(RECIPE, parse_sets([*SMALL, f"scheme.name={name}", *rounds])))
 
 
 def trained(mesh, configs):
     results = {}
     for name, config in configs.items():
-        session, records = start(config, torch.device("cpu")), []
+        session, records = start_session(config, torch.device("cpu")), []
         fit(session, 0, config.train.steps, records.append, Stop())
         results[name] = ([r.loss for r in records], records[-1].val_loss, session.world.fingerprint(session.model)[1])
     return results

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from detonation import data
-from detonation.cli import main
+from detonation.cli.command import run_command
 from detonation.train.loop.session import load_data
 
 
@@ -27,20 +27,20 @@ def measured(folder, config):
 def test_transformers_loads_what_was_trained_and_measures_the_same_loss(train, tiny, tmp_path, capsys):
     sets = ["scheme.name=diloco", "scheme.every=4", "mesh.shards=2", "train.steps=3"]
     summary = train("run", *sets)[0]
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model"), "--json"]) == 0
+    assert run_command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model"), "--json"]) == 0
     exported = json.loads(capsys.readouterr().out)
     assert (exported["step"], exported["num_parameters"]) == (3, summary["num_parameters"])
     assert measured(tmp_path / "model", tiny(*sets)) == pytest.approx(summary["val_loss"], rel=1e-6)
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 2
+    assert run_command(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 2
     assert "is not empty: choose another --out" in capsys.readouterr().err
 
 
 def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(train, tmp_path, capsys):
     train("round", "scheme.name=diloco", "scheme.every=4", stop_after=2)
-    assert main(["export", str(tmp_path / "round"), "--out", str(tmp_path / "mean")]) == 0
+    assert run_command(["export", str(tmp_path / "round"), "--out", str(tmp_path / "mean")]) == 0
     train("alone", "scheme.name=none", stop_after=1)
     capsys.readouterr()
-    assert main(["export", str(tmp_path / "alone"), "--out", str(tmp_path / "none")]) == 2
+    assert run_command(["export", str(tmp_path / "alone"), "--out", str(tmp_path / "none")]) == 2
     assert "of 2 replicas that trained alone: there is no one model" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
+    assert run_command(["export", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err

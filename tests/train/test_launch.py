@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from commands import outliving
-from detonation.cluster.init import Place, launched
-from detonation.cluster.processes import launch
+from detonation.cluster import launch
+from detonation.cluster.init import LaunchPosition, launch_position
+from detonation.cluster.launch import run_local
 from detonation.cluster.processes.exit import die_with_agent
 from detonation.cluster.processes.failure import WorldError
-from detonation.cluster.processes.launch import run_local
-from detonation.train.run.run import Request, configure
+from detonation.train.run.request import Request, configure
 
 
 def test_results_come_back_by_rank():
@@ -95,18 +95,18 @@ def test_no_process_outlives_the_call(tmp_path):
 
 def test_the_place_that_launchers_give():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert launched(torchrun) == Place(5, 8, 1, 4)
+    assert launch_position(torchrun) == LaunchPosition(5, 8, 1, 4)
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    assert launched({**slurm, **step}) == Place(5, 8, 1, 4, "gpu07", 23456)
-    assert launched(slurm) is None, "a batch script without srun stands alone"
-    assert launched({}) is None
+    assert launch_position({**slurm, **step}) == LaunchPosition(5, 8, 1, 4, "gpu07", 23456)
+    assert launch_position(slurm) is None, "a batch script without srun stands alone"
+    assert launch_position({}) is None
     with pytest.raises(ValueError, match="WORLD_SIZE='eight'"):
-        launched({"RANK": "0", "WORLD_SIZE": "eight"})
+        launch_position({"RANK": "0", "WORLD_SIZE": "eight"})
 
 
 def test_a_launcher_decides_on_the_world_unless_flags_do():
-    place = Place(0, 8, 0, 4)
+    place = LaunchPosition(0, 8, 0, 4)
     recipe = Path(__file__).parents[2] / "recipes" / "quick-lm.toml"
 
     def mesh(**flags):

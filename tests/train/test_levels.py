@@ -6,16 +6,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 import detonation as dt
-from detonation.cluster.init import Place
+from detonation.cluster.init import LaunchPosition
 from detonation.core.schemes import traffic
-from detonation.train.loop.session import check
+from detonation.train.loop.session import check_config
 from detonation.train.output import metrics
-from detonation.train.recipe import toml
 from detonation.train.recipe.resolve import parse_sets, resolve
-from detonation.train.recipe.schema import from_table, to_table
-from detonation.train.run.run import Request, configure
+from detonation.train.recipe.tables import from_table, to_table
+from detonation.train.run.request import Request, configure
 
 THREE_TIERS = Path(__file__).parents[2] / "recipes" / "three-tiers.toml"
 BASE = {
@@ -42,8 +42,8 @@ def test_levels_are_read_and_written_as_a_list_of_schemes():
         ("site", 3, "diloco"),
     ]
     assert (config.mesh.replicas, config.mesh.shards, config.schemes) == (6, 2, "demo+diloco")
-    resolved = check(config)
-    text = toml.dumps(to_table(resolved))
+    resolved = check_config(config)
+    text = tomli_w.dumps(to_table(resolved))
     assert text.count("[[scheme]]") == 2 and from_table(tomllib.loads(text)) == resolved
     assert resolved.levels[0].scheme.arguments["chunk"] == 64  # defaults are filled in
 
@@ -102,12 +102,12 @@ def test_set_reaches_one_level():
 )
 def test_what_levels_cannot_be_is_named(sets, changed, message):
     with pytest.raises(ValueError, match=message):
-        check(said(*sets, **changed))
+        check_config(said(*sets, **changed))
 
 
 def test_the_levels_make_the_world():
     def mesh(ranks, local, *sets, **flags):
-        place = Place(0, ranks, 0, local) if ranks else None
+        place = LaunchPosition(0, ranks, 0, local) if ranks else None
         chosen = configure(Request(THREE_TIERS, sets, **flags), place).mesh
         return chosen.replicas, chosen.shards
 
@@ -135,8 +135,8 @@ def test_a_run_of_two_levels_counts_each_and_resumes_exactly(train, tmp_path):
     resumed = train("parts", "train.steps=7", tables=levels, resume=True)[0]
     assert whole["replicas_equal"] and resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["levels"] == whole["levels"]
-    records = metrics.read(tmp_path / "whole" / "metrics.jsonl")
-    sent = traffic.exchanged("all-reduce", dt.full().codec, whole["num_parameters"], 2)
+    records = metrics.read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    sent = traffic.exchange_bytes("all-reduce", dt.full().codec, whole["num_parameters"], 2)
     dense = traffic.dense_bytes(whole["num_parameters"], 2)
     assert [record.levels["rack"] for record in records] == [sent] * 7
     assert [record.levels["site"] for record in records] == [0, 0, sent, 0, 0, sent, sent]  # the last one settles

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from detonation.cluster.network.simulated import play
+from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.train.loop.fit import fit
 from detonation.train.verbs.simulate import virtual
 
-GRADIENT, TOLD, HEARD = "gradient", "told", "heard"
+GRADIENT, SENT, RECEIVED = "gradient", "sent", "received"
 
 
 class Noted:
-    """A world that writes down when the others are told of a loss, and when they are waited for."""
+    """A world that notes when a loss is sent to the others, and when they are waited for."""
 
     def __init__(self, world, notes):
         self._world, self._notes = world, notes
@@ -22,12 +22,12 @@ class Noted:
     def __getattr__(self, name):
         return getattr(self._world, name)
 
-    def tell(self, values):
-        self._notes.append(TOLD)
-        waiter = self._world.tell(values)
+    def all_gather(self, values):
+        self._notes.append(SENT)
+        waiter = self._world.all_gather(values)
 
         def wait():
-            self._notes.append(HEARD)
+            self._notes.append(RECEIVED)
             return waiter()
 
         return wait
@@ -48,7 +48,7 @@ def second_step(config):
         fit(replace(session, world=Noted(session.world, notes)), 0, 2, report, Stop())
         return steps[1]
 
-    return play(act, 2)[0]
+    return simulate_replicas(act, 2)[0]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def second_step(config):
     ids=["rounds", "late", "clipped", "none"],
 )
 def test_others_are_waited_for_while_backward_computes(tiny, sets):
-    assert second_step(tiny(*sets)) == [TOLD, GRADIENT, HEARD]
+    assert second_step(tiny(*sets)) == [SENT, GRADIENT, RECEIVED]
 
 
 def test_what_leaves_during_backward_is_agreed_on_before(tiny):
-    assert second_step(tiny("train.accumulate=2")) == [GRADIENT, TOLD, HEARD, GRADIENT]
+    assert second_step(tiny("train.accumulate=2")) == [GRADIENT, SENT, RECEIVED, GRADIENT]

@@ -1,15 +1,14 @@
 """The probe of a recipe: every scheme's step is timed on its own, and the profile is what the next verb reads."""
 
-import dataclasses
 import json
 
 import pytest
 
-from detonation.cli import main
+from detonation.cli.command import run_command
+from detonation.cluster.launch import run_local
 from detonation.cluster.network.profile import Profile
-from detonation.cluster.processes.launch import run_local
 from detonation.core.schemes.registry import SCHEMES
-from detonation.train.recipe.schema import to_table
+from detonation.train.recipe.layers import Layers
 from detonation.train.verbs import probe
 
 
@@ -22,8 +21,8 @@ def soon(monkeypatch):
 def test_a_recipe_is_probed_with_every_scheme(tiny, tiny_recipe):
     config = tiny("mesh.shards=2", "optimizer.name=SignSGD", "optimizer.lr=1e-3")
     recipe = {**tiny_recipe, "optimizer": {"name": "SignSGD", "lr": 1e-3}}  # which every scheme can be used with
-    task = probe.Task(dataclasses.asdict(config.mesh), "tiny", recipe, to_table(config))
-    tables = run_local(probe.work, 4, [dataclasses.asdict(task)], timeout_s=120)
+    task = probe.ProbeTask(config.mesh, "tiny", Layers(recipe, {}), config)
+    tables = run_local(probe.probe_on_rank, 4, [task], timeout_s=120)
     profile = Profile.of(tables[0])
     assert (profile.replicas, profile.shards, profile.backend) == (2, 2, "gloo")
     assert profile.compute is not None and profile.compute.steps.keys() == SCHEMES.keys()
@@ -33,7 +32,7 @@ def test_a_recipe_is_probed_with_every_scheme(tiny, tiny_recipe):
 
 def test_the_verb_measures_a_world_without_a_recipe(tmp_path, capsys):
     out = tmp_path / "profile.json"
-    assert main(["probe", "--replicas", "2", "--shards", "1", "--out", str(out), "--json"]) == 0
+    assert run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(out), "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(out.read_text())
     assert Profile.read(out).compute is None and "all-gather" in printed.err
@@ -46,6 +45,6 @@ def test_bad_input_is_one_line(capsys):
         ("--replicas", "0"): "error: mesh.replicas is 0, but must be at least 1",
         ("nothing.toml",): "error: cannot read the recipe 'nothing.toml'",
     }.items():
-        assert main(["probe", *arguments]) == 2
+        assert run_command(["probe", *arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith(line) and len(error.splitlines()) == 1

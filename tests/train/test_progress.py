@@ -12,9 +12,11 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 
 from commands import write_recipe
-from detonation import cli
+from detonation.cli import answers
+from detonation.cli.command import run_command
 from detonation.train.output import gauges
 from detonation.train.output import screen as screens
 from detonation.train.output.gauges import Curve, Gauges, Portion
@@ -65,7 +67,7 @@ def test_the_gauges_stand_under_the_lines_and_leave_nothing_behind(screen):
         terminal = shown(stream)
         assert terminal.lines[:2] == ["training", "step 10/100"]
         bar, below = terminal.lines[2:]
-        assert re.fullmatch("━+─+ 10/100 steps, 0:54 left", bar)
+        assert re.fullmatch("━+[╸╺]━+ 10/100 steps, 00:54 left", bar)
         assert below == "loss 2.0000 █▇▆▆▅▄▃▃▂▁  8,192 tokens/s  2.0 MB/s between nodes  20% waiting"
     assert shown(stream).lines == ["training", "step 10/100"]
 
@@ -93,23 +95,47 @@ def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
         assert stream.getvalue() == "step 1\n"
 
 
+def gauges_of(portion, steps):
+    """Gauges from the first step on, and the clock that they read."""
+    clock = [0.0]
+    return Gauges(0, steps, portion, lambda: clock[0]), clock
+
+
+def drawn(shown, width, plain=False):
+    """The lines of gauges on a terminal of that width; `plain`: one that takes ASCII only."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii" if plain else "utf-8")
+    Console(file=stream, width=width, soft_wrap=True, color_system=None).print(shown)
+    stream.flush()
+    return written.getvalue().decode().splitlines()
+
+
 @pytest.mark.parametrize("width", [10, 20, 40, 79, 200])
 @pytest.mark.parametrize("plain", [False, True])
 def test_no_line_is_wider_than_the_terminal(width, plain):
-    shown = Gauges(0, 10**6, Portion(10**9, "tokens"))
-    assert all(len(line) <= width for line in shown.lines(width, 0.0, plain))
+    shown, _ = gauges_of(Portion(10**9, "tokens"), steps=10**6)
+    assert all(len(line) <= width for line in drawn(shown, width, plain))
     for step in range(1, 300):
-        shown.add(record(step, loss=1e3 / step, sent=10**12), float(step))
-    lines = shown.lines(width, 300.0, plain)
-    assert all(0 < len(line) <= width for line in lines)
+        shown.add(record(step, loss=1e3 / step, sent=10**12))
+    lines = drawn(shown, width, plain)
+    assert len(lines) == 2 and all(0 < len(line) <= width for line in lines)
     assert all(line.isascii() for line in lines) == plain or width == 10
 
 
 def test_what_is_sent_in_long_rounds_is_seen_between_them():
-    shown = Gauges(0, 1000, Portion(1, "images"))
+    shown, _ = gauges_of(Portion(1, "images"), steps=1000)
     for step in range(1, 400):
-        shown.add(record(step, seconds=0.5, sent=5_000_000 if step % 100 == 0 else 0, waited=0.0), float(step))
-    assert "75.2 kB/s between nodes" in shown.lines(80, 0.0)[1]  # three rounds in 199.5 seconds
+        shown.add(record(step, seconds=0.5, sent=5_000_000 if step % 100 == 0 else 0, waited=0.0))
+    assert "75.2 kB/s between nodes" in drawn(shown, 80)[1]  # three rounds in 199.5 seconds
+
+
+def test_the_time_left_is_that_of_the_steps_after_the_first_which_sets_up():
+    shown, clock = gauges_of(Portion(1, "images"), steps=100)
+    assert drawn(shown, 80)[0].endswith(" 0/100 steps, --:-- left")
+    for step, now in {1: 1000.0, 2: 1060.0, 3: 1120.0}.items():
+        clock[0] = now
+        shown.add(record(step))
+    assert drawn(shown, 80)[0].endswith(" 3/100 steps, 1:37:00 left")
 
 
 def test_a_curve_of_any_length_keeps_its_shape_in_a_small_space():
@@ -137,10 +163,10 @@ class Typed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.update(TERM="xterm-256color", COLUMNS="100", **env)
             for name in ("stdout", "stderr"):
-                setattr(cli.answers.sys, name, os.fdopen(os.dup(1), "w", encoding="utf-8"))
+                setattr(answers.sys, name, os.fdopen(os.dup(1), "w", encoding="utf-8"))
             torch.set_num_threads(1)
-            code = cli.main(arguments)
-            cli.answers.sys.stdout.flush()
+            code = run_command(arguments)
+            answers.sys.stdout.flush()
         os._exit(code)
 
     def read_until(self, words, timeout_s=60):

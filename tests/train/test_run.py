@@ -13,7 +13,8 @@ from detonation.checkpoint.files import disk, manifest, retention
 from detonation.cluster.processes.failure import WorldError
 from detonation.train.output import metrics
 from detonation.train.recipe.optimizers import lr_factor
-from detonation.train.recipe.schema import Schedule, from_table
+from detonation.train.recipe.schema import ScheduleConfig
+from detonation.train.recipe.tables import from_table
 
 FIELDS = {
     "scheme", "replicas", "shards", "num_parameters", "steps", "train_loss", "val_loss", "bigram_loss", "seconds",
@@ -29,7 +30,7 @@ def test_a_run_leaves_its_directory_and_learns(train, tiny, tmp_path):
     assert summary.items() <= summaries[0].items()
     assert len({s["fingerprint"] for s in summaries}) == 1
     assert summary["replicas_equal"] and summary["val_loss"] < 4.5 < math.log(256)
-    records = metrics.read(run / "metrics.jsonl")
+    records = metrics.read_metrics(run / "metrics.jsonl")
     assert [record.step for record in records] == list(range(1, 31))
     assert [record.step for record in records if record.val_loss is not None] == [10, 20, 30]
     assert records[0].lr > 0
@@ -70,7 +71,7 @@ def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
     resumed = train("parts", *sets, resume=True)[0]
     assert resumed["fingerprint"] == whole["fingerprint"]
     assert (resumed["val_loss"], resumed["bytes_sent_per_step"]) == (whole["val_loss"], whole["bytes_sent_per_step"])
-    curves = [[r.loss for r in metrics.read(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts")]
+    curves = [[r.loss for r in metrics.read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts")]
     assert curves[0] == curves[1]
 
 
@@ -92,9 +93,9 @@ def test_a_foreign_checkpoint_is_refused(train, tmp_path, sets, message):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(train, tmp_path, capfd):
     whole = train("whole")[0]
     train("run", "train.checkpoint_every=2", "train.keep=2", stop_after=5)
-    newest, before = retention.candidates(tmp_path / "run" / "checkpoints")
+    newest, before = retention.saved_checkpoints(tmp_path / "run" / "checkpoints")
     assert (newest.name, before.name) == ("step-000005", "step-000004")
-    assert manifest.read(newest).step == 5
+    assert manifest.read_manifest(newest).step == 5
     path = newest / "replica1-shard0.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -117,7 +118,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_stop_a_run(train, tmp_path, ca
     said = capfd.readouterr().out
     failed = "warning: checkpoint step-000004 failed: No space left on device (need "
     assert said.count(failed) == 1 and said.count(" free); step-000002 is still whole; training goes on\n") == 1
-    kept = [path.name for path in retention.candidates(tmp_path / "run" / "checkpoints")]
+    kept = [path.name for path in retention.saved_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == ["step-000006", "step-000002"]
 
 
@@ -147,8 +148,8 @@ def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):
     sets = [*sets, "optimizer.name=SignSGD", "optimizer.lr=1e38", "schedule.warmup=0"]
     with pytest.raises(WorldError, match=r"^the loss is (nan|inf) at step 2 on replica 0 \(shard 0\); the state"):
         train("run", *sets)
-    assert manifest.read(tmp_path / "run" / "checkpoints" / "step-000001").step == 1
-    assert [record.step for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert manifest.read_manifest(tmp_path / "run" / "checkpoints" / "step-000001").step == 1
+    assert [record.step for record in metrics.read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert not (tmp_path / "run" / "summary.json").exists()
     train("until", *sets, stop_after=1)  # the step that lost it has left no trace
     lost, before = [saved(tmp_path / run / "checkpoints" / "step-000001") for run in ("run", "until")]
@@ -181,7 +182,7 @@ def test_one_replica_and_one_shard_are_a_run_too(train):
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
 @pytest.mark.parametrize("warmup", [0, 1, 4, 10])
 def test_the_schedule_starts_above_zero_and_ends_at_its_floor(name, warmup):
-    factor = lr_factor(Schedule(name, warmup, floor=0.1), 10)
+    factor = lr_factor(ScheduleConfig(name, warmup, floor=0.1), 10)
     factors = [factor(step) for step in range(10)]
     assert factors[0] > 0 and max(factors) == pytest.approx(1)
     if warmup < 9:
@@ -192,6 +193,6 @@ def test_the_schedule_starts_above_zero_and_ends_at_its_floor(name, warmup):
 def test_an_emulated_link_changes_the_waiting_alone(train, tmp_path):
     fast, slow = (train(out, *sets)[0] for out, sets in {"fast": [], "slow": ["mesh.link=2mbit,10ms"]}.items())
     assert slow["fingerprint"] == fast["fingerprint"] and slow["bytes_sent_per_step"] == fast["bytes_sent_per_step"]
-    for record in metrics.read(tmp_path / "slow" / "metrics.jsonl"):
+    for record in metrics.read_metrics(tmp_path / "slow" / "metrics.jsonl"):
         assert record.seconds >= 8 * record.bytes_sent / 2e6 + 0.01  # the message leaves and arrives within the step
         assert record.seconds >= record.step_s >= record.waited_s > 0

@@ -10,20 +10,22 @@ import time
 import pytest
 import torch
 
-from detonation.cluster.network.profile import Axis, Compute, Operation, Profile, Step
-from detonation.cluster.network.simulated import play
-from detonation.core.link.link import Link, Mismatch
+import detonation as dt
+from detonation.cluster.network.profile import AxisProfile, Compute, Operation, Profile, Step
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.link.handshake import Mismatch
+from detonation.core.link.link import Link
 from detonation.plan.cost import Network
 from detonation.train.auto.predict import among
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import metrics
-from detonation.train.verbs.simulate import Simulation, share, simulate, train_virtual, virtual
+from detonation.train.verbs.simulate import Simulation, batch_share, simulate, train_virtual, virtual
 
 EXACT = {
     "full": ["scheme.name=full"],
     "none": ["scheme.name=none"],
     "demo-clipped-dropout": ["train.clip=0.5", "model.dropout=0.2", "train.accumulate=2"],
-    "demo-owner": ["scheme.link=owner", "scheme.precision=sign", "scheme.error=drop"],
+    "demo-owner": ["scheme.link=owner", "scheme.precision=sign", "scheme.error_feedback=false"],
     "random-bf16": ["scheme.name=random", "scheme.precision=bf16"],
     "random_sign-late": ["scheme.name=random_sign", "scheme.delay=2", "scheme.lookahead=false"],
     "distro": ["scheme.name=distro", "scheme.chunk=32", "optimizer.name=SignSGD", "optimizer.lr=0.003"],
@@ -36,7 +38,7 @@ EXACT = {
 
 def simulated(config):
     """Each virtual replica's summary."""
-    return play(lambda wire: train_virtual(virtual(config, wire)), config.mesh.replicas)
+    return simulate_replicas(lambda wire: train_virtual(virtual(config, wire)), config.mesh.replicas)
 
 
 def results(summary):
@@ -72,21 +74,21 @@ def test_sixteen_replicas_agree_and_their_memories_do_not(tiny):
     def act(wire):
         session = virtual(config, wire)
         summary = train_virtual(session)
-        residual = session.optimizer.replica_state()["0.residual.model.embed_tokens.weight"]
+        residual = dt.replica_state(session.optimizer)["0.residual.model.embed_tokens.weight"]
         return summary["fingerprint"], summary["replicas_equal"], residual.sum().item()
 
-    fingerprints, equal, memories = zip(*play(act, 16), strict=True)
+    fingerprints, equal, memories = zip(*simulate_replicas(act, 16), strict=True)
     assert len(set(fingerprints)) == 1 and all(equal) and len(set(memories)) == 16
 
 
 def test_a_total_batch_is_shared_and_validated_on_as_many_examples(tiny):
     config = tiny("mesh.replicas=8", "train.batch_size=4", "train.validation_batches=4", "train.accumulate=2")
-    shared = share(config, 32)
+    shared = batch_share(config, 32)
     assert (shared.train.batch_size, shared.train.validation_batches) == (2, 8)
     with pytest.raises(ValueError, match=r"--total-batch is 24, but must be a multiple of 16 \(replicas x train.acc"):
-        share(config, 24)
+        batch_share(config, 24)
     with pytest.raises(ValueError, match=r"--total-batch is 0, .* at least 16"):
-        share(config, 0)
+        batch_share(config, 0)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
     summary = simulate(Simulation(recipe, ("train.steps=5",), replicas=4, total_batch=8, out=out, to_stderr=True))
     assert (summary["replicas"], summary["shards"], summary["steps"], summary["simulated"]) == (4, 1, 5, True)
     assert json.loads((out / "summary.json").read_text()).items() <= summary.items()
-    records = metrics.read(out / "metrics.jsonl")
+    records = metrics.read_metrics(out / "metrics.jsonl")
     assert [record.val_loss is None for record in records] == [True, False, True, False, False]
     assert sum(record.bytes_sent for record in records) == 5 * summary["bytes_sent_per_step"] > 0
     assert (out / "config.toml").exists() and (out / "environment.json").exists()
@@ -127,7 +129,7 @@ def profile(recipe, tmp_path):
     }
     compute = Compute(recipe.stem, 1, forward_backward_s=0.5, spread=0.0, steps={"full": Step(0.1, 0.05)})
     path = tmp_path / "profile.json"
-    Profile(2, 1, "gloo", {"replicate": Axis(2, 1, operations)}, compute).write(path)
+    Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, operations)}, compute).write(path)
     return path
 
 
@@ -139,7 +141,7 @@ def test_seconds_are_those_that_a_profile_predicts(recipe, profile, tmp_path):
     # half the batch; a ring all-reduce of four has 6 messages in a row where one of two has 2
     expected = 0.5 / 2 + 0.1 + 3 * 0.02 + 8 * summary["bytes_sent_per_step"] / 1e6
     assert summary["seconds_predicted"] and summary["median_step_seconds"] == pytest.approx(expected)
-    first = metrics.read(out / "metrics.jsonl")[0]
+    first = metrics.read_metrics(out / "metrics.jsonl")[0]
     assert first.seconds == pytest.approx(expected) and first.step_s - first.waited_s == pytest.approx(0.1)
 
 
@@ -203,12 +205,12 @@ def test_a_lost_loss_ends_all_replicas(recipe, tmp_path):
 def test_a_wire_carries_what_a_group_carries():
     def act(wire):
         mine = torch.tensor([wire.replica + 1.0])
-        late = wire.reduce(mine.clone())
-        told = wire.gather(mine.view(torch.uint8))
-        given = wire.swap(torch.tensor([10 * wire.replica + other for other in range(3)], dtype=torch.uint8))
+        late = wire.all_reduce(mine.clone())
+        told = wire.all_gather(mine.view(torch.uint8))
+        given = wire.all_to_all(torch.tensor([10 * wire.replica + other for other in range(3)], dtype=torch.uint8))
         return given()[:, 0].tolist(), told().view(torch.float32).view(-1).tolist(), late().item()
 
-    ends = play(act, 3)
+    ends = simulate_replicas(act, 3)
     assert [end[0] for end in ends] == [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
     assert [end[1:] for end in ends] == [([1.0, 2.0, 3.0], 6.0)] * 3
 
@@ -219,9 +221,9 @@ def test_one_replica_runs_at_a_time_in_order():
     def act(wire):
         for step in range(3):
             turns.append((step, wire.replica))
-            wire.gather(torch.zeros(1, dtype=torch.uint8))()
+            wire.all_gather(torch.zeros(1, dtype=torch.uint8))()
 
-    play(act, 3)
+    simulate_replicas(act, 3)
     assert turns == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 0), (1, 1), (2, 1), (2, 2), (2, 0)]
 
 
@@ -239,7 +241,7 @@ def test_ctrl_c_comes_out_when_all_replicas_have_ended():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt):
-            play(act, 1)
+            simulate_replicas(act, 1)
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == [0]
@@ -248,15 +250,15 @@ def test_ctrl_c_comes_out_when_all_replicas_have_ended():
 def test_what_can_never_arrive_is_an_error_not_a_hang():
     def unequal(wire):
         if wire.replica:
-            wire.gather(torch.zeros(1, dtype=torch.uint8))()
+            wire.all_gather(torch.zeros(1, dtype=torch.uint8))()
 
     with pytest.raises(RuntimeError, match="virtual replica 1 waits for what the others do not send"):
-        play(unequal, 3)
+        simulate_replicas(unequal, 3)
 
 
 def test_virtual_replicas_that_differ_are_told_so():
     def act(wire):
-        Link(wire).agree({"topk": str(wire.replica)}, torch.device("cpu"), {})
+        Link(wire).require_same({"topk": str(wire.replica)}, torch.device("cpu"), {})
 
     with pytest.raises(Mismatch, match="replica 1 has topk=1, replica 0 has topk=0"):
-        play(act, 2)
+        simulate_replicas(act, 2)

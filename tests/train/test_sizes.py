@@ -4,7 +4,7 @@ import pytest
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import local
+from detonation.core.flat.tensors import local
 from detonation.train.recipe.sizes import local_shapes
 from zoo import Menagerie, built
 

@@ -7,8 +7,8 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import digest
-from detonation.core.link.exchange import Owned
+from detonation.core.flat.tensors import digest
+from detonation.core.link.exchange import TwoStage
 from detonation.core.schemes.traffic import bytes_sent
 from worlds import caught
 from zoo import Plain, batch, built
@@ -25,10 +25,10 @@ CHANGES = {
 
 
 def all_told(mesh):
-    return {name: told(mesh, schemes) for name, schemes in CHANGES.items()}
+    return {name: sent(mesh, schemes) for name, schemes in CHANGES.items()}
 
 
-def told(mesh, schemes):
+def sent(mesh, schemes):
     """How far weights and memories together are from all gradients (law 1), and the weights' digests (law 2)."""
     model = built(Plain)
     for parameter in model.parameters():
@@ -37,7 +37,7 @@ def told(mesh, schemes):
     given, digests = [torch.zeros_like(p) for p in model.parameters()], []
     for turn, scheme in enumerate(schemes):
         if turn:
-            optimizer.change(scheme)
+            optimizer.reconfigure(scheme)
         for step in range(3):
             for i, parameter in enumerate(model.parameters()):
                 generator = torch.Generator().manual_seed(100 * (3 * turn + step) + 10 * i + mesh.get_rank())
@@ -45,7 +45,7 @@ def told(mesh, schemes):
                 given[i] += parameter.grad
             optimizer.step()
         digests.append(digest(model.parameters()))
-    optimizer.settle()
+    optimizer.synchronize()
     held = memories(optimizer, mesh)
     everything = torch.cat(
         [(g - h + p.detach()).flatten() for g, h, p in zip(given, held, model.parameters(), strict=True)]
@@ -56,9 +56,9 @@ def told(mesh, schemes):
 
 def memories(optimizer, mesh):
     """What this replica has still to tell of each parameter; of a mean that it owns, as if it were its own alone."""
-    channel, replicas = optimizer.built()[0].channel, mesh["replicate"].size()
+    channel, replicas = optimizer.build()[0].channel, mesh["replicate"].size()
     flat = channel.memory.residual.clone()
-    if isinstance(channel.exchange, Owned):
+    if isinstance(channel.exchange, TwoStage):
         owned = [channel.exchange.residual * (r == mesh.get_local_rank("replicate")) for r in range(replicas)]
         flat += replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
     return channel.layout.parts(flat)
@@ -101,26 +101,26 @@ def resumed(mesh, schemes):
     """A run that changed settings, and another that goes on from its state; and what was sent afterwards."""
     model, optimizer = start(mesh, schemes[0])
     advance(model, optimizer, range(4))
-    optimizer.change(schemes[1])
+    optimizer.reconfigure(schemes[1])
     assert dt.fingerprint(model, mesh)[1]  # settled
     advance(model, optimizer, range(4, 6))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    sent = optimizer.bytes_sent
+    sent = optimizer.stats.bytes_sent
     advance(model, optimizer, range(6, 12))
-    sent = optimizer.bytes_sent - sent
+    sent = optimizer.stats.bytes_sent - sent
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     again, other = start(mesh, schemes[0])
-    other.change(schemes[1])
+    other.reconfigure(schemes[1])
     again.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
     advance(again, other, range(6, 12))
-    slots = [slot for each in optimizer.built() for slot in each.channel.layout.slots]
+    slots = [slot for each in optimizer.build() for slot in each.channel.layout.slots]
     layout = schemes[1].codec.layout({slot.name: slot.shape for slot in slots})
     expected = sum(bytes_sent(schemes[1], layout, 2, step) for step in range(6, 12))
-    state = other.replica_state()
-    same = all(torch.equal(value, state[key]) for key, value in optimizer.replica_state().items())
+    state = dt.replica_state(other)
+    same = all(torch.equal(value, state[key]) for key, value in dt.replica_state(optimizer).items())
     return same, digest(again.parameters()) == digest(model.parameters()), sent, expected
 
 
@@ -136,7 +136,7 @@ def refused(mesh):
     advance(model, optimizer, range(2))
     before = digest(model.parameters())
     errors = [
-        caught(optimizer.change, scheme)
+        caught(optimizer.reconfigure, scheme)
         for scheme in (dt.random(), dt.demo(16, 16), dt.demo(4, 16, link="owner"), dt.demo(4, 16, delay=1))
     ]
     advance(model, optimizer, range(2, 3))

@@ -7,9 +7,10 @@ import torch
 
 import detonation as dt
 import worlds
-from detonation.core.engine import native
-from detonation.core.flat.layout import digest, local
-from detonation.core.integrity import fault_counts, readback
+from detonation.core import runtime
+from detonation.core.compute import library
+from detonation.core.flat.tensors import digest, local
+from detonation.core.integrity import fault_counts
 from detonation.core.integrity.fault_counts import NonFiniteGradient
 from detonation.core.replicator.overlap import OverlapError
 from detonation.core.schemes import buckets
@@ -29,7 +30,7 @@ SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.distro(ch
 @pytest.fixture(autouse=True)
 def small_buckets_patience_and_one_engine(monkeypatch):
     """Also in the ranks, which are forks."""
-    monkeypatch.setattr(native, "CHUNKS", ())  # the one that accelerators have, at once and late
+    monkeypatch.setattr(library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
     monkeypatch.setattr(fault_counts, "STRIKES", 1000)
     monkeypatch.setattr(buckets, "SMALLEST", 2**12)
     monkeypatch.setattr(buckets, "LARGEST", 2**12)
@@ -60,10 +61,11 @@ def damage(guard, at):
     seal, seal_sum = guard.seal, guard.seal_sum
 
     def damaged(*arguments, **options):
-        header, values, *rest = seal(*arguments, **options)
-        if next(count) in (at, at + 1):
-            values.view(-1).view(torch.uint8)[:1] += 1
-        return header, values, *rest
+        messages = seal(*arguments, **options)
+        for _, values, *_ in messages:
+            if next(count) in (at, at + 1):
+                values.view(-1).view(torch.uint8)[:1] += 1
+        return messages
 
     def damaged_sum(*arguments):
         buffer = seal_sum(*arguments)
@@ -75,16 +77,16 @@ def damage(guard, at):
 
 
 def outcome(mesh, levels, late, overlapped):
-    readback.late = lambda device: late
+    runtime.decides_on_device = lambda device: late
     model, optimizer = start(mesh, levels, SKIP)
-    channel = optimizer.built()[0].channel  # without the comparison at the start, which is not what is tested
+    channel = optimizer.build()[0].channel  # without the comparison at the start, which is not what is tested
     if mesh.get_rank() == 0:
-        for carrier in channel.carriers if overlapped else [channel._whole]:
-            damage(carrier.guard, 1)
+        for pipeline in channel.pipelines if overlapped else [channel._whole]:
+            damage(pipeline.exchange._guard, 1)
     advance(mesh, model, optimizer, range(STEPS), {1, 2, 4}, overlapped)
-    optimizer.settle()
-    state = {key: digest([t + 0.0]) for key, t in optimizer.replica_state().items()}  # zeros have no sign
-    counts = optimizer.skipped, optimizer.refused, optimizer.skipped_by_parameter
+    optimizer.synchronize()
+    state = {key: digest([t + 0.0]) for key, t in dt.replica_state(optimizer).items()}  # zeros have no sign
+    counts = optimizer.stats.skipped, optimizer.stats.refused, optimizer.stats.skipped_by_parameter
     return digest(model.parameters()), state, counts, dt.fingerprint(model, mesh)[1]
 
 
@@ -109,15 +111,15 @@ def test_late_reports_leave_the_same_bits_and_counts(replicas, shards):
 
 def stopped(mesh, curious):
     """A poisoned gradient at step 2. curious: whether the first rank alone looks before all stop."""
-    readback.late = lambda device: True
+    runtime.decides_on_device = lambda device: True
     model, optimizer = start(mesh, [(mesh["replicate"], dt.demo(delay=1, lookahead=False))], dt.Safety())
     for step in range(9):
         outcome = caught(advance, mesh, model, optimizer, [step], {2})
         if outcome[0] != "nothing":
             break
         if curious and mesh.get_rank() == 0:
-            optimizer.replica_state()
-            assert optimizer.skipped == (mesh.size() == 2 and step >= 3)
+            dt.replica_state(optimizer)
+            assert optimizer.stats.skipped == (mesh.size() == 2 and step >= 3)
     return outcome, optimizer.step_count, dt.fingerprint(model, mesh)[1]
 
 
@@ -130,9 +132,9 @@ def test_a_reason_to_stop_is_known_to_all_ranks_at_the_same_later_step(shards, a
 
 def overwritten(mesh):
     """What no tensor's version tells, as where a GradScaler unscales, is found one step later."""
-    readback.late = lambda device: True
+    runtime.decides_on_device = lambda device: True
     model, optimizer = start(mesh, [(mesh["replicate"], dt.demo())], dt.Safety())
-    optimizer.built()
+    optimizer.build()
     advance(mesh, model, optimizer, range(2), overlapped=True)
     with optimizer.overlap():
         model(batch(mesh.get_rank(), 2, 32)).mean().backward()

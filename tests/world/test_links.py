@@ -8,6 +8,7 @@ import worlds
 from detonation.core.link.link import Link
 from detonation.core.memory import Feedback
 from detonation.core.replicator.channel import Channel
+from detonation.core.runtime import Runtime
 from detonation.core.schemes import traffic
 
 CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ def sends(mesh, scheme):
     """Bytes that one exchange hands to the network by all-to-all, what was counted and foreseen, and dense bytes."""
     layout = scheme.codec.layout(SHAPES)
     link = Link(mesh["replicate"])
-    channel = Channel(scheme, layout, link, CPU, seed=0)
+    channel = Channel(scheme, layout, link, Runtime(CPU))
     handed, collective = [], torch.distributed.all_to_all_single
 
     def counting(theirs, mine, **options):
@@ -26,7 +27,7 @@ def sends(mesh, scheme):
         return collective(theirs, mine, **options)
 
     torch.distributed.all_to_all_single = counting
-    channel.send([torch.randn(shape) for shape in SHAPES.values()], 0).update()
+    channel.send([torch.randn(shape) for shape in SHAPES.values()], 0).decode()
     foreseen = traffic.message_bytes(scheme, layout, link.replicas)
     header = foreseen - traffic.message_bytes(
         scheme, layout, link.replicas, bare=True
@@ -36,7 +37,7 @@ def sends(mesh, scheme):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.demo(), dt.random_sign(), dt.demo(precision="sign", combine="majority")],
+    [dt.demo(), dt.random_sign(), dt.demo(precision="sign", aggregate="majority_vote")],
     ids=["demo", "random-sign", "demo-majority"],
 )
 def test_bytes_through_owners_do_not_grow_with_the_replicas(scheme):
@@ -55,20 +56,20 @@ def conserved(mesh, scheme):
     """Means over the replicas: put in = told to all + kept by replicas + kept by owners."""
     layout = scheme.codec.layout(SHAPES)
     link = Link(mesh["replicate"])
-    channel = Channel(scheme, layout, link, CPU, seed=0)
-    put_in, told = layout.zeros(CPU), layout.zeros(CPU)
+    channel = Channel(scheme, layout, link, Runtime(CPU))
+    put_in, sent = layout.zeros(CPU), layout.zeros(CPU)
     for step in range(5):
         generator = torch.Generator().manual_seed(100 * step + link.replica)
         signals = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
         put_in += layout.flatten(signals, CPU)
-        told += channel.send(signals, step).update()
-    kept = torch.cat([channel.memory.residual, put_in])
-    torch.distributed.all_reduce(kept)
-    residual, put_in = (kept / link.replicas).split(layout.rows)
+        sent += channel.send(signals, step).decode()
+    k = torch.cat([channel.memory.residual, put_in])
+    torch.distributed.all_reduce(k)
+    residual, put_in = (k / link.replicas).split(layout.rows)
     parts = [torch.empty_like(channel.exchange.residual) for _ in range(link.replicas)]
     torch.distributed.all_gather(parts, channel.exchange.residual)
     owned = scheme.codec.basis.inverse(channel.exchange.owners.collect(parts))
-    for total, *parts in zip(*[layout.views(flat) for flat in (put_in, told, residual, owned)], strict=True):
+    for total, *parts in zip(*[layout.views(flat) for flat in (put_in, sent, residual, owned)], strict=True):
         torch.testing.assert_close(sum(parts), total, atol=3e-5, rtol=1e-4)
     return True
 
@@ -83,12 +84,12 @@ def conserved(mesh, scheme):
     ids=["demo", "demo-2bit", "random-sign"],
 )
 def test_law_1_nothing_is_lost_between_replicas_and_owners(scheme):
-    assert scheme.feedback == Feedback(1, 1, "keep")
+    assert scheme.feedback == Feedback(1, 1, True)
     assert all(worlds.run(conserved, 3, 1, scheme))
 
 
 def test_an_all_reduce_is_refused_where_the_network_cannot_add():
-    with pytest.raises(ValueError, match="needs fp32 or bf16 at shared places"):
+    with pytest.raises(ValueError, match="needs fp32 or bf16 at shared indices"):
         dt.scheme("random", {"link": "all-reduce", "precision": "sign"})
     with pytest.raises(ValueError, match="link is 'ring', must be one of auto"):
         dt.demo(link="ring")

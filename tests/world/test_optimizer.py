@@ -9,12 +9,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import digest, local
+from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import NonFiniteGradient
-from detonation.core.link.link import Mismatch
+from detonation.core.link.handshake import Mismatch
 from detonation.core.schemes.traffic import LargerThanDense
 from worlds import caught
 from zoo import KINDS, SCHEMES, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 BASES = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -82,10 +84,10 @@ def helpers(mesh, base):
     model, optimizer = start(mesh, base=base)
     before = weights(model)
     saved = get_optimizer_state_dict(model, optimizer)
-    assert (optimizer.step_count, optimizer.bytes_sent, weights(model)) == (0, 0, before)
-    assert optimizer.replica_state().keys() == {"step"}
+    assert (optimizer.step_count, optimizer.stats.bytes_sent, weights(model)) == (0, 0, before)
+    assert dt.replica_state(optimizer).keys() == {"step"}
     set_optimizer_state_dict(model, optimizer, saved)
-    assert (optimizer.step_count, optimizer.bytes_sent) == (0, 0)
+    assert (optimizer.step_count, optimizer.stats.bytes_sent) == (0, 0)
     advance(model, optimizer, range(3))
     untouched, plain = start(mesh, base=base)
     get_optimizer_state_dict(untouched, plain.base)  # what the helper does to a plain optimizer: AdamW counts it
@@ -107,7 +109,7 @@ def warm_up_from_zero(mesh):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     advance(model, optimizer, range(1))
     schedule.step()
-    assert optimizer.step_count == 1 and any(k.startswith("0.residual") for k in optimizer.replica_state())
+    assert optimizer.step_count == 1 and any(k.startswith("0.residual") for k in dt.replica_state(optimizer))
     return True
 
 
@@ -131,7 +133,7 @@ def resumed(mesh, base, names):
         again.load_state_dict(saved["model"])
         other.load_state_dict(saved["optimizer"])
         advance(again, other, range(4, 9))
-        same = [torch.equal(v, other.replica_state()[k]) for k, v in optimizer.replica_state().items()]
+        same = [torch.equal(v, dt.replica_state(other)[k]) for k, v in dt.replica_state(optimizer).items()]
         results[name] = weights(again) == weights(model) and all(same)
     return results
 
@@ -147,17 +149,17 @@ def ahead(mesh):
     model, optimizer = start(mesh, dt.random(rate=1 / 2, delay=2), "SignSGD-plain")
     advance(model, optimizer, range(3))
     guesses = dt.fingerprint(model, mesh)[1]
-    with optimizer.settled():
+    with optimizer.agreed_weights():
         agreed, before = dt.fingerprint(model, mesh)
         saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "own": dt.replica_state(optimizer)}
-    with optimizer.settled():
+    with optimizer.agreed_weights():
         assert dt.fingerprint(model, mesh) == (agreed, before)
     other, again = start(mesh, dt.random(rate=1 / 2, delay=2), "SignSGD-plain")
     other.load_state_dict(saved["model"])
     dt.load_replica_state(again, saved["own"])
     for m, o in ((model, optimizer), (other, again)):
         advance(m, o, range(3, 6))
-        o.settle()
+        o.synchronize()
     return guesses, before, dt.fingerprint(model, mesh)[1], weights(model) == weights(other)
 
 
@@ -170,10 +172,10 @@ def evaluated_or_not(mesh, scheme, evaluate):
     for step in range(5):
         advance(model, optimizer, [step])
         if evaluate:
-            with optimizer.settled():
+            with optimizer.agreed_weights():
                 pass
         assert all(p.grad is None for p in model.parameters())
-    optimizer.settle()
+    optimizer.synchronize()
     assert all(p.grad is None for p in model.parameters())
     return weights(model)
 
@@ -188,9 +190,9 @@ def test_looking_at_the_settled_weights_leaves_no_trace(delay):
 def settled_twice(mesh):
     model, optimizer = start(mesh, dt.diloco(every=5))
     advance(model, optimizer, range(3))
-    optimizer.settle()
+    optimizer.synchronize()
     once = weights(model), dt.fingerprint(model, mesh)[1]
-    optimizer.settle()
+    optimizer.synchronize()
     return once == (weights(model), True)
 
 
@@ -206,7 +208,7 @@ def settled_on_the_way(mesh):
     for scheme in (dt.diloco(**outer), *late):
         model, optimizer = start(mesh, scheme)
         advance(model, optimizer, range(2))
-        optimizer.settle()
+        optimizer.synchronize()
         found.append(weights(model))
     return len(set(found)) == 1
 
@@ -334,7 +336,7 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "the gradient of weight is sparse"),
         ("ValueError", "before the first step only"),
         ("ValueError", "3 replicas x 1 shards are 3 ranks, the world has 2"),
-        (LargerThanDense.__name__, "would send 38 bytes a step over 2 replicas, full synchronisation sends 8"),
+        (LargerThanDense.__name__, "would send 38 bytes per step over 2 replicas, full synchronisation sends 8"),
     ]
     for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):
         assert outcome[0] == kind and text in outcome[1], outcome

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import digest, local
+from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import NonFiniteGradient
-from detonation.core.replicator.channel import Flight
+from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.overlap import OverlapError
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import message_bytes, overlapped_bytes
@@ -72,8 +72,8 @@ def train(model, optimizer, rank, overlapped, steps=STEPS):
 
 
 def outcome(model, optimizer):
-    state = {key: digest([t]) for key, t in optimizer.replica_state().items()}
-    return digest(model.parameters()), state, optimizer.bytes_sent
+    state = {key: digest([t]) for key, t in dt.replica_state(optimizer).items()}
+    return digest(model.parameters()), state, optimizer.stats.bytes_sent
 
 
 def compared(mesh, schemes, base=None):
@@ -84,21 +84,21 @@ def compared(mesh, schemes, base=None):
         for overlapped in (False, True):
             model, optimizer = start(mesh, scheme, base=base)
             train(model, optimizer, mesh.get_rank(), overlapped)
-            with optimizer.settled():
+            with optimizer.agreed_weights():
                 ends.append(outcome(model, optimizer))
         channel = optimizer.set_up()[0].channel
         assert ends[1][2] == STEPS * foreseen(channel), name
-        result[name] = len(channel.carriers), ends[0][:2] == ends[1][:2]
+        result[name] = len(channel.pipelines), ends[0][:2] == ends[1][:2]
     return result
 
 
 def foreseen(channel):
     """Bytes of an overlapped step by arithmetic: those of one message, and a header for each further bucket."""
-    scheme, layout, replicas, lanes = channel.scheme, channel.layout, channel.link.replicas, channel.link.lanes
-    whole, bare = (message_bytes(scheme, layout, replicas, lanes, bare=b) for b in (False, True))
-    overlapped = overlapped_bytes(scheme, layout, replicas, lanes)
-    rounding = len(channel.carriers) if lanes > 1 else 0  # of what each lane carries of a header
-    assert 0 <= overlapped - whole - (len(channel.carriers) - 1) * (whole - bare) <= rounding
+    scheme, layout, replicas, local = channel.scheme, channel.layout, channel.link.replicas, channel.link.local_ranks
+    whole, bare = (message_bytes(scheme, layout, replicas, local, bare=b) for b in (False, True))
+    overlapped = overlapped_bytes(scheme, layout, replicas, local)
+    rounding = len(channel.pipelines) if local > 1 else 0  # of each local rank's share of a header
+    assert 0 <= overlapped - whole - (len(channel.pipelines) - 1) * (whole - bare) <= rounding
     return overlapped
 
 
@@ -156,16 +156,16 @@ def test_a_parameter_that_was_frozen_later_counts_as_zero():
 def by_lanes(mesh):
     """Two ranks of a node hold all parameters whole and have the same gradients."""
     ends = []
-    for scheme in (dt.full(), dt.demo(precision="sign", combine="majority", link="owner")):
+    for scheme in (dt.full(), dt.demo(precision="sign", aggregate="majority_vote", link="owner")):
         for overlapped in (False, True):
             model = built(Wide, whole=True)
             base = torch.optim.SGD(model.parameters(), lr=1e-3)
-            optimizer = dt.replicate(base, model, mesh["replicate"], scheme, lanes=mesh["shard"])
+            optimizer = dt.replicate(base, model, mesh["replicate"], scheme, intra_node=mesh["shard"])
             optimizer.set_up()
             train(model, optimizer, mesh.get_local_rank("replicate"), overlapped)
             ends.append(outcome(model, optimizer)[:2])
         channel = optimizer.set_up()[0].channel
-        assert len(channel.carriers) > 1 and optimizer.bytes_sent == STEPS * foreseen(channel)
+        assert len(channel.pipelines) > 1 and optimizer.stats.bytes_sent == STEPS * foreseen(channel)
     return ends[0] == ends[1], ends[2] == ends[3]
 
 
@@ -203,16 +203,16 @@ def events_of(mesh, order, overlapped):
     model = built(Branches)
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo())
     optimizer.set_up()
-    events, send = [], Flight.send
+    events, send = [], Channel.send_bucket
     for name in ("first", "second"):
         hook = lambda _, name=name: events.append(name)  # noqa: E731
         getattr(model, name).weight.register_post_accumulate_grad_hook(hook)
 
-    def spy(flight, carrier, signals):
-        events.append(carrier.bucket.first)
-        send(flight, carrier, signals)
+    def spy(channel, transfer, pipeline, signals):
+        events.append(pipeline.bucket.first)
+        send(channel, transfer, pipeline, signals)
 
-    Flight.send = spy
+    Channel.send_bucket = spy
     try:
         loss = model(batch(mesh.get_rank(), 0, 64), order)
         with optimizer.overlap() if overlapped else nullcontext():
@@ -220,7 +220,7 @@ def events_of(mesh, order, overlapped):
             events.append("backward")
         optimizer.step()
     finally:
-        Flight.send = send
+        Channel.send_bucket = send
     return events, digest(model.parameters())
 
 
@@ -292,10 +292,10 @@ def wrongly(mesh):
             model(x).mean().backward()
         optimizer.state_dict()
 
-    def settled(model, optimizer):
+    def agreed_weights(model, optimizer):
         with optimizer.overlap():
             model(x).mean().backward()
-        optimizer.settle()
+        optimizer.synchronize()
 
     def forgotten(model, optimizer):
         with optimizer.overlap():
@@ -305,7 +305,7 @@ def wrongly(mesh):
         optimizer.step()
 
     x, errors = batch(0, 0, 257), []
-    for wrong in (clipped, unscaled, scaled, twice, skipped, left_out, saved, settled, forgotten):
+    for wrong in (clipped, unscaled, scaled, twice, skipped, left_out, saved, agreed_weights, forgotten):
         model, optimizer = start(mesh, dt.demo())
         with pytest.raises(OverlapError) as caught:
             wrong(model, optimizer)
@@ -316,17 +316,17 @@ def wrongly(mesh):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
     for rank in worlds.run(wrongly, 1, shards):
-        clipped, unscaled, scaled, twice, skipped, left_out, saved, settled, forgotten = rank
+        clipped, unscaled, scaled, twice, skipped, left_out, saved, agreed_weights, forgotten = rank
         for changed in (clipped, unscaled, scaled, forgotten):
             assert "changed after it was sent within overlap(): clip, unscale or zero gradients without" in changed
         assert "came twice within overlap(): put one backward into it" in twice
-        for half_done in (skipped, left_out, saved, settled):
+        for half_done in (skipped, left_out, saved, agreed_weights):
             assert "gradients of step 0 left within overlap(), but no step() followed" in half_done
 
 
 def by_ddp(mesh):
     """DDP makes the gradients of a node equal: before the step in time, but after the hooks of an overlap."""
-    told = []
+    sent = []
     for overlapped in (False, True):
         model = built(Plain)
         wrapped = DistributedDataParallel(model, process_group=mesh.get_group("shard"))
@@ -335,8 +335,8 @@ def by_ddp(mesh):
         optimizer.set_up()
         with optimizer.overlap() if overlapped else nullcontext():
             wrapped(batch(mesh.get_rank(), 0, 32)).mean().backward()
-        told.append(worlds.caught(optimizer.step))
-    return told
+        sent.append(worlds.caught(optimizer.step))
+    return sent
 
 
 def test_ddp_inside_the_node_goes_without_overlap_and_is_refused_with_it():

@@ -1,29 +1,29 @@
-"""The probe finds the link that it is given: an emulated one on a clock of the test's own, and odd pairs by name."""
+"""The probe measures the link that it is given; each pair once; profiles are read as they were written."""
 
 import pytest
 import torch
 
 import worlds
 from detonation.cluster.network import measure
-from detonation.cluster.network.profile import Axis, Operation, Pair, Profile, Sample
-from detonation.cluster.network.throttled import Emulated
-from detonation.core.link.link_speed import Pace
+from detonation.cluster.network.profile import AxisProfile, LinkSample, Operation, Profile, Sample
+from detonation.cluster.network.throttled import ThrottledCommunicator
+from detonation.core.link.link_speed import LinkSpeed
 
 
-def probed(mesh, pace):
+def probed(mesh, speed):
     axis = mesh["replicate"]
-    return measure.probe_axis(Emulated(axis, pace) if pace else axis, torch.device("cpu"), budget_s=2.0)
+    return measure.probe_axis(ThrottledCommunicator(axis, speed) if speed else axis, torch.device("cpu"), budget_s=2.0)
 
 
-def test_a_probe_measures_an_emulated_link():
-    """20 Mbit/s a node, two ranks a node: each rank sees half at most, and the latency of the operation's hops."""
-    found = worlds.run(probed, 2, 2, Pace(2e7, 0.02))[0]
+def test_a_probe_measures_a_throttled_link():
+    """20 Mbit/s per node, two ranks per node: each rank sees half at most, and the latency of the collective's hops."""
+    found = worlds.run(probed, 2, 2, LinkSpeed(2e7, 0.02))[0]
     assert (found.size, found.per_node) == (2, 2) and found.pairs == ()
     assert set(found.operations) == {"all-reduce", "all-gather", "all-to-all"}
     for name, hops in {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}.items():
         operation = found.operations[name]
         assert len(operation.samples) >= 2
-        for sample in operation.samples:  # whatever else the machine does, a message takes its time on the link
+        for sample in operation.samples:  # under any load, a message takes its time on the link
             assert sample.seconds >= 0.02 * hops + 8 * sample.bytes_sent / 2e7
 
 
@@ -35,20 +35,20 @@ def test_every_pair_of_three_or_more_is_measured_once():
 
 def test_the_fit_is_the_line_through_the_samples():
     samples = [Sample(n, 0.003 + 8 * n / 1e8, 0.0) for n in (1000, 4000, 64000, 10**6)]
-    line = measure.fit(samples)
+    line = measure.fit_line(samples)
     assert line.latency_s == pytest.approx(0.003) and line.rate_bits_per_s == pytest.approx(1e8)
     assert line.spread == pytest.approx(0, abs=1e-9)
 
 
 def test_a_fit_of_noise_stays_a_link():
-    falling = measure.fit([Sample(1000, 0.01, 0.0), Sample(4000, 0.009, 0.0)])
-    below_zero = measure.fit([Sample(1000, 0.0001, 0.0), Sample(2000, 0.01, 0.0)])
+    falling = measure.fit_line([Sample(1000, 0.01, 0.0), Sample(4000, 0.009, 0.0)])
+    below_zero = measure.fit_line([Sample(1000, 0.0001, 0.0), Sample(2000, 0.01, 0.0)])
     for line in (falling, below_zero):
         assert line.latency_s >= 0 and line.rate_bits_per_s > 0
 
 
 GATHER = Operation(0.001, 1e8, 0.1, [Sample(10, 0.1, 0.0)])
-PROFILE = Profile(2, 1, "gloo", {"replicate": Axis(2, 1, {"all-gather": GATHER}, [Pair(0, 1, 0.1, 1e6)])})
+PROFILE = Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, {"all-gather": GATHER}, [LinkSample(0, 1, 0.1, 1e6)])})
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):

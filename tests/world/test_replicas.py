@@ -11,9 +11,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import detonation as dt
 import worlds
-from detonation.core.flat.layout import local
+from detonation.core.flat.tensors import local
 from detonation.core.schemes import traffic
 from zoo import KINDS, SCHEMES, WORLDS, Menagerie, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 STEPS = 4
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta"]
@@ -39,11 +41,11 @@ def menagerie(mesh, scheme, sharded):
     frozen = local(model.frozen).detach().clone()
     optimizer = dt.replicate(sgd(model), model, mesh["replicate"], scheme)
     train(model, optimizer, mesh.get_rank())
-    optimizer.settle()
+    optimizer.synchronize()
     moved = sum(float((local(p).detach() - old).abs().sum()) for p, old in zip(model.parameters(), start, strict=True))
     assert torch.equal(local(model.frozen).detach(), frozen)
     assert all(local(p).isfinite().all() for p in model.parameters())
-    return dt.fingerprint(model, mesh), optimizer.bytes_sent, predicted(model, mesh, scheme), moved
+    return dt.fingerprint(model, mesh), optimizer.stats.bytes_sent, predicted(model, mesh, scheme), moved
 
 
 def predicted(model, mesh, scheme):
@@ -51,9 +53,9 @@ def predicted(model, mesh, scheme):
     trained = {name: local(p).shape for name, p in model.named_parameters() if p.requires_grad}
     layout = scheme.codec.layout(trained)
     sent = sum(traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), step) for step in range(STEPS))
-    for i, round in enumerate(scheme.rounds if scheme.outer else []):
-        everything = scheme.codec.selection.period if scheme.follow == "told" else 1
-        if everything > 1 or not round.ends(STEPS - 1):  # settling ends the open round, or averages all
+    for i, round in enumerate(scheme.rounds if scheme.signal == "parameters" else []):
+        everything = scheme.codec.selection.period if scheme.resume_from == "sent" else 1
+        if everything > 1 or not round.ends(STEPS - 1):  # synchronizing ends the open round, or averages all
             sent += everything * traffic.message_bytes(
                 scheme, layout.fragment(i, scheme.fragments), mesh["replicate"].size()
             )
@@ -162,7 +164,7 @@ class Projections(nn.Module):
 def tensor_parallel(mesh, laned):
     model = Projections(mesh["shard"])
     lanes = mesh["shard"] if laned else None
-    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full(), lanes=lanes)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full(), intra_node=lanes)
     train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
     whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     plain = Projections(init_single())
@@ -173,7 +175,7 @@ def tensor_parallel(mesh, laned):
         reference.zero_grad()
     for name, p in plain.named_parameters():
         torch.testing.assert_close(whole[name], p.full_tensor().detach(), atol=1e-6, rtol=1e-5)
-    return dt.fingerprint(model, mesh)[1], optimizer.bytes_sent
+    return dt.fingerprint(model, mesh)[1], optimizer.stats.bytes_sent
 
 
 def init_single() -> DeviceMesh:
@@ -199,9 +201,9 @@ def ahead_in_lanes(mesh):
     for lanes in (None, mesh["shard"]):
         model = Projections(mesh["shard"])
         base, scheme = torch.optim.SGD(model.parameters(), lr=0.1), dt.random(rate=1, decay=0, delay=1)
-        optimizer = dt.replicate(base, model, mesh["replicate"], scheme, lanes=lanes)
+        optimizer = dt.replicate(base, model, mesh["replicate"], scheme, intra_node=lanes)
         train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
-        optimizer.settle()
+        optimizer.synchronize()
         found.append(dt.fingerprint(model, mesh))
     return found[0] == found[1] and found[0][1]
 
@@ -217,7 +219,11 @@ def levels(mesh, schemes):
     tiers = [(racks["rack"], schemes[0]), (racks["site"], schemes[1])]
     optimizer = dt.replicate(sgd(model), model, levels=tiers)
     train(model, optimizer, mesh.get_rank(), steps=4, width=32)
-    return dt.fingerprint(model, mesh), {k: v.tolist() for k, v in model.state_dict().items()}, optimizer.bytes_sent
+    return (
+        dt.fingerprint(model, mesh),
+        {k: v.tolist() for k, v in model.state_dict().items()},
+        optimizer.stats.bytes_sent,
+    )
 
 
 def test_law_8_levels_chain_and_each_counts_its_bytes():
@@ -233,7 +239,11 @@ def one_full_level(mesh):
     model = built(Plain)
     optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full())
     train(model, optimizer, mesh.get_rank(), steps=4, width=32)
-    return dt.fingerprint(model, mesh), {k: v.tolist() for k, v in model.state_dict().items()}, optimizer.bytes_sent
+    return (
+        dt.fingerprint(model, mesh),
+        {k: v.tolist() for k, v in model.state_dict().items()},
+        optimizer.stats.bytes_sent,
+    )
 
 
 @pytest.mark.parametrize("outer", [dt.demo(), dt.diloco(every=2)], ids=lambda s: s.name)

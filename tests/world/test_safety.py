@@ -8,12 +8,14 @@ import torch
 import detonation as dt
 import worlds
 from detonation.core.agreement import selftest
-from detonation.core.engine.native import Plain as PlainEngine
-from detonation.core.flat.layout import digest, local
-from detonation.core.integrity.fault_counts import BadPeer, Drift, NonFiniteGradient
-from detonation.core.link.link import Mismatch
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.flat.tensors import digest, local
+from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
+from detonation.core.link.handshake import Mismatch
 from worlds import caught
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 SKIP = dt.Safety(non_finite="skip")
 BLOCK = "layers.1.weight"
@@ -46,8 +48,8 @@ def stopped(mesh, value):
     weights, memory = digest(model.parameters()), dt.replica_state(optimizer)
     outcome = caught(advance, mesh, model, optimizer, range(2, 3), poison(value, {2}))
     if mesh.get_rank() == mesh.size() - 1:
-        assert all(torch.equal(kept, memory[key]) for key, kept in dt.replica_state(optimizer).items())
-    return outcome, digest(model.parameters()) == weights, optimizer.skipped
+        assert all(torch.equal(k, memory[key]) for key, k in dt.replica_state(optimizer).items())
+    return outcome, digest(model.parameters()) == weights, optimizer.stats.skipped
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e38])
@@ -69,10 +71,12 @@ def skipped(mesh):
             local(model.layers[1].weight).data.view(-1)[3] = math.nan
         before = [local(p).detach().clone() for p in model.parameters()]
         advance(mesh, model, optimizer, range(4, 9))
-        optimizer.settle()
-        clean = all(t.isfinite().all() for t in [*optimizer.replica_state().values(), *map(local, model.parameters())])
+        optimizer.synchronize()
+        clean = all(
+            t.isfinite().all() for t in [*dt.replica_state(optimizer).values(), *map(local, model.parameters())]
+        )
         moved = all((local(p) != old).any() for p, old in zip(model.parameters(), before, strict=True))
-        results[name] = bool(clean), bool(moved), dt.fingerprint(model, mesh)[1], optimizer.skipped > 0
+        results[name] = bool(clean), bool(moved), dt.fingerprint(model, mesh)[1], optimizer.stats.skipped > 0
     return results
 
 
@@ -95,7 +99,7 @@ def by_zeros(mesh):
     advance(mesh, model, optimizer, range(3), poison(math.nan, {1}))
     for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), reference, atol=1e-6, rtol=1e-5)
-    return optimizer.skipped
+    return optimizer.stats.skipped
 
 
 def test_the_mean_stays_over_all_replicas():
@@ -118,13 +122,14 @@ def damaging(mesh, scheme):
     model, optimizer = start(mesh, scheme)
     advance(mesh, model, optimizer, range(2))
     if mesh.get_rank() == mesh.size() - 1:
-        guard = optimizer.built()[0].channel.carriers[0].guard
+        guard = optimizer.build()[0].channel.pipelines[0].exchange._guard
         seal = guard.seal
 
         def damaged(*arguments, **options):
-            header, values, *rest = seal(*arguments, **options)
-            values.view(-1)[:1] += 1
-            return header, values, *rest
+            messages = seal(*arguments, **options)
+            for _, values, *_ in messages:
+                values.view(-1)[:1] += 1
+            return messages
 
         guard.seal = damaged
     outcome = caught(advance, mesh, model, optimizer, range(2, 9))
@@ -151,7 +156,7 @@ def drifting(mesh, scheme, safety, what):
     advance(mesh, model, optimizer, range(2))
     if mesh.get_local_rank("replicate") == 1 and mesh.get_local_rank("shard") == 0:
         if what == "anchor":
-            part = optimizer.built()[0]._anchor.flat
+            part = optimizer.build()[0]._anchor.flat
         else:
             part = (
                 local(model.layers[0].weight)
@@ -160,19 +165,19 @@ def drifting(mesh, scheme, safety, what):
             )
         part.data.view(-1)[5] += 1e-6
     outcome = caught(advance, mesh, model, optimizer, range(2, 4))
-    optimizer.settle()
+    optimizer.synchronize()
     return outcome, optimizer.step_count, dt.fingerprint(model, mesh)[1]
 
 
 VERIFY = dt.Safety(verify_every=2)
-REPAIR = dt.Safety(verify_every=2, on_drift="repair")
+REPAIR = dt.Safety(verify_every=2, on_desync="repair")
 
 
 @pytest.mark.parametrize("what", ["weights", "state"])
 def test_drift_is_found_and_named_on_all_ranks(what):
     text = "replica 1 differs from the others in layers.0.weight after step 4"
     outcomes = worlds.run(drifting, 3, 2, dt.demo(), VERIFY, what)
-    assert outcomes == [((Drift.__name__, text), 4, False)] * 6
+    assert outcomes == [((Desync.__name__, text), 4, False)] * 6
 
 
 @pytest.mark.parametrize(
@@ -190,9 +195,9 @@ def quiet(mesh, names):
     for name in names:
         model, optimizer = start(mesh, SCHEMES[name], dt.Safety(verify_every=1))
         advance(mesh, model, optimizer, range(5))
-        sent = optimizer.bytes_sent
+        sent = optimizer.stats.bytes_sent
         optimizer.verify()
-        assert optimizer.bytes_sent == sent and (optimizer.skipped, optimizer.refused) == (0, 0)
+        assert optimizer.stats.bytes_sent == sent and (optimizer.stats.skipped, optimizer.stats.refused) == (0, 0)
     return True
 
 
@@ -204,13 +209,15 @@ def test_what_must_be_equal_is_for_every_scheme(shards, names):
 def rounding(mesh):
     """A replica whose decode differs in the last bit is refused before its first message."""
     if mesh.get_rank() == 1:
-        decoded = PlainEngine._decoded
-        PlainEngine._decoded = lambda self, agreed: decoded(self, agreed).mul(1 + 2**-23)
+        decoded = ReferenceEngine._decoded
+        ReferenceEngine._decoded = lambda self, agreed: decoded(self, agreed).mul(1 + 2**-23)
     model, optimizer = start(mesh, dt.random())
     return caught(advance, mesh, model, optimizer, range(1))
 
 
 def test_a_replica_that_decodes_differently_is_refused_at_the_start():
-    for kind, text in worlds.run(rounding, 2, 1):
+    for kind, text in worlds.run_alone(rounding, 2, 1):
         assert kind == Mismatch.__name__
-        assert f"replica 1 has {selftest.TRIAL}=" in text and "(threads=1, cpu=" in text and ", replica 0 has" in text
+        assert (
+            f"replica 1 has {selftest.SELFTEST}=" in text and "(threads=1, cpu=" in text and ", replica 0 has" in text
+        )

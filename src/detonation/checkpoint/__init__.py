@@ -1,1 +1,5 @@
-"""Checkpoints: a run's state on disk, whole or absent, checked on reading, for this world or another one."""
+"""Checkpoints: the state of a run on disk, whole or absent, checked on reading, for the same world or another.
+
+`files` is the format, `save` writes and `load` reads with it; the two do not know each other.
+Imports go `files <- gather, rank_state, verify <- save, load`; users, `train` and `cli` call it.
+"""

@@ -1,4 +1,4 @@
-"""Verify: are checkpoints on disk whole, and do the replicas in them hold the same. Needs no other process."""
+"""Verification of checkpoints on disk: every byte, and equal replicas. Needs no other process."""
 
 import re
 from collections import Counter
@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from detonation.checkpoint.files import manifest, retention
-from detonation.checkpoint.files.manifest import Manifest, Untrustworthy
-from detonation.checkpoint.files.reader import File, Saved
-from detonation.checkpoint.files.shard_file import fault
+from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
+from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
+from detonation.checkpoint.files.shard_file import shard_fault
 
 _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.(?P<parameter>.+)")
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found of one checkpoint: `faults` in words, none if it is whole; `differences` between replicas.
+class VerifyReport:
+    """The findings about one checkpoint.
 
-    compared: how many tensors of each shard had to be equal on all replicas; uncompared: where there are none, why.
+    faults: in words, empty where it is whole. differences: between replicas, in words.
+    compared: the number of tensors per shard that must be equal on all replicas. uncompared: the reason where it is 0.
     """
 
     path: Path
@@ -34,7 +35,7 @@ class Verdict:
         return not self.faults and not self.differences
 
     def line(self) -> str:
-        """The verdict in words."""
+        """The report in one line."""
         if self.faults:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
         if self.differences:
@@ -43,53 +44,58 @@ class Verdict:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of a run directory, of a directory of checkpoints, or the one that `directory` is; newest first.
+    """The checkpoints under `directory`, newest first.
 
-    Raises `ValueError` where there are none.
+    Args:
+        directory: a run directory, a directory of checkpoints, or one checkpoint.
+
+    Raises:
+        ValueError: there are none.
     """
     if not directory.is_dir():
         raise ValueError(f"there is no directory {directory}")
-    if (directory / manifest.NAME).exists():
+    if (directory / manifest.MANIFEST_NAME).exists():
         return [directory]
-    found = retention.candidates(directory) or retention.candidates(directory / "checkpoints")
+    found = retention.saved_checkpoints(directory) or retention.saved_checkpoints(directory / "checkpoints")
     if not found:
         raise ValueError(f"{directory} holds no checkpoint")
     return found
 
 
-def verify(checkpoint: Path) -> Verdict:
-    """Checks every byte of `checkpoint`, and where replicas must agree compares them bitwise."""
+def verify(checkpoint: Path) -> VerifyReport:
+    """Checks every byte of `checkpoint`, and compares bitwise the tensors that must be equal on all replicas."""
     try:
-        said = manifest.read(checkpoint)
-        named = retention.step_of(checkpoint)
-        faults = [f"its name is not that of step {said.step}"] if named not in (-1, said.step) else []
-        faults += [found for name, file in said.files.items() if (found := fault(checkpoint / name, file))]
+        described = manifest.read_manifest(checkpoint)
+        step_in_name = retention.step_of(checkpoint)
+        faults = []
+        if step_in_name not in (-1, described.step):
+            faults.append(f"its name is not that of step {described.step}")
+        faults += [fault for name, file in described.files.items() if (fault := shard_fault(checkpoint / name, file))]
         if faults:
-            return Verdict(checkpoint, faults, [])
-        differences, compared = _compare(Saved(checkpoint, said))
-    except Untrustworthy as error:
-        return Verdict(checkpoint, [str(error)], [])
-    return Verdict(checkpoint, [], differences, compared, "" if compared else _uncompared(said))
+            return VerifyReport(checkpoint, faults, [])
+        differences, compared = _compare(CheckpointReader(checkpoint, described))
+    except CorruptCheckpoint as error:
+        return VerifyReport(checkpoint, [str(error)], [])
+    return VerifyReport(checkpoint, [], differences, compared, "" if compared else _why_uncompared(described))
 
 
 def newest(directory: Path) -> tuple[Path, Manifest]:
-    """The newest checkpoint of `directory` of which every byte is right. Raises `ValueError` where none is."""
+    """The newest whole checkpoint of `directory` and its manifest. Raises `ValueError` where none is whole."""
     found = checkpoints(directory)
     for path in found:
         if not verify(path).faults:
-            return path, manifest.read(path)
+            return path, manifest.read_manifest(path)
     raise ValueError(f"no checkpoint in {directory} is whole: {verify(found[0]).line()}")
 
 
-def _uncompared(said: Manifest) -> str:
-    """Why nothing of the replicas was compared."""
-    if all(level["scheme"] == "none" for level in said.levels):
+def _why_uncompared(described: Manifest) -> str:
+    if all(level["scheme"] == "none" for level in described.levels):
         return "replicas train alone"
     return "not compared, because replicas of these levels agree within a tier of the network only"
 
 
-def _compare(saved: Saved) -> tuple[list[str], int]:
-    """Which tensors differ between replicas that should not, in words, and how many of a shard were compared."""
+def _compare(saved: CheckpointReader) -> tuple[list[str], int]:
+    """The differences between replicas where there must be none, in words, and the number of compared tensors."""
     differences, compared = [], 0
     for shard in range(saved.manifest.shards):
         first = saved.file(0, shard)
@@ -98,27 +104,27 @@ def _compare(saved: Saved) -> tuple[list[str], int]:
         for replica in range(1, saved.manifest.replicas):
             other = saved.file(replica, shard)
             if other.keys != first.keys:
-                raise Untrustworthy(f"replicas 0 and {replica} have other tensors")
-            odd = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
-            if odd:
-                more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-                differences.append(f"{odd[0]}{more} on replica {replica}, shard {shard} (compared with replica 0)")
+                raise CorruptCheckpoint(f"replicas 0 and {replica} have other tensors")
+            unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
+            if unequal:
+                more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
+                differences.append(f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica 0)")
     return differences, compared
 
 
-def _must_agree(file: File, said: Manifest) -> list[str]:
-    """The keys of a shard under which all replicas must hold the same after any step."""
-    if said.alike:
+def _must_agree(file: ShardReader, described: Manifest) -> list[str]:
+    """The keys of a shard whose tensors must be equal on all replicas after any step."""
+    if described.alike:
         return [k for k in file.keys if k.startswith("optimizer.") or (k.startswith("model.") and k in file.boxes)]
     agreed = [match for key in file.keys if (match := _AGREED.fullmatch(key))]
     anchors = Counter(match["parameter"] for match in agreed if match["kind"] == "anchor")
-    # of several levels, those that exchange gradients keep a tier equal; one that exchanges nothing, or parameters
-    # of its own, lets each member of the tier have other anchors
-    apart = any(level["scheme"] == "none" for level in said.levels) or max(anchors.values(), default=0) > 1
-    return [] if len(said.levels) > 1 and apart else [match[0] for match in agreed]
+    # Of several levels, a level that exchanges gradients keeps its tier equal. A level that exchanges nothing, or
+    # parameters, lets each member of the tier have anchors of its own.
+    apart = any(level["scheme"] == "none" for level in described.levels) or max(anchors.values(), default=0) > 1
+    return [] if len(described.levels) > 1 and apart else [match[0] for match in agreed]
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Bit for bit."""
+    """Equal bit for bit, so that NaN equals itself and 0.0 differs from -0.0."""
     same = (first.shape, first.dtype) == (second.shape, second.dtype)
     return same and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""How a command speaks to people: lines, errors in one line, and exit codes."""
+"""The answers of a command to people: lines, errors in one line, and exit codes."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ def say(verb: Common, line: str) -> None:
 
 
 def explain(verb: Common, error: Exception) -> int:
-    """Says in one line what went wrong, unless another rank has; returns the exit code: 2 for bad input, else 1."""
+    """Prints an error in one line, unless another rank has; returns the exit code: 2 for bad input, else 1."""
     from detonation.cluster.processes.failure import WorldError, describe
 
     world = error if isinstance(error, WorldError) else None
@@ -23,12 +23,12 @@ def explain(verb: Common, error: Exception) -> int:
     if world and world.told:
         return 2 if world.failure.bad_input else 1
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
-    return fail(verb, describe(error), 2 if bad_input else 1)
+    return fail(describe(error), 2 if bad_input else 1, verb.json)
 
 
-def fail(verb: Common, line: str, code: int) -> int:
+def fail(line: str, code: int, as_json: bool) -> int:
     """Prints the line of an error, for a program too; returns `code`."""
     print(f"error: {line}", file=sys.stderr)
-    if verb.json:
+    if as_json:
         print(json.dumps({"error": line, "code": code}))
     return code

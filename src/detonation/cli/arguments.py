@@ -1,49 +1,70 @@
 """The verbs of the command line and their flags, as tyro reads them. Imports nothing heavy."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+from detonation.choices import entry_points
 
-def _said(metavar: str | None = None) -> Any:
-    """How an argument is shown whose text says what happens without it."""
+SCHEME_NAMES = (
+    "decoupled_adamw", "demo", "demo_diloco", "diloco", "distro", "eager_diloco", "full", "local_sgd", "muloco", "none",
+    "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco", "striding",
+)  # fmt: skip
+"""The schemes of this library; here too, because `--help` must not wait for torch."""
+
+
+def registered_schemes() -> str:
+    """The names of all schemes: of this library, of installed packages, and those registered in this process."""
+    registry = sys.modules.get("detonation.core.schemes.registry")
+    return ", ".join(sorted({*SCHEME_NAMES, *entry_points("detonation.schemes"), *getattr(registry, "SCHEMES", ())}))
+
+
+def _shown(metavar: str | None = None) -> Any:
+    """The look of an argument whose text names its default."""
     return arg(metavar=metavar, help_behavior_hint="")
 
 
-_Flag = Annotated[bool, _said()]
-_Integer = Annotated[int | None, _said("INT")]
+def _with_schemes(metavar: str) -> Any:
+    """The look of an argument that names schemes; they are listed when the help is shown."""
+    return arg(metavar=metavar, help_behavior_hint=lambda _: f"Schemes: {registered_schemes()}.")
+
+
+_Flag = Annotated[bool, _shown()]
+_Integer = Annotated[int | None, _shown("INT")]
 _Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
+_SetsOfSchemes = Annotated[_Sets, _with_schemes("[STR [STR ...]]")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Common:
     json: _Flag = False
-    """Print exactly one JSON object last on stdout; what people read goes to stderr."""
+    """Print exactly one JSON object last on stdout; the lines for people go to stderr."""
     debug: _Flag = False
     """Show tracebacks and the warnings of the libraries underneath."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Train(Common):
-    """Train a model as a recipe says.
+    """Train the model of a recipe.
 
     Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
     detonation train recipes/quick-lm.toml --replicas 2 --set train.steps=100 --out runs/first
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
-    """What to train, such as recipes/quick-lm.toml."""
-    set: _Sets = ()
-    """Override the recipe: --set train.steps=100 scheme.name=diloco; scheme.name=auto chooses one for the link"""
+    """The recipe, such as recipes/quick-lm.toml."""
+    set: _SetsOfSchemes = ()
+    """Override the recipe: --set train.steps=100 scheme.name=diloco; auto chooses, package.module:function is yours."""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    out: Annotated[Path | None, _said("DIR")] = None
+    out: Annotated[Path | None, _shown("DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
     resume: _Flag = False
     """Continue the run in --out from its newest whole checkpoint, exactly; or with other --replicas and --shards."""
@@ -55,7 +76,7 @@ class Train(Common):
     """Stop after so many steps with the state saved, as a preemption would."""
     logger: UseAppendAction[tuple[Literal["tensorboard", "trackio", "wandb"], ...]] = ()
     """Send each step to a tracker too, as --logger tensorboard; more than one may be given."""
-    interface: Annotated[str, _said("NAME")] = ""
+    interface: Annotated[str, _shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
 
@@ -69,16 +90,16 @@ class Simulate(Common):
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
-    """What to train, such as recipes/quick-lm.toml."""
+    """The recipe, such as recipes/quick-lm.toml."""
     set: _Sets = ()
     """Override the recipe: --set train.steps=100 scheme.name=random_sign"""
     replicas: _Integer = None
     """Copies of the model; the recipe's when left out."""
     total_batch: _Integer = None
-    """Examples a step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
-    profile: Annotated[Path | None, _said("FILE")] = None
-    """Of `detonation probe RECIPE --replicas 2 --shards 1`: the seconds of a step are predicted for that cluster."""
-    out: Annotated[Path | None, _said("DIR")] = None
+    """Examples per step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
+    profile: Annotated[Path | None, _shown("FILE")] = None
+    """Of `detonation probe RECIPE --replicas 2 --shards 1`: predicts the seconds of a step on that cluster."""
+    out: Annotated[Path | None, _shown("DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
@@ -91,20 +112,20 @@ class Compare(Common):
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
-    """What to train, each scheme at the settings that the recipe has for it."""
-    schemes: Annotated[str, arg(metavar="NAME,NAME,...")] = dataclasses.field(kw_only=True)
-    """Schemes, such as full,demo,random,diloco."""
+    """The recipe; each scheme has the settings that it is tuned to there."""
+    schemes: Annotated[str, _with_schemes("NAME,NAME,...")] = ""
+    """The schemes to compare, two at least, such as full,demo,random,diloco; package.module:function for your own."""
     set: _Sets = ()
     """Override the recipe, as in train."""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    lab: _Flag = False
-    """Give each node a network namespace, with links that the kernel slows down to --link. Needs Linux and root."""
-    out: Annotated[Path | None, _said("DIR")] = None
+    namespaces: _Flag = False
+    """Give each node a network namespace; the kernel slows their links down to --link. Needs Linux and root."""
+    out: Annotated[Path | None, _shown("DIR")] = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
 
@@ -116,7 +137,7 @@ class Probe(Common):
     detonation probe recipes/quick-lm.toml --out profile.json
     """
 
-    recipe: Positional[Annotated[Path | None, _said("[RECIPE.toml]")]] = None
+    recipe: Positional[Annotated[Path | None, _shown("[RECIPE.toml]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
     set: _Sets = ()
     """Override the recipe, as in train."""
@@ -124,7 +145,7 @@ class Probe(Common):
     """Copies of the model (nodes); 2 when left out everywhere."""
     shards: _Integer = None
     """Parts that each copy is cut into (accelerators in a node); 2 when left out everywhere."""
-    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
@@ -132,28 +153,28 @@ class Probe(Common):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Common):
-    """Rank the schemes for a cluster: seconds a step, bytes, memory, and what their loss was measured to cost.
+    """Rank the schemes for a cluster: seconds per step, bytes, memory, and the measured cost in loss.
 
     Takes a recipe or --parameters, and --profile or --link. Examples:
     detonation plan recipes/quick-lm.toml --profile profile.json, or
     detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
-    recipe: Positional[Annotated[Path | None, _said("[RECIPE.toml]")]] = None
-    """What to train; or say --parameters."""
+    recipe: Positional[Annotated[Path | None, _shown("[RECIPE.toml]")]] = None
+    """The recipe to plan for; or give --parameters."""
     set: _Sets = ()
     """Override the recipe, as in train."""
-    profile: Annotated[Path | None, _said("FILE")] = None
+    profile: Annotated[Path | None, _shown("FILE")] = None
     """Links and steps as detonation probe measured them."""
-    link: Annotated[str | None, _said("RATE[,LATENCY]")] = None
-    """Links as you say, such as 100mbit,20ms, instead of a profile."""
-    step_time: Annotated[float | None, _said("SECONDS")] = None
+    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
+    """Links of this speed, such as 100mbit,20ms, instead of a profile."""
+    step_time: Annotated[float | None, _shown("SECONDS")] = None
     """Forward and backward of one step; the profile's when left out."""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's or the profile's, or 2, when left out."""
     shards: _Integer = None
     """Accelerators in a node; the recipe's or the profile's, or 1, when left out."""
-    parameters: Annotated[str | None, _said("COUNT")] = None
+    parameters: Annotated[str | None, _shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
 
 
@@ -164,17 +185,17 @@ class Report(Common):
     Examples: detonation report runs/first, or detonation report runs/slow/*/ --out slow.html
     """
 
-    directories: Positional[Annotated[tuple[Path, ...], _said("DIR...")]] = dataclasses.field(kw_only=True)
+    directories: Positional[Annotated[tuple[Path, ...], _shown("DIR...")]] = dataclasses.field(kw_only=True)
     """Run directories."""
-    out: Annotated[Path | None, _said("FILE")] = None
+    out: Annotated[Path | None, _shown("FILE")] = None
     """The page; DIR/report.html for one run and report.html for several when left out. PNGs lie beside it."""
-    plan: Annotated[Path | None, _said("FILE")] = None
-    """Show this plan too, as detonation plan --json printed it; a run that a plan chose shows its own."""
+    plan: Annotated[Path | None, _shown("FILE")] = None
+    """Show this plan too, as detonation plan --json printed it; a run that scheme auto chose shows its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify(Common):
-    """Say whether checkpoints are whole and replicas agree in them; exit code 1 where not."""
+    """Check that checkpoints are whole and that replicas agree in them; exit code 1 where not."""
 
     directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
     """A run directory, or one checkpoint."""
@@ -187,14 +208,14 @@ class Export(Common):
     directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
     """A run directory, or one checkpoint."""
     out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
-    """Where the model goes: a new or empty directory."""
+    """The directory for the model, new or empty."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fetch(Common):
-    """Bring data sets to this machine."""
+    """Download data sets to this machine."""
 
-    names: Positional[Annotated[tuple[str, ...], _said("NAME...")]] = dataclasses.field(kw_only=True)
+    names: Positional[Annotated[tuple[str, ...], _shown("NAME...")]] = dataclasses.field(kw_only=True)
     """Data sets, such as fashion-mnist, cifar10, sotu, shakespeare, bible-en-es."""
 
 

@@ -1,11 +1,13 @@
-"""What each verb does: call and print, no more. Heavy imports wait until they are needed."""
+"""The verbs: each calls and prints, no more. Heavy imports wait until they are needed."""
 
+import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from detonation.cli.answers import explain, say
 from detonation.cli.arguments import (
+    Common,
     Compare,
     Env,
     Export,
@@ -18,33 +20,33 @@ from detonation.cli.arguments import (
     Verify,
 )
 
+_R = TypeVar("_R")
 
-def flat(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+
+def requested(kind: type[_R], verb: Common) -> _R:
+    """The request of this `kind`, whose fields are named like the flags of `verb`; it needs no field without a flag."""
+    flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
+    renamed = {
+        "overrides": flat_sets(flags.pop("set", ())),
+        "loggers": flags.pop("logger", ()),
+        "to_stderr": flags.pop("json"),
+    }
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known})
+
+
+def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     """The assignments of all --set flags, in order."""
     return tuple(assignment for group in groups for assignment in group)
 
 
 def _train(verb: Train) -> dict[str, Any] | None:
-    from detonation.report.page import try_write
+    from detonation.report.html.page import try_write
     from detonation.report.table import show
-    from detonation.train.run.run import Request, is_first, run
+    from detonation.train.run.request import Request
+    from detonation.train.run.start import is_first, run_training
 
-    request = Request(
-        verb.recipe,
-        flat(verb.set),
-        verb.replicas,
-        verb.shards,
-        verb.link,
-        verb.out,
-        verb.resume,
-        verb.stop_after,
-        verb.checkpoint_every,
-        verb.keep,
-        verb.interface,
-        verb.logger,
-        to_stderr=verb.json,
-    )
-    summary = run(request, lambda error: explain(verb, error))
+    summary = run_training(requested(Request, verb), lambda error: explain(verb, error))
     if not is_first():
         return None
     page = [] if "stopped_after" in summary else [try_write([Path(summary["directory"])])]
@@ -53,23 +55,13 @@ def _train(verb: Train) -> dict[str, Any] | None:
 
 
 def _compare(verb: Compare) -> dict[str, Any]:
-    from detonation.report.page import try_write
+    from detonation.report.html.page import try_write
     from detonation.report.table import show_all
-    from detonation.train.run.run import Request
-    from detonation.train.verbs.compare import compare
+    from detonation.train.run.request import Request
+    from detonation.train.verbs.compare import compare_schemes
 
-    request = Request(
-        verb.recipe,
-        flat(verb.set),
-        verb.replicas,
-        verb.shards,
-        verb.link,
-        verb.out,
-        lab=verb.lab,
-        to_stderr=verb.json,
-    )
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
-    summaries = compare(request, schemes, lambda error: explain(verb, error))
+    summaries = compare_schemes(requested(Request, verb), schemes)
     directories = [Path(summary["directory"]) for summary in summaries]
     page = directories[0].parent / "report.html"
     show_all(summaries, [try_write(directories, page)], sys.stderr if verb.json else sys.stdout)
@@ -77,26 +69,20 @@ def _compare(verb: Compare) -> dict[str, Any]:
 
 
 def _simulate(verb: Simulate) -> dict[str, Any]:
-    from detonation.report.page import try_write
+    from detonation.report.html.page import try_write
     from detonation.report.table import show
     from detonation.train.verbs.simulate import Simulation, simulate
 
-    summary = simulate(
-        Simulation(
-            verb.recipe, flat(verb.set), verb.replicas, verb.total_batch, verb.profile, verb.out, to_stderr=verb.json
-        )
-    )
+    summary = simulate(requested(Simulation, verb))
     show(summary, [try_write([Path(summary["directory"])])], sys.stderr if verb.json else sys.stdout)
     return summary
 
 
 def _probe(verb: Probe) -> dict[str, Any] | None:
     from detonation.report.profile_table import show_profile
-    from detonation.train.verbs.probe import probe
+    from detonation.train.verbs.probe import ProbeRequest, probe
 
-    profile = probe(
-        verb.recipe, flat(verb.set), verb.replicas, verb.shards, verb.link, lambda error: explain(verb, error)
-    )
+    profile = probe(requested(ProbeRequest, verb), lambda error: explain(verb, error))
     if profile is None:
         return None
     table = profile.write(verb.out)
@@ -109,26 +95,15 @@ def _plan(verb: Plan) -> dict[str, Any]:
     from detonation.report.plan_table import show_plan
     from detonation.train.verbs.plan import Question, plan
 
-    found = plan(
-        Question(
-            verb.recipe,
-            flat(verb.set),
-            verb.profile,
-            verb.link,
-            verb.step_time,
-            verb.replicas,
-            verb.shards,
-            verb.parameters,
-        )
-    )
+    found = plan(requested(Question, verb))
     show_plan(found, sys.stderr if verb.json else sys.stdout)
     return found
 
 
 def _report(verb: Report) -> dict[str, Any]:
-    from detonation.report.page import write
+    from detonation.report.html.page import write_page
 
-    written = write(list(verb.directories), verb.out, verb.plan)
+    written = write_page(list(verb.directories), verb.out, verb.plan)
     say(verb, f"{written.page}, and each figure as PNG in {written.pictures[0].parent}")
     return {"report": str(written.page), "figures": [str(path) for path in written.pictures]}
 
@@ -136,11 +111,11 @@ def _report(verb: Report) -> dict[str, Any]:
 def _verify(verb: Verify) -> dict[str, Any]:
     from detonation.checkpoint.verify import checkpoints, verify
 
-    verdicts = [verify(path) for path in checkpoints(verb.directory)]
-    for verdict in verdicts:
-        say(verb, verdict.line())
-    found = [{"path": str(v.path), "good": v.good, "faults": v.faults, "differences": v.differences} for v in verdicts]
-    return {"good": all(verdict.good for verdict in verdicts), "checkpoints": found}
+    checked = [verify(path) for path in checkpoints(verb.directory)]
+    for one in checked:
+        say(verb, one.line())
+    found = [{"path": str(c.path), "good": c.good, "faults": c.faults, "differences": c.differences} for c in checked]
+    return {"good": all(one.good for one in checked), "checkpoints": found}
 
 
 def _export(verb: Export) -> dict[str, Any]:

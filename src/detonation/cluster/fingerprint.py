@@ -1,4 +1,4 @@
-"""Verify: do all replicas hold the same weights."""
+"""A hash of the model's weights, and the comparison of all replicas with it."""
 
 import hashlib
 
@@ -7,19 +7,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.flat.layout import digest, local
+from detonation.core.flat.tensors import digest, local
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
-    """A hash of the parameters of the first replica, and whether all replicas are bitwise equal to it. Collective.
+    """Hashes the parameters of the first replica and compares all replicas with it, bit for bit. Collective.
 
-    mesh: ("replicate", "shard"), over all ranks. The hash (sha256, hex) depends on the number of shards.
+    Args:
+        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it.
+
+    Returns:
+        The sha256 in hex, which depends on the number of shards, and True where all replicas are equal.
+
+    Example:
+        >>> import torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 8), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> sha256, equal = dt.fingerprint(model, mesh)
+        >>> len(sha256), equal
+        (64, True)
+        >>> dt.leave()
     """
-    mine = bytes.fromhex(digest(model.parameters()))
+    own_digest = bytes.fromhex(digest(model.parameters()))
     device = next(local(p).device for p in model.parameters())
-    buffer = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(buffer) for _ in range(mesh.size())]
-    dist.all_gather(everyone, buffer)
-    digests = [bytes(b.tolist()) for b in everyone]
+    buffer = torch.tensor(list(own_digest), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
+    dist.all_gather(gathered, buffer)
+    digests = [bytes(b.tolist()) for b in gathered]
     replicas = [[digests[rank] for rank in row] for row in mesh.mesh.tolist()]
     return hashlib.sha256(b"".join(replicas[0])).hexdigest(), all(replica == replicas[0] for replica in replicas)

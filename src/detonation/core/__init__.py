@@ -1,1 +1,5 @@
-"""What a replication algorithm is: signal, memory, codec, link, round. Needs torch and nothing else."""
+"""The algorithms: what a replica sends, when, and how every replica turns the messages into the same update.
+
+Read upwards: flat, compute, codec, memory, integrity, schemes, engine, link, replicator, agreement, optimizer. It needs
+torch alone; everything above it may call it.
+"""

@@ -1,23 +1,32 @@
-"""Real data by name, seeded, and resumable by construction: which examples a step sees is a pure function.
+"""Data sets by name, with deterministic sampling: the batch of a step is a pure function of seed and step.
 
-data = load("text", {"source": "sotu-sample", "context": 128})
-inputs = batch(data.train, seed=0, step=17, part=1, parts=4, size=8)
-loss = model(**inputs).loss
+`load_dataset` makes a data set, `batch` draws from it, and `download` fetches. It imports nothing else of the package
+but `choices`; `train` and `cli` may call it.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from detonation import choices
+from detonation.choices import find_function, make
 from detonation.data import images, text, translation
-from detonation.data.base import Augmented, Data, Examples, Kind
+from detonation.data.dataset import Augmented, Data, DataKind, Examples
 from detonation.data.download.sources import SOURCES, MissingData
 from detonation.data.sampling import batch, batches, predictions
 from detonation.data.text import bigram_loss
 
 __all__ = [
-    "SOURCES", "TASKS", "Augmented", "Data", "Examples", "Kind", "MissingData",
-    "batch", "batches", "bigram_loss", "load", "predictions",
+    "SOURCES",
+    "TASKS",
+    "Augmented",
+    "Data",
+    "DataKind",
+    "Examples",
+    "MissingData",
+    "batch",
+    "batches",
+    "bigram_loss",
+    "load_dataset",
+    "predictions",
 ]  # fmt: skip
 
 TASKS: Mapping[str, Callable[..., Data]] = {
@@ -27,14 +36,29 @@ TASKS: Mapping[str, Callable[..., Data]] = {
 }
 
 
-def load(task: str, arguments: Mapping[str, Any]) -> Data:
-    """The data of `task`, one of `TASKS`, made by the function of that name from `arguments`.
+def dataset_function(task: str) -> Callable[..., Data]:
+    """The function that makes the data of `task`; `ValueError` for a name that does not exist.
 
-    Raises `ValueError` for an unknown task or argument; `MissingData` when it has to be fetched first.
-
-    >>> import torch
-    >>> data = load("text", {"source": "sotu-sample", "context": 64})
-    >>> data.train[torch.tensor([0, 5])]["input_ids"].shape
-    torch.Size([2, 64])
+    Besides `TASKS`, a name may be an entry point of `detonation.datasets`, or "package.module:function".
     """
-    return choices.make("data", TASKS, task, arguments)
+    return find_function("data", task, TASKS, "detonation.datasets")
+
+
+def load_dataset(task: str, arguments: Mapping[str, Any]) -> Data:
+    """Makes a data set by the name of its task.
+
+    Args:
+        task: See `dataset_function`.
+        arguments: Of the task's function: `images`, `text` or `translation`.
+
+    Raises:
+        ValueError: Unknown task or argument, or a value out of range.
+        MissingData: The source must be fetched first.
+
+    Example:
+        >>> from detonation.data import batch, load_dataset
+        >>> data = load_dataset("text", {"source": "sotu-sample", "context": 64})
+        >>> batch(data.train, seed=0, step=17, part=1, parts=4, size=2)["input_ids"].shape
+        torch.Size([2, 64])
+    """
+    return make("data", {task: dataset_function(task)}, task, arguments)

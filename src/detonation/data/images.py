@@ -1,4 +1,4 @@
-"""Images with labels, normalised by the mean and standard deviation of the train images."""
+"""Labelled images, normalised by mean and standard deviation of the training images."""
 
 from dataclasses import dataclass
 from typing import final
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from detonation.data import hub
-from detonation.data.base import Data
-from detonation.data.download import image_files
+from detonation.data.dataset import Data
+from detonation.data.download import hub, image_files
 from detonation.data.download.image_files import Decoded, Split
 from detonation.data.download.sources import check_source, locate
 
@@ -25,17 +24,21 @@ def images(
     column: str | None = None,
     label_column: str | None = None,
 ) -> Data:
-    """Images of one size: `pixel_values` float32 [B, C, H, W], `labels` int64 [B].
+    """Loads images of one size.
 
     Args:
         source: `fashion-mnist` (28x28, grey), `cifar10` (32x32, colour), a directory with `train/CLASS/*.png` and
             `validation/CLASS/*.png` (or .jpg), or `hf:NAME[:CONFIG]`.
-        flip: mirror a train image left to right with probability 1/2.
-        crop: pad a train image by so many pixels of the mean, and cut its size out again at a random place.
-        split, validation_split, column, label_column: only with `hf:`; by default "train", "test", "image" or "img",
+        flip: Mirrors a training image left to right with probability 1/2.
+        crop: Pads a training image by so many pixels of the mean and cuts a random window of the original size.
+        split, validation_split, column, label_column: Only with `hf:`; by default "train", "test", "image" or "img",
             and "label" or "labels".
 
-    Raises `MissingData` for a source that was not fetched, `ValueError` for images that differ in size.
+    Shapes: `pixel_values` `[B, C, H, W]` fp32, `labels` `[B]` int64.
+
+    Raises:
+        MissingData: The source was not fetched.
+        ValueError: Images differ in size, or an argument is out of range.
     """
     if hub.is_hub(source):
         name, decoded = hub.label(source), image_files.from_hub(source, split, validation_split, column, label_column)
@@ -55,7 +58,7 @@ def images(
 @final
 @dataclass(frozen=True)
 class Images:
-    """Images kept as bytes, perhaps on disk, and turned into normalised floats one batch at a time."""
+    """Images as bytes, possibly mapped from disk; a batch is converted to normalised floats when it is drawn."""
 
     split: Split
     mean: Tensor  # [C], of bytes
@@ -73,7 +76,10 @@ class Images:
         return {"pixel_values": values, "labels": torch.from_numpy(self.split.labels[chosen])}
 
     def augment(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Random crops and mirror images, each image its own."""
+        """Crops and mirrors each image at random.
+
+        Shapes: `pixel_values` `[B, C, H, W]` -> the same.
+        """
         values = batch["pixel_values"]
         if self.crop:
             values = _random_crop(values, self.crop, generator)
@@ -83,34 +89,37 @@ class Images:
         return {**batch, "pixel_values": values}
 
 
-def _random_crop(values: Tensor, border: int, generator: torch.Generator) -> Tensor:
+def _random_crop(values: Tensor, border: int, generator: torch.Generator) -> Tensor:  # [B, C, H, W]
     count, _, height, width = values.shape
     padded = pad(values, (border, border, border, border)).permute(0, 2, 3, 1)  # [B, H + 2b, W + 2b, C]
     shift = torch.randint(2 * border + 1, (2, count, 1), generator=generator)
     rows = shift[0] + torch.arange(height)  # [B, H]
     columns = shift[1] + torch.arange(width)  # [B, W]
-    cut = padded[torch.arange(count).view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)]
-    return cut.permute(0, 3, 1, 2).contiguous()
+    windows = padded[torch.arange(count).view(-1, 1, 1), rows.unsqueeze(2), columns.unsqueeze(1)]
+    return windows.permute(0, 3, 1, 2).contiguous()
 
 
 def statistics(split: Split) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel's bytes over all images, float32 [C] each."""
+    """Mean and standard deviation of each channel over all images, in units of bytes.
+
+    Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
+    """
     pixels = len(split.images) * split.images.shape[1] * split.images.shape[2]
     total = torch.zeros(split.images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
     for start in range(0, len(split.images), 1000):
-        # By thousands, since all as floats would not fit; squares of 1000 bytes are far below 2**31.
+        # In parts, because all images as int32 would not fit in memory; the sum of 1000 squared bytes is below 2**31.
         part = split.images[start : start + 1000].astype("int32")
         total += torch.from_numpy(part.sum(0, dtype="int32")).double().sum((0, 1))
         squares += torch.from_numpy((part * part).sum(0, dtype="int32")).double().sum((0, 1))
     mean = total / pixels
-    # A channel that never varies is left at zero rather than divided by zero.
+    # A constant channel becomes zero, not a division by zero.
     std = (squares / pixels - mean**2).clamp(min=0).sqrt()
     return mean.float(), torch.where(std > 0, std, 1.0).float()
 
 
 def _read(source: str) -> tuple[str, Decoded]:
-    """Label and decoded images of a source on this machine."""
+    """Reads a local source: its label and its decoded images."""
     if source in NAMED:
         return source, NAMED[source](locate(source))
     path = check_source(source, NAMED)

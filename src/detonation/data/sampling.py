@@ -1,4 +1,4 @@
-"""Which examples a step sees, as a pure function: a resumed run needs no loader state, only the number of its step."""
+"""Deterministic sampling: batches depend on seed and step alone, so a resumed run needs no loader state."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,32 +7,42 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from detonation.data.base import Augmented, Examples, Kind
+from detonation.data.dataset import Augmented, DataKind, Examples
 
 
 def batch(examples: Examples, *, seed: int, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
-    """The batch of `part` (of `parts`) at `step`: `size` examples, the same whenever and wherever it is asked for.
+    """Draws the batch of one part of a step.
 
     Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The parts of a step take
-    neighbouring stretches of it, so no example is seen twice in an epoch, by whichever part. A batch may straddle two
-    epochs. Augmentation, where there is some, depends on `seed`, `step` and `part` alone.
+    neighbouring sections of it, so that no two parts see the same example in an epoch. A batch may span two epochs.
+    Augmentation depends on `seed`, `step` and `part` alone.
 
-    Raises `ValueError` when one step needs more examples than there are.
+    Args:
+        part, parts: Number of this rank's part, and of all parts.
+        size: Examples per part.
+
+    Shapes: tensors of `[size, ...]`.
+
+    Raises:
+        ValueError: One step needs more examples than there are, or an argument is out of range.
     """
     _check(len(examples), step, part, parts, size)
     start = (step * parts + part) * size
-    taken = examples[_positions(len(examples), seed, start, size)]
+    drawn = examples[_positions(len(examples), seed, start, size)]
     if isinstance(examples, Augmented):
         generator = torch.Generator().manual_seed(_mix("augment", seed, step, part))
-        return examples.augment(taken, generator)
-    return taken
+        return examples.augment(drawn, generator)
+    return drawn
 
 
 def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
-    """Batches of `size` in a fixed order, for validation: the same ones for everybody.
+    """Iterates over batches for validation, in a fixed order.
 
-    With `limit`, only that many examples, spread evenly over all. The last batch may be short, and rows may hold
-    different numbers of predictions, so a mean over batches must weight each one's loss by its `predictions`.
+    The last batch may be short, and rows may hold different numbers of predictions: a mean over batches must weight
+    the loss of each by its `predictions`.
+
+    Args:
+        limit: Number of examples, spread evenly over all; None for all.
     """
     if size < 1 or (limit is not None and limit < 1):
         raise ValueError(f"size and limit of validation batches must be at least 1, not {size} and {limit}")
@@ -42,10 +52,13 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
         yield examples[chosen[start : start + size]]
 
 
-def predictions(kind: Kind, batch: dict[str, Tensor]) -> int:
-    """How many predictions the mean loss of `batch` is a mean of: images, bytes of text, or bytes of translations."""
+def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
+    """Counts the predictions that the mean loss of `batch` averages: images, or bytes of text.
+
+    Shapes: `labels` `[B]` or `[B, T]` int64.
+    """
     labels = batch["labels"]
-    # A causal model shifts its labels: the first byte of each row is predicted by nothing.
+    # A causal model shifts its labels, so it does not predict the first byte of a row.
     counted = labels[:, 1:] if kind == "text" else labels
     return int((counted != -100).sum())
 
@@ -63,21 +76,21 @@ def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
 
 
 def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
-    """The examples at `start` to `start + size` of the endless row of shuffled epochs; int64 [size]."""
+    """Indices of the examples from `start` in the endless sequence of shuffled epochs."""  # [size] int64
     epoch, offset = divmod(start, count)
-    here = _permutation(count, seed, epoch)[offset : offset + size]
-    if len(here) == size:
-        return here
-    return torch.cat([here, _permutation(count, seed, epoch + 1)[: size - len(here)]])
+    head = _permutation(count, seed, epoch)[offset : offset + size]
+    if len(head) == size:
+        return head
+    return torch.cat([head, _permutation(count, seed, epoch + 1)[: size - len(head)]])
 
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
-    # Cached for the steps of one epoch, and for two sets and the seam between two epochs. Nobody writes to it.
+    # Four entries: training and validation sets, at the seam between two epochs. Callers must not write to it.
     return torch.randperm(count, generator=torch.Generator().manual_seed(_mix("epoch", seed, epoch)))
 
 
 def _mix(*parts: int | str) -> int:
-    """63 bits that differ wherever any of `parts` does: neighbouring seeds must not share generators."""
+    """Hashes `parts` to 63 bits, so that neighbouring seeds do not share generators."""
     digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

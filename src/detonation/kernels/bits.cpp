@@ -1,26 +1,26 @@
-// Whole numbers packed without gaps, lowest bits first, and bitmaps of columns. Exact: no machine rounds differently.
+// Packed whole numbers, index bitmaps and checksums. Integer arithmetic: the same result on every machine.
 
 #include <cstdint>
 #include <cstring>
 
-#include "columns.h"
+#include "indices.h"
 
 namespace {
 
-// Whether in each row every column is larger than the one before, and below `chunk`; columns of up to 8 bits. Some rows
-// at a time, a byte each, so that vectors can look at them.
-int check_bytes(Unpacker columns, int64_t rows, int kept, int chunk, int width) {
+// Checks indices of up to 8 bits: 1 where one is not below `chunk`, 2 where those of a row do not rise, else 0. Unpacks
+// a group of rows to bytes, so that the compiler can vectorise the comparison.
+int check_bytes(Unpacker indices, int64_t rows, int k, int chunk, int width) {
   constexpr int ROOM = 4096;
-  uint8_t column[ROOM + 1] = {}, inside[ROOM];
-  const int some = ROOM / kept & ~7;  // rows, so that each time begins with a whole byte
-  for (int i = 0; i < some * kept; ++i) inside[i] = i % kept != kept - 1;
+  uint8_t index[ROOM + 1] = {}, inside[ROOM];
+  const int group = ROOM / k & ~7;  // rows; a multiple of 8, so that each group begins at a whole byte
+  for (int i = 0; i < group * k; ++i) inside[i] = i % k != k - 1;
   uint8_t most = 0, fall = 0;
-  for (int64_t r = 0; r < rows; r += some) {
-    const int count = int(rows - r < some ? rows - r : some) * kept;
-    columns.get_bytes(column, count, width);
+  for (int64_t r = 0; r < rows; r += group) {
+    const int count = int(rows - r < group ? rows - r : group) * k;
+    indices.get_bytes(index, count, width);
     for (int i = 0; i < count; ++i) {
-      most = column[i] > most ? column[i] : most;
-      fall |= uint8_t(column[i] >= column[i + 1]) & inside[i];
+      most = index[i] > most ? index[i] : most;
+      fall |= uint8_t(index[i] >= index[i + 1]) & inside[i];
     }
   }
   return most >= chunk ? 1 : fall ? 2 : 0;
@@ -52,32 +52,33 @@ void detonation_unpack(const uint8_t *packed, int64_t count, int width, int64_t 
   }
 }
 
-void detonation_mark(const int64_t *columns, int64_t rows, int kept, int chunk, uint8_t *bitmap) {
+void detonation_mark(const int64_t *indices, int64_t rows, int k, int chunk, uint8_t *bitmap) {
   std::memset(bitmap, 0, size_t((rows * chunk + 7) / 8));
-  for (int64_t i = 0; i < rows * kept; ++i) {
-    const int64_t bit = i / kept * chunk + columns[i];
+  for (int64_t i = 0; i < rows * k; ++i) {
+    const int64_t bit = i / k * chunk + indices[i];
     bitmap[bit >> 3] |= uint8_t(1 << (bit & 7));
   }
 }
 
-// Never more than `kept` of a row, whatever the bitmap says; missing ones are 0.
-void detonation_marked(const uint8_t *bitmap, int64_t rows, int kept, int chunk, int64_t *columns) {
+// Returns k indices per row even for a corrupt bitmap: ignores surplus ones and fills up with 0.
+void detonation_marked(const uint8_t *bitmap, int64_t rows, int k, int chunk, int64_t *indices) {
   for (int64_t r = 0; r < rows; ++r) {
     int found = 0;
     if (chunk % 8 == 0) {
       const uint8_t *row = bitmap + r * chunk / 8;
       for (int byte = 0; byte < chunk / 8; ++byte)
-        for (unsigned left = row[byte]; left && found < kept; left &= left - 1)
-          columns[r * kept + found++] = 8 * byte + __builtin_ctz(left);
+        for (unsigned left = row[byte]; left && found < k; left &= left - 1)
+          indices[r * k + found++] = 8 * byte + __builtin_ctz(left);
     } else {
-      for (int64_t bit = r * chunk; bit < (r + 1) * chunk && found < kept; ++bit)
-        if (bitmap[bit >> 3] >> (bit & 7) & 1) columns[r * kept + found++] = bit - r * chunk;
+      for (int64_t bit = r * chunk; bit < (r + 1) * chunk && found < k; ++bit)
+        if (bitmap[bit >> 3] >> (bit & 7) & 1) indices[r * k + found++] = bit - r * chunk;
     }
-    for (; found < kept; ++found) columns[r * kept + found] = 0;
+    for (; found < k; ++found) indices[r * k + found] = 0;
   }
 }
 
-// The sum of the 32-bit words, each times an odd number that depends on where it is; the last is filled up with zeros.
+// The sum of the 32-bit words, each multiplied by an odd number that depends on its position; the last word is padded
+// with zeros.
 int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t first) {
   uint64_t sum = 0, at = (uint64_t(first) + 1) * 0x9E3779B97F4A7C15u;
   for (int64_t i = 0; i < count / 4; ++i, at += 0x9E3779B97F4A7C15u) {
@@ -93,23 +94,23 @@ int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t first) 
   return int64_t(sum);
 }
 
-// 1 where a column of `width` bits is not below `chunk`, 2 where those of a row do not rise, 0 where all is well.
-int detonation_check_columns(const uint8_t *packed, int64_t rows, int kept, int chunk, int width) {
-  Unpacker columns(packed, (rows * kept * width + 7) / 8);
-  if (width <= 8) return check_bytes(columns, rows, kept, chunk, width);
+// 1 where an index of `width` bits is not below `chunk`, 2 where those of a row do not rise, else 0.
+int detonation_check_indices(const uint8_t *packed, int64_t rows, int k, int chunk, int width) {
+  Unpacker indices(packed, (rows * k * width + 7) / 8);
+  if (width <= 8) return check_bytes(indices, rows, k, chunk, width);
   int fault = 0;
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t k = 0, before = -1; k < kept; ++k) {
-      const int64_t column = columns.get(width);
-      if (column >= chunk) return 1;
-      if (column <= before) fault = 2;
-      before = column;
+    for (int64_t j = 0, before = -1; j < k; ++j) {
+      const int64_t index = indices.get(width);
+      if (index >= chunk) return 1;
+      if (index <= before) fault = 2;
+      before = index;
     }
   return fault;
 }
 
-// 2 where a row of the bitmap has not exactly `kept` bits set, 0 where all is well.
-int detonation_check_bitmap(const uint8_t *bitmap, int64_t rows, int kept, int chunk) {
+// 2 where a row of the bitmap has not exactly k bits set, else 0.
+int detonation_check_bitmap(const uint8_t *bitmap, int64_t rows, int k, int chunk) {
   for (int64_t r = 0; r < rows; ++r) {
     int found = 0;
     if (chunk % 64 == 0) {
@@ -123,7 +124,7 @@ int detonation_check_bitmap(const uint8_t *bitmap, int64_t rows, int kept, int c
     } else {
       for (int64_t bit = r * chunk; bit < (r + 1) * chunk; ++bit) found += bitmap[bit >> 3] >> (bit & 7) & 1;
     }
-    if (found != kept) return 2;
+    if (found != k) return 2;
   }
   return 0;
 }

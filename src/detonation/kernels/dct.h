@@ -1,4 +1,4 @@
-// The DCT-II of rows in lanes and its transpose, by Lee's recursion (B. G. Lee, 1984); unscaled.
+// The DCT-II of rows in SIMD lanes and its transpose, by Lee's recursion (B. G. Lee, 1984); unscaled.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace {
 
 struct Secants {
-  float of[256];  // of the stage of length n at [n / 2, n)
+  float of[256];  // the stage of length n is at [n / 2, n)
   Secants() {
     for (int n = 2; n <= 256; n *= 2)
       for (int i = 0; i < n / 2; ++i) of[n / 2 + i] = float(0.5 / std::cos((i + 0.5) * M_PI / n));
@@ -17,10 +17,10 @@ struct Secants {
 };
 const Secants secants;
 
-// What makes column c orthonormal.
+// The factor that makes basis vector c orthonormal.
 template <int N> INLINE float norm(int c) { return std::sqrt((c ? 2.0f : 1.0f) / N); }
 
-// x is changed in place, t is as long; up to sixteen coefficients stay in registers.
+// Changes x in place; t is scratch of the same length. Up to sixteen coefficients stay in registers.
 template <int N> struct Dct {
   template <bool NORMAL = false> static void forward(Floats *x, Floats *t) {  // NORMAL: orthonormal
     constexpr int H = N / 2;

@@ -1,120 +1,120 @@
-// From messages to an update, LANES rows at a time: a sum of basis vectors where a row has few coefficients, and the
-// transposed DCT of several rows at once where it has many.
+// Decodes messages to an update, LANES rows at a time: as a sum of basis vectors where a row has few coefficients, by
+// the transposed DCT of several rows at once where it has many.
 
 #pragma once
 
-#include "columns.h"
+#include "indices.h"
 #include "dct.h"
 #include "rows.h"
-#include "waves.h"
+#include "basis.h"
 
 namespace {
 
-// What messages say of LANES rows.
+// Decodes LANES rows of all messages.
 template <int N> struct Decoder {
   const float *const *values;
-  Unpacker *columns;
+  Unpacker *indices;
   const int messages, k, width;
-  const bool senders;
+  const bool nonzero;
   const float weight;
   alignas(64) Floats sum[N], count[N], scratch[N];
-  alignas(64) uint8_t column[LANES * (N > FEW ? N : FEW)];
+  alignas(64) uint8_t index[LANES * (N > FEW ? N : FEW)];
 
-  Decoder(const float *const *values, Unpacker *columns, int messages, int k, int width, bool senders, float weight)
-      : values(values), columns(columns), messages(messages), k(k), width(width), senders(senders), weight(weight) {}
+  Decoder(const float *const *values, Unpacker *indices, int messages, int k, int width, bool nonzero, float weight)
+      : values(values), indices(indices), messages(messages), k(k), width(width), nonzero(nonzero), weight(weight) {}
 
-  // rows = weight * the sum of what they say of rows `start` and on, or their mean over senders.
-  void run(int64_t start, int here, float *rows) {
-    if (!senders && messages * k <= FEW) {
+  // rows = weight * the sum of the messages for the rows from `start` on, or their mean over nonzero values.
+  void run(int64_t start, int valid, float *rows) {
+    if (!nonzero && messages * k <= FEW) {
       const float *value[FEW];
       for (int m = 0; m < messages; ++m) {
-        list_columns(columns[m], here, column + m * LANES * k);
+        list_indices(indices[m], valid, index + m * LANES * k);
         value[m] = values[m] + start * k;
       }
-      return add_waves<N, true>(rows, here, weight, Few{value, column, messages, k}, [] {});
+      return add_basis_vectors<N, true>(rows, valid, weight, FewCoefficients{value, index, messages, k}, [] {});
     }
-    if (senders)
-      collect_by_senders(start, here);
+    if (nonzero)
+      collect_nonzero(start, valid);
     else
-      collect(start, here, rows);
+      collect(start, valid, rows);
     for (int c = 0; c < N; ++c) sum[c] *= weight * norm<N>(c);
     Dct<N>::transposed(sum, scratch);
-    to_rows<N>(sum, here, rows);
+    to_rows<N>(sum, valid, rows);
   }
 
-  void list_columns(Unpacker &unpacker, int here, uint8_t *column) {
-    if (width) return unpacker.get_bytes(column, here * k, width);
-    for (int row = 0; row < here; ++row) list<N>(Marks<N>(unpacker), k, column + row * k);
+  void list_indices(Unpacker &unpacker, int valid, uint8_t *index) {
+    if (width) return unpacker.get_bytes(index, valid * k, width);
+    for (int row = 0; row < valid; ++row) marked_indices<N>(RowBitmap<N>(unpacker), k, index + row * k);
   }
 
-  void collect(int64_t start, int here, float *rows) {
-    std::memset(rows, 0, size_t(here) * N * sizeof(float));
+  void collect(int64_t start, int valid, float *rows) {
+    std::memset(rows, 0, size_t(valid) * N * sizeof(float));
     for (int m = 0; m < messages; ++m) {
       const float *value = values[m] + start * k;
 #ifdef __AVX512F__
       if (!width) {
-        add_marked(columns[m], value, rows, here);
+        add_marked(indices[m], value, rows, valid);
         continue;
       }
 #endif
-      list_columns(columns[m], here, column);
-      for (int row = 0, i = 0; row < here; ++row)
-        for (int j = 0; j < k; ++j, ++i) rows[row * N + column[i]] += value[i];
+      list_indices(indices[m], valid, index);
+      for (int row = 0, i = 0; row < valid; ++row)
+        for (int j = 0; j < k; ++j, ++i) rows[row * N + index[i]] += value[i];
     }
-    to_lanes<N>(rows, here, sum, [] {});
+    to_lanes<N>(rows, valid, sum, [] {});
   }
 
 #ifdef __AVX512F__
-  void add_marked(Unpacker &unpacker, const float *value, float *rows, int here) {
-    for (int row = 0; row < here; ++row, rows += N) {
-      const Marks<N> marks(unpacker);
+  void add_marked(Unpacker &unpacker, const float *value, float *rows, int valid) {
+    for (int row = 0; row < valid; ++row, rows += N) {
+      const RowBitmap<N> marks(unpacker);
       for (int j = 0; j < k; j += LANES) __builtin_prefetch(value + LANES * k + j, 0);
-      int left = k;  // whatever the bitmap says
+      int left = k;  // a corrupt bitmap may mark more
       for (int b = 0; b < N; b += LANES) {
         const __mmask16 mask = marks.at(b);
-        const int told = __builtin_popcount(mask);
-        if (told > left) break;
+        const int marked = __builtin_popcount(mask);
+        if (marked > left) break;
         store(rows + b, load(rows + b) + Floats(_mm512_maskz_expandloadu_ps(mask, value)));
-        value += told;
-        left -= told;
+        value += marked;
+        left -= marked;
       }
       value += left;
     }
   }
 #endif
 
-  void collect_by_senders(int64_t start, int here) {
+  void collect_nonzero(int64_t start, int valid) {
     std::memset(sum, 0, sizeof sum);
     std::memset(count, 0, sizeof count);
-    float *total = reinterpret_cast<float *>(sum), *told = reinterpret_cast<float *>(count);
+    float *total = reinterpret_cast<float *>(sum), *counts = reinterpret_cast<float *>(count);
     for (int m = 0; m < messages; ++m) {
-      list_columns(columns[m], here, column);
+      list_indices(indices[m], valid, index);
       const float *value = values[m] + start * k;
-      for (int row = 0, i = 0; row < here; ++row)
+      for (int row = 0, i = 0; row < valid; ++row)
         for (int j = 0; j < k; ++j, ++i) {
-          total[column[i] * LANES + row] += value[i];
-          told[column[i] * LANES + row] += value[i] != 0;
+          total[index[i] * LANES + row] += value[i];
+          counts[index[i] * LANES + row] += value[i] != 0;
         }
     }
     for (int c = 0; c < N; ++c) sum[c] /= count[c] > 1 ? count[c] : Floats{} + 1;
   }
 };
 
-// Into one tensor a parameter.
+// Writes the update into one tensor per parameter.
 template <int N> void decode(Decoder<N> &block, const Slots &slots, int64_t rows) {
   Rows<N> walk(slots);
   alignas(64) float staged[LANES * N];
   for (int64_t start = 0; start < rows; start += LANES) {
-    const int here = rows - start < LANES ? int(rows - start) : LANES;
-    float *target = walk.next(here);
-    block.run(start, here, target ? target : staged);
+    const int valid = rows - start < LANES ? int(rows - start) : LANES;
+    float *target = walk.next(valid);
+    block.run(start, valid, target ? target : staged);
     if (!target) walk.scatter(staged);
   }
 }
 
-// weights = shrink * weights - lr * sign(directions), rounded twice as torch rounds it. `count` is padded to LANES.
-__attribute__((noinline, optimize("fp-contract=off"))) void move(float *weights, const float *directions, int count,
-                                                                 float shrink, float lr) {
+// weights = shrink * weights - lr * sign(directions), rounded twice like torch. `count` is padded to LANES.
+__attribute__((noinline, optimize("fp-contract=off"))) void sign_step(float *weights, const float *directions,
+                                                                      int count, float shrink, float lr) {
   const Ints sign = bits(-Floats{}), distance = bits(Floats{} + lr);
   for (int i = 0; i < count; i += LANES) {
     const Floats w = shrink * load(weights + i), d = load(directions + i);
@@ -125,38 +125,38 @@ __attribute__((noinline, optimize("fp-contract=off"))) void move(float *weights,
   }
 }
 
-// Weights follow the signs of the update, with a shrink and a lr for each parameter; the update itself goes nowhere.
+// Steps along the signs of the update, with a shrink and a lr per parameter; the update itself is not stored.
 template <int N>
-void follow(Decoder<N> &block, const Slots &weights, int64_t rows, const float *shrink, const float *lr) {
+void apply_signs(Decoder<N> &block, const Slots &weights, int64_t rows, const float *shrink, const float *lr) {
   Rows<N> walk(weights);
   alignas(64) float update[LANES * N], staged[LANES * N];
   for (int64_t start = 0; start < rows; start += LANES) {
-    const int here = rows - start < LANES ? int(rows - start) : LANES;
-    float *weight = walk.next(here);
-    block.run(start, here, update);
+    const int valid = rows - start < LANES ? int(rows - start) : LANES;
+    float *weight = walk.next(valid);
+    block.run(start, valid, update);
     if (weight) {
-      move(weight, update, here * N, shrink[walk.slot()], lr[walk.slot()]);
+      sign_step(weight, update, valid * N, shrink[walk.slot()], lr[walk.slot()]);
       continue;
     }
     walk.gather(staged);
-    for (int row = 0; row < here; ++row)
-      move(staged + row * N, update + row * N, N, shrink[walk.slot(row)], lr[walk.slot(row)]);
+    for (int row = 0; row < valid; ++row)
+      sign_step(staged + row * N, update + row * N, N, shrink[walk.slot(row)], lr[walk.slot(row)]);
     walk.scatter(staged);
   }
 }
 
 template <int N>
-void release(float *residual, int64_t rows, const Slots &slots, float share, const float *values, Unpacker *columns,
+void release(float *residual, int64_t rows, const Slots &slots, float alpha, const float *values, Unpacker *indices,
              int k, int width) {
-  Decoder<N> block(&values, columns, 1, k, width, false, share);
+  Decoder<N> block(&values, indices, 1, k, width, false, alpha);
   Rows<N> walk(slots);
   alignas(64) float out[LANES * N];
   for (int64_t start = 0; start < rows; start += LANES) {
-    const int here = rows - start < LANES ? int(rows - start) : LANES;
+    const int valid = rows - start < LANES ? int(rows - start) : LANES;
     float *r = residual + start * N;
-    block.run(start, here, out);
-    for (int i = 0; i < here * N; i += LANES) store(r + i, load(r + i) - load(out + i));
-    if (!walk.next(here)) walk.clear_padding(r);
+    block.run(start, valid, out);
+    for (int i = 0; i < valid * N; i += LANES) store(r + i, load(r + i) - load(out + i));
+    if (!walk.next(valid)) walk.clear_padding(r);
   }
 }
 

@@ -1,31 +1,31 @@
-// From gradients to a message: memory, DCT, selection and what is taken out of memory, LANES rows at a time.
+// Encodes gradients to a message, LANES rows at a time: memory, DCT, selection, and removal of the message from memory.
 
 #pragma once
 
-#include "columns.h"
+#include "indices.h"
 #include "dct.h"
 #include "rows.h"
 #include "select.h"
-#include "waves.h"
+#include "basis.h"
 
 namespace {
 
 template <int N> struct Encoder {
-  alignas(64) Floats x[N], told[N], scratch[N];
+  alignas(64) Floats x[N], sent[N], scratch[N];
   alignas(64) float staged[LANES * N];
-  alignas(64) float said[LANES * N + LANES];  // the values of each row, one row after the other
-  alignas(64) uint8_t columns[LANES * N + 4];
-  Marks<N> marks[LANES];
+  alignas(64) float selected[LANES * N + LANES];  // the values of each row, row by row
+  alignas(64) uint8_t indices[LANES * N + 4];
+  RowBitmap<N> marks[LANES];
 
   // rows = decay * rows + gradient; x = the coefficients of LANES rows.
-  void take_in(float *rows, const float *gradient, float decay, int here, Ahead &next) {
-    for (int i = 0; i < here * N; i += LANES) store(rows + i, decay * load(rows + i) + load(gradient + i));
-    to_lanes<N>(rows, here, x, [&] { next.lines(LANES / 4); });
+  void accumulate(float *rows, const float *gradient, float decay, int valid, Prefetcher &next) {
+    for (int i = 0; i < valid * N; i += LANES) store(rows + i, decay * load(rows + i) + load(gradient + i));
+    to_lanes<N>(rows, valid, x, [&] { next.lines(LANES / 4); });
     next.lines(N / 4);
     Dct<N>::template forward<true>(x, scratch);
   }
 
-  // Finds the k largest of each row, k up to FEW: `said` and `columns`, in the order of columns.
+  // Finds the k largest of each row, for k up to FEW: `selected` and `indices`, in the order of indices.
   void few(int k) {
     if (k == 1) return few_of<1>(k);
     if (k == 2) return few_of<2>(k);
@@ -45,27 +45,28 @@ template <int N> struct Encoder {
     Ints four[FILLED / 4] = {};
 #pragma GCC unroll 16
     for (int j = 0; j < P; ++j) {
-      const Ints column = (N - 1 - best[j]) & (N - 1);
-      value[j] = pick(x, column);
-      four[j / 4] |= column << 8 * (j % 4);
+      const Ints index = (N - 1 - best[j]) & (N - 1);
+      value[j] = pick(x, index);
+      four[j / 4] |= index << 8 * (j % 4);
     }
 #pragma GCC unroll 4
-    for (int j = 0; j < FILLED; j += 4) beside(value + j);
-    for (int lane = 0; lane < LANES; ++lane)  // each writes over what the one before it wrote too much
+    for (int j = 0; j < FILLED; j += 4) transpose_fours(value + j);
+    for (int lane = 0; lane < LANES; ++lane)  // copies fours; each lane overwrites the excess of the one before
       for (int j = 0; j < k; j += 4) {
         const float *block = reinterpret_cast<const float *>(value + j + lane % 4) + lane / 4 * 4;
-        std::memcpy(said + lane * k + j, block, 4 * sizeof(float));
-        std::memcpy(columns + lane * k + j, reinterpret_cast<const int32_t *>(four + j / 4) + lane, 4);
+        std::memcpy(selected + lane * k + j, block, 4 * sizeof(float));
+        std::memcpy(indices + lane * k + j, reinterpret_cast<const int32_t *>(four + j / 4) + lane, 4);
       }
   }
 
-  // The same for any k; told = share of them, scaled for the transposed DCT, zeros elsewhere.
-  void many(int k, bool listed, float share) {
-    mark(k, share);
+  // The same for any k; also fills `sent` with alpha times the selected coefficients, scaled for the transposed DCT,
+  // and zeros elsewhere.
+  void many(int k, bool listed, float alpha) {
+    mark(k, alpha);
     to_rows<N>(x, LANES, staged);
-    float *to = said;
+    float *to = selected;
     for (int lane = 0; lane < LANES; ++lane, to += k) {
-      if (listed) list<N>(marks[lane], k, columns + lane * k);
+      if (listed) marked_indices<N>(marks[lane], k, indices + lane * k);
 #ifdef __AVX512F__
       float *next = to;
       for (int b = 0; b < N; b += LANES) {
@@ -74,40 +75,40 @@ template <int N> struct Encoder {
         next += __builtin_popcount(mask);
       }
 #else
-      if (!listed) list<N>(marks[lane], k, columns + lane * k);
-      for (int j = 0; j < k; ++j) to[j] = staged[lane * N + columns[lane * k + j]];
+      if (!listed) marked_indices<N>(marks[lane], k, indices + lane * k);
+      for (int j = 0; j < k; ++j) to[j] = staged[lane * N + indices[lane * k + j]];
 #endif
     }
   }
 
-  void mark(int k, float share) {
+  void mark(int k, float alpha) {
     const Ints least = kth<N>(x, k);
-    for (int w = 0; w < Marks<N>::WORDS; ++w) {
+    for (int w = 0; w < RowBitmap<N>::WORDS; ++w) {
       Ints word = {};
 #pragma GCC unroll 32
-      for (int i = 0; i < Marks<N>::BITS; ++i) {
+      for (int i = 0; i < RowBitmap<N>::BITS; ++i) {
         const int c = 32 * w + i;
         const Ints chosen = keyed<N>(x[c], c) >= least;
         word |= chosen & int(1u << i);
-        if (share != 0) told[c] = where(chosen, x[c] * (share * norm<N>(c)));
+        if (alpha != 0) sent[c] = masked(chosen, x[c] * (alpha * norm<N>(c)));
       }
       for (int lane = 0; lane < LANES; ++lane) marks[lane].word[w] = uint32_t(word[lane]);
     }
   }
 
-  void write(int here, int k, int width, Packer &packer) {
-    if (width) return packer.put_bytes(columns, here * k, width);
-    for (int lane = 0; lane < here; ++lane) {
-      if (k <= FEW) marks[lane] = Marks<N>(columns + lane * k, k);
-      for (int w = 0; w < Marks<N>::WORDS; ++w) packer.put(marks[lane].word[w], Marks<N>::BITS);
+  void write(int valid, int k, int width, Packer &packer) {
+    if (width) return packer.put_bytes(indices, valid * k, width);
+    for (int lane = 0; lane < valid; ++lane) {
+      if (k <= FEW) marks[lane] = RowBitmap<N>(indices + lane * k, k);
+      for (int w = 0; w < RowBitmap<N>::WORDS; ++w) packer.put(marks[lane].word[w], RowBitmap<N>::BITS);
     }
   }
 
-  // rows -= what is told.
-  void take_out(float *rows, int here) {
-    Dct<N>::transposed(told, scratch);
-    to_rows<N>(told, here, staged);
-    for (int i = 0; i < here * N; i += LANES) store(rows + i, load(rows + i) - load(staged + i));
+  // rows -= inverse DCT of `sent`.
+  void remove_sent(float *rows, int valid) {
+    Dct<N>::transposed(sent, scratch);
+    to_rows<N>(sent, valid, staged);
+    for (int i = 0; i < valid * N; i += LANES) store(rows + i, load(rows + i) - load(staged + i));
   }
 };
 
@@ -118,25 +119,26 @@ void encode(float *residual, int64_t rows, const Slots &slots, float decay, floa
   Rows<N> walk(slots);
   Packer packer(packed, (rows * (width ? k * width : N) + 7) / 8);
   for (int64_t start = 0; start < rows; start += LANES, values += LANES * k) {
-    const int here = rows - start < LANES ? int(rows - start) : LANES;
+    const int valid = rows - start < LANES ? int(rows - start) : LANES;
     float *r = residual + start * N;
-    const float *gradient = walk.next(here);
+    const float *gradient = walk.next(valid);
     const bool whole = gradient;
     if (!whole) walk.gather(block.staged), gradient = block.staged;
-    Ahead next(r + LANES * N, gradient + LANES * N);
-    block.take_in(r, gradient, decay, here, next);
+    Prefetcher next(r + LANES * N, gradient + LANES * N);
+    block.accumulate(r, gradient, decay, valid, next);
     if (k <= FEW)
       block.few(k);
     else
       block.many(k, width != 0, release), next.lines(N / 4);
-    block.write(here, k, width, packer);
-    std::memcpy(values, block.said, size_t(here * k) * sizeof(float));
+    block.write(valid, k, width, packer);
+    std::memcpy(values, block.selected, size_t(valid * k) * sizeof(float));
     if (release == 0) continue;
-    const float *told = block.said;
+    const float *sent = block.selected;
     if (k <= FEW)
-      add_waves<N, false>(r, here, -release, Few{&told, block.columns, 1, k}, [&] { next.lines(N / 32); });
+      add_basis_vectors<N, false>(r, valid, -release, FewCoefficients{&sent, block.indices, 1, k},
+                                  [&] { next.lines(N / 32); });
     else
-      next.lines(N / 4), block.take_out(r, here);
+      next.lines(N / 4), block.remove_sent(r, valid);
     if (!whole) walk.clear_padding(r);
   }
 }

@@ -1,5 +1,5 @@
-// A few rows at once: lane i of every vector belongs to row i, as many lanes as the machine's vectors have. GCC vector
-// extensions, so that the compiler chooses the instructions; wider vectors than the machine's it would take to pieces.
+// SIMD over rows: lane i of every vector belongs to row i. GCC vector extensions leave the choice of instructions to
+// the compiler, which would split vectors wider than those of the machine.
 
 #pragma once
 
@@ -38,20 +38,20 @@ INLINE Ints bits(Floats v) {
 }
 
 // v where the mask is -1, zero where it is 0.
-INLINE Floats where(Ints mask, Floats v) {
+INLINE Floats masked(Ints mask, Floats v) {
   const Ints b = bits(v) & mask;
   std::memcpy(&v, &b, sizeof v);
   return v;
 }
 
-// Of each lane the element of x that `column` says.
-INLINE Floats pick(const Floats *x, Ints column) {
+// Selects the element x[index] of each lane.
+INLINE Floats pick(const Floats *x, Ints index) {
 #ifdef __AVX512F__
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return Floats(_mm512_i32gather_ps(_mm512_add_epi32(__m512i(column * LANES), lane), x, 4));
+  return Floats(_mm512_i32gather_ps(_mm512_add_epi32(__m512i(index * LANES), lane), x, 4));
 #else
   Floats picked;
-  for (int lane = 0; lane < LANES; ++lane) picked[lane] = x[column[lane]][lane];
+  for (int lane = 0; lane < LANES; ++lane) picked[lane] = x[index[lane]][lane];
   return picked;
 #endif
 }
@@ -67,7 +67,7 @@ template <int S> INLINE void swap(Floats &a, Floats &b) {
   b = second;
 }
 
-// LANES vectors, as a square.
+// Transposes a square of LANES vectors.
 template <int S = LANES / 2> INLINE void transpose(Floats *v) {
 #pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i)
@@ -75,20 +75,20 @@ template <int S = LANES / 2> INLINE void transpose(Floats *v) {
   if constexpr (S > 1) transpose<S / 2>(v);
 }
 
-// Four vectors in which each lane has a number, to four numbers of one lane beside one another: lane 4 * b + i is in
-// block b of v[i].
-INLINE void beside(Floats *v) {
+// Transposes four vectors so that the four numbers of a lane are adjacent: lane 4 * b + i is in block b of v[i].
+INLINE void transpose_fours(Floats *v) {
   swap<2>(v[0], v[2]), swap<2>(v[1], v[3]);
   swap<1>(v[0], v[1]), swap<1>(v[2], v[3]);
 }
 
-// LANES rows of N, the first `here` of them real, to one vector a column; `between` runs at each square.
+// Transposes LANES rows of N, of which the first `valid` exist, to one vector per column; `between` is called once per
+// square.
 template <int N, typename Between>
-INLINE void to_lanes(const float *rows, int here, Floats *x, const Between &between) {
+INLINE void to_lanes(const float *rows, int valid, Floats *x, const Between &between) {
   for (int block = 0; block < N; block += LANES) {
     Floats v[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i) v[i] = i < here ? load(rows + i * N + block) : Floats{};
+    for (int i = 0; i < LANES; ++i) v[i] = i < valid ? load(rows + i * N + block) : Floats{};
     between();
     transpose(v);
 #pragma GCC unroll 16
@@ -96,8 +96,8 @@ INLINE void to_lanes(const float *rows, int here, Floats *x, const Between &betw
   }
 }
 
-// And back.
-template <int N> INLINE void to_rows(const Floats *x, int here, float *rows) {
+// The inverse of to_lanes.
+template <int N> INLINE void to_rows(const Floats *x, int valid, float *rows) {
   for (int block = 0; block < N; block += LANES) {
     Floats v[LANES];
 #pragma GCC unroll 16
@@ -105,7 +105,7 @@ template <int N> INLINE void to_rows(const Floats *x, int here, float *rows) {
     transpose(v);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; ++i)
-      if (i < here) store(rows + i * N + block, v[i]);
+      if (i < valid) store(rows + i * N + block, v[i]);
   }
 }
 

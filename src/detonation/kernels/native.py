@@ -1,4 +1,4 @@
-"""DCT and top-k in C++ for the CPU: compiled with g++ on first use, kept in the user's cache, called through ctypes."""
+"""Compiles the kernels with g++ on first use, caches the library per user, and calls it through ctypes."""
 
 import ctypes
 import fcntl
@@ -11,23 +11,43 @@ import subprocess
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNKS = (16, 32, 64, 128, 256)
+KERNEL_CHUNKS = (16, 32, 64, 128, 256)
+"""Chunk lengths for which the DCT kernels are compiled."""
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
 
-Pace = tuple[float, float]
+SignRate = tuple[float, float]
 """How a weight follows signs: `shrink * weight - lr * sign`, with shrink and lr."""
 
 
+_P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ARGUMENTS: dict[str, list[Any]] = {
+    "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P],
+    "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I],
+    "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _P, _P],
+    "beyond": [_P, _P, _I, _F],
+    "sign_step": [_P, _P, _I, _F, _F],
+    "pack": [_P, _I, _N, _P],
+    "unpack": [_P, _I, _N, _P],
+    "mark": [_P, _I, _N, _N, _P],
+    "marked": [_P, _I, _N, _N, _P],
+    "checksum": [_P, _I, _I],
+    "check_indices": [_P, _I, _N, _N, _N],
+    "check_bitmap": [_P, _I, _N, _N],
+}
+"""What each function takes: pointers, 64-bit counts, floats, and ints."""
+
+
 class Library:
-    """The compiled functions. All tensors are on the CPU and contiguous; see the source for what each does.
+    """The compiled functions. All tensors are on the CPU and contiguous; the source says what each function does.
 
     name: of the source, the compiler and the processor: replicas whose names differ may round differently.
     """
@@ -35,39 +55,61 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.name = path.stem
         self._library = ctypes.CDLL(str(path))
+        for function, arguments in _ARGUMENTS.items():
+            getattr(self._library, f"detonation_{function}").argtypes = arguments
         self._library.detonation_beyond.restype = ctypes.c_int64
         self._library.detonation_checksum.restype = ctypes.c_int64
 
     def encode(
         self,
-        residual: Tensor,  # [rows, chunk], changed
+        residual: Tensor,
         gradients: Sequence[Tensor | None],
-        numel: Sequence[int],
+        numel: "ctypes.Array[ctypes.c_int64]",
         decay: float,
         release: float,
-        topk: int,
+        k: int,
         width: int,
         nbytes: int,
     ) -> tuple[Tensor, Tensor]:
-        """Adds the gradients to the decayed residual; its `topk` largest DCT coefficients, `[rows, topk]`, and their
-        columns in `nbytes` bytes, as numbers of `width` bits or, where that is 0, as a bitmap."""
+        """Adds the gradients to the decayed residual, and selects its `k` largest DCT coefficients per row.
+
+        Args:
+            residual: Changed in place; the share `release` of what was selected leaves it at once.
+            gradients: fp32, one per parameter; None is zero.
+            numel: Coordinates of each parameter.
+            width: Bits per index; 0 for a bitmap.
+            nbytes: Of all indices.
+
+        Shapes: `[rows, chunk]` fp32 -> values `[rows, k]` fp32, indices `[nbytes]` uint8.
+        """
         rows, chunk = residual.shape
-        values, columns = torch.empty(rows, topk), torch.empty(nbytes, dtype=torch.uint8)
+        values = torch.empty(rows, k, dtype=torch.float32)
+        indices = torch.empty(nbytes, dtype=torch.uint8)
+        pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
         status = self._library.detonation_encode(
-            _pointer(residual), _long(rows), chunk, _pointers(gradients), _longs(numel), ctypes.c_float(decay),
-            ctypes.c_float(release), topk, width, _pointer(values), _pointer(columns),
+            residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, values.data_ptr(),
+            indices.data_ptr(),
         )  # fmt: skip
         assert status == 0
-        return values, columns
+        return values, indices
 
     def release(
-        self, residual: Tensor, numel: Sequence[int], share: float, values: Tensor, columns: Tensor, width: int
+        self,
+        residual: Tensor,
+        numel: "ctypes.Array[ctypes.c_int64]",
+        share: float,
+        values: Tensor,
+        indices: Tensor,
+        width: int,
     ) -> None:
-        """Takes `share` of the values, at columns as `encode` returns them, out of the residual."""
+        """Takes `share` of the values out of the residual.
+
+        Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8 as `encode` returns them.
+        """
         rows, chunk = residual.shape
         status = self._library.detonation_release(
-            _pointer(residual), _long(rows), chunk, _longs(numel), ctypes.c_float(share), values.shape[1], width,
-            _pointer(values), _pointer(columns), _long(columns.nbytes),
+            residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
+            indices.data_ptr(), indices.nbytes,
         )  # fmt: skip
         assert status == 0
 
@@ -76,73 +118,125 @@ class Library:
         targets: Sequence[Tensor],
         chunk: int,
         values: Sequence[Tensor],
-        columns: Sequence[Tensor],
+        indices: Sequence[Tensor],
         width: int,
-        senders: bool,
-        paces: Sequence[Pace] | None = None,
+        nonzero: bool,
+        rates: Sequence[SignRate] | None = None,
     ) -> None:
-        """Makes `targets`, one a parameter, the mean of messages, over all or over the senders of a coefficient; or,
-        with `paces`, lets them, as weights, follow its signs."""
-        rows, topk = values[0].shape
-        shrink, lr = (None, None) if paces is None else (_floats([s for s, _ in paces]), _floats([r for _, r in paces]))
+        """Writes the mean of messages into `targets` or, with `rates`, moves `targets`, as weights, by its signs.
+
+        Args:
+            targets: fp32, one per parameter.
+            nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not over all.
+            rates: Per parameter.
+
+        Shapes: per replica values `[rows, k]` fp32 and indices `[nbytes]` uint8.
+        """
+        assert all(tensor.is_contiguous() for tensor in (*targets, *values, *indices))
+        (rows, k), count = values[0].shape, len(targets)
+        shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
+        lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
         status = self._library.detonation_decode(
-            _pointers(targets), _longs([t.numel() for t in targets]), _long(rows), chunk, _pointers(values),
-            _pointers(columns), _long(columns[0].nbytes), len(values), topk, width, int(senders),
-            shrink, lr,
-        )  # fmt: skip
+            (ctypes.c_void_p * count)(*[t.data_ptr() for t in targets]),
+            (ctypes.c_int64 * count)(*[t.numel() for t in targets]),
+            rows,
+            chunk,
+            (ctypes.c_void_p * len(values))(*[v.data_ptr() for v in values]),
+            (ctypes.c_void_p * len(indices))(*[i.data_ptr() for i in indices]),
+            indices[0].nbytes,
+            len(values),
+            k,
+            width,
+            int(nonzero),
+            shrink,
+            lr,
+        )
         assert status == 0
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none."""
-        numel, most = _longs([tensor.numel() for tensor in tensors]), ctypes.c_float(limit)
-        return int(self._library.detonation_beyond(_pointers(tensors), numel, _long(len(tensors)), most))
+        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none.
+
+        Shapes: any.
+        """
+        count = len(tensors)
+        pointers = (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
+        numel = (ctypes.c_int64 * count)(*[t.numel() for t in tensors])
+        return int(self._library.detonation_beyond(pointers, numel, count, limit))
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
-        """`weights = shrink * weights - lr * sign(directions)`, both fp32."""
-        self._library.detonation_sign_step(
-            _pointer(weights), _pointer(directions), _long(weights.numel()), ctypes.c_float(shrink), ctypes.c_float(lr)
-        )
+        """`weights = shrink * weights - lr * sign(directions)`.
+
+        Shapes: any, the same for both; fp32.
+        """
+        self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """`numbers`, int64, as `nbytes` bytes of `width` bits each."""
+        """Packs numbers of `width` bits.
+
+        Shapes: `[n]` int64 -> `[nbytes]` uint8.
+        """
         packed = torch.empty(nbytes, dtype=torch.uint8)
-        self._library.detonation_pack(_pointer(numbers), _long(len(numbers)), width, _pointer(packed))
+        self._library.detonation_pack(numbers.data_ptr(), len(numbers), width, packed.data_ptr())
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`."""
+        """The inverse of `pack`.
+
+        Shapes: `[nbytes]` uint8 -> `[count]` int64.
+        """
         numbers = torch.empty(count, dtype=torch.int64)
-        self._library.detonation_unpack(_pointer(packed), _long(count), width, _pointer(numbers))
+        self._library.detonation_unpack(packed.data_ptr(), count, width, numbers.data_ptr())
         return numbers
 
-    def mark(self, columns: Tensor, chunk: int) -> Tensor:
-        """The bitmap of rows of `chunk` bits in which `columns` are set."""
-        rows, kept = columns.shape
+    def mark(self, indices: Tensor, chunk: int) -> Tensor:
+        """The bitmap of rows of `chunk` bits in which `indices` are set.
+
+        Shapes: `[rows, k]` int64 -> `[ceil(rows * chunk / 8)]` uint8.
+        """
+        rows, k = indices.shape
         bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8)
-        self._library.detonation_mark(_pointer(columns), _long(rows), kept, chunk, _pointer(bitmap))
+        self._library.detonation_mark(indices.data_ptr(), rows, k, chunk, bitmap.data_ptr())
         return bitmap
 
-    def marked(self, bitmap: Tensor, rows: int, kept: int, chunk: int) -> Tensor:
-        """The columns that are set in a bitmap, in order."""
-        columns = torch.empty(rows, kept, dtype=torch.int64)
-        self._library.detonation_marked(_pointer(bitmap), _long(rows), kept, chunk, _pointer(columns))
-        return columns
+    def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
+        """The indices that are set in a bitmap, in order.
 
-    def checksum(self, part: Tensor, first: int) -> int:
-        """The sum of the 32-bit words of `part`, each times an odd number that depends on where it is, from `first`."""
-        return int(self._library.detonation_checksum(_pointer(part), _long(part.nbytes), _long(first)))
+        Shapes: `[ceil(rows * chunk / 8)]` uint8 -> `[rows, k]` int64.
+        """
+        indices = torch.empty(rows, k, dtype=torch.int64)
+        self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
+        return indices
 
-    def check_columns(self, packed: Tensor, rows: int, kept: int, chunk: int, width: int) -> int:
-        """1 where a packed column is not below `chunk`, 2 where those of a row do not rise, else 0."""
-        return int(self._library.detonation_check_columns(_pointer(packed), _long(rows), kept, chunk, width))
+    def checksums(self, messages: Sequence[Sequence[Tensor]], starts: Sequence[int]) -> list[int]:
+        """For each message the sum of its 32-bit words, each times an odd number that depends on the word's place.
 
-    def check_bitmap(self, bitmap: Tensor, rows: int, kept: int, chunk: int) -> int:
-        """2 where a row has not exactly `kept` bits set, else 0."""
-        return int(self._library.detonation_check_bitmap(_pointer(bitmap), _long(rows), kept, chunk))
+        Part i of each message begins at place `starts[i]`.
+
+        Shapes: any; the parts of all messages are alike.
+        """
+        add = self._library.detonation_checksum
+        return [
+            sum(add(part.data_ptr(), part.nbytes, first) for part, first in zip(parts, starts, strict=False))
+            for parts in messages
+        ]
+
+    def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> int:
+        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
+
+        Shapes: `[nbytes]` uint8.
+        """
+        return int(self._library.detonation_check_indices(packed.data_ptr(), rows, k, chunk, width))
+
+    def check_bitmap(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> int:
+        """2 where a row has not exactly `k` bits set, else 0.
+
+        Shapes: `[nbytes]` uint8.
+        """
+        return int(self._library.detonation_check_bitmap(bitmap.data_ptr(), rows, k, chunk))
 
 
 @lru_cache
-def load() -> Library | None:
+def load_library() -> Library | None:
     """The library, compiled if it is not yet; None where there is no g++ or it fails (which is logged)."""
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
@@ -155,13 +249,6 @@ def load() -> Library | None:
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("the native kernels are not used: %s", error)
         return None
-
-
-def load_for(*tensors: Tensor) -> Library | None:
-    """The library where it can take all `tensors` (contiguous, on the CPU) and they are enough to be worth a call."""
-    if sum(tensor.numel() for tensor in tensors) < 4096:
-        return None
-    return load() if all(t.device.type == "cpu" and t.is_contiguous() for t in tensors) else None
 
 
 def _compile(compiler: str, path: Path) -> None:
@@ -194,24 +281,3 @@ def _identity(compiler: str) -> str:
 def _cache() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "detonation" / "kernels"
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
-    return (ctypes.c_void_p * len(tensors))(*[None if t is None else _pointer(t).value for t in tensors])
-
-
-def _long(number: int) -> ctypes.c_int64:
-    return ctypes.c_int64(number)
-
-
-def _longs(numbers: Sequence[int]) -> "ctypes.Array[ctypes.c_int64]":
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
-def _floats(numbers: Sequence[float]) -> "ctypes.Array[ctypes.c_float]":
-    return (ctypes.c_float * len(numbers))(*numbers)

@@ -1,4 +1,4 @@
-// The rows of a flat matrix where they really lie: in one tensor a parameter.
+// Access to the rows of a flat matrix in place: each parameter is a tensor of its own.
 
 #pragma once
 
@@ -6,27 +6,27 @@
 
 namespace {
 
-// The parameters: of each a tensor (null where there is none) and how many coordinates it has.
+// The parameters: a tensor of each (null where it is missing) and its number of coordinates.
 struct Slots {
   float *const *tensor;
   const int64_t *numel;
 };
 
-// Walks the rows of all slots in order, a few at a time.
+// Iterates over the rows of all slots, a few at a time.
 template <int N> class Rows {
  public:
   explicit Rows(const Slots &slots) : slots_(slots) {}
 
-  // Where the next `here` rows lie one after another, whole and in one tensor; null where they do not.
-  float *next(int here) {
+  // Returns the next `valid` rows where they are contiguous in one tensor and without padding, else null.
+  float *next(int valid) {
     skip_empty();
-    if (tensor() && slots_.numel[slot_] - offset_ >= here * N) {
+    if (tensor() && slots_.numel[slot_] - offset_ >= valid * N) {
       float *at = tensor() + offset_;
-      offset_ += here * N;
+      offset_ += valid * N;
       return at;
     }
-    here_ = here;
-    for (int row = 0; row < here; ++row) {
+    valid_ = valid;
+    for (int row = 0; row < valid; ++row) {
       skip_empty();
       of_[row] = slot_;
       const int64_t left = slots_.numel[slot_] - offset_;
@@ -37,10 +37,10 @@ template <int N> class Rows {
     return nullptr;
   }
 
-  // For rows of which `next` said null: copies them out, absent ones and padding as zeros; copies them in; clears their
-  // padding.
+  // After `next` returned null: `gather` copies the rows out, with zeros for missing tensors and padding; `scatter`
+  // copies them back; `clear_padding` zeroes their padding.
   void gather(float *rows) const {
-    for (int row = 0; row < here_; ++row) {
+    for (int row = 0; row < valid_; ++row) {
       const int64_t length = at_[row] ? length_[row] : 0;
       if (length) std::memcpy(rows + row * N, at_[row], size_t(length) * sizeof(float));
       std::memset(rows + row * N + length, 0, size_t(N - length) * sizeof(float));
@@ -48,16 +48,16 @@ template <int N> class Rows {
   }
 
   void scatter(const float *rows) const {
-    for (int row = 0; row < here_; ++row)
+    for (int row = 0; row < valid_; ++row)
       if (at_[row]) std::memcpy(at_[row], rows + row * N, size_t(length_[row]) * sizeof(float));
   }
 
   void clear_padding(float *rows) const {
-    for (int row = 0; row < here_; ++row)
+    for (int row = 0; row < valid_; ++row)
       if (length_[row] < N) std::memset(rows + row * N + length_[row], 0, size_t(N - length_[row]) * sizeof(float));
   }
 
-  // Whose rows `next` returned last: all of them, or one of which it said null.
+  // The slot of the rows that `next` returned, or of one row after it returned null.
   int64_t slot() const { return slot_; }
   int64_t slot(int row) const { return of_[row]; }
 
@@ -65,7 +65,7 @@ template <int N> class Rows {
   const Slots slots_;
   int64_t slot_ = 0, offset_ = 0, length_[LANES], of_[LANES];
   float *at_[LANES];
-  int here_ = 0;
+  int valid_ = 0;
 
   float *tensor() const { return slots_.tensor ? slots_.tensor[slot_] : nullptr; }
 

@@ -1,5 +1,5 @@
-// The k-th largest coefficient of every row in lanes, by a sorting network on integer keys: the magnitude's bits with
-// the column in the lowest ones, so that no two keys of a row are equal.
+// The k-th largest coefficient of each row, by a sorting network on integer keys: the bits of the magnitude with the
+// index in the lowest bits, so that all keys of a row differ.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-template <int N> INLINE Ints keyed(Floats x, int column) {
-  return (bits(x) & (0x7fffffff & ~(N - 1))) | (N - 1 - column);
+template <int N> INLINE Ints keyed(Floats x, int index) {
+  return (bits(x) & (0x7fffffff & ~(N - 1))) | (N - 1 - index);
 }
 
 INLINE void order(Ints &a, Ints &b) {
@@ -17,12 +17,12 @@ INLINE void order(Ints &a, Ints &b) {
   a = larger;
 }
 
-// Longer ones are functions of their own, because the unrolled network of 256 keys is some ten thousand instructions.
+// Longer networks are separate functions: unrolled, the network of 256 keys takes about ten thousand instructions.
 constexpr int SHORT = 16;
 template <int P> void long_clean(Ints *v);
 template <int P> void long_sort(Ints *v);
 
-// Sorts what falls and then rises, or rises and then falls; the largest first.
+// Sorts a bitonic sequence, largest first.
 template <int P> INLINE void clean(Ints *v) {
   if constexpr (P > SHORT) {
     long_clean<P>(v);
@@ -61,8 +61,7 @@ template <int P> __attribute__((noinline)) void long_sort(Ints *v) {
   clean<P / 2>(v + P / 2);
 }
 
-// best = the P largest keys, the largest first. Groups of P are sorted one after the other; of each and the best so far
-// the P largest go on.
+// best = the P largest keys, largest first. Sorts groups of P keys in turn and merges each with the best so far.
 template <int N, int P> INLINE void largest(const Floats *x, Ints *best) {
   Ints group[P];
 #pragma GCC unroll 16
@@ -84,7 +83,7 @@ template <int N, int P> __attribute__((noinline)) Ints kth_of_groups(const Float
   return best[k - 1];
 }
 
-// The smallest key that is told. P / 2 < k <= P.
+// The smallest selected key. P / 2 < k <= P.
 template <int N, int P = 1> INLINE Ints kth(const Floats *x, int k) {
   if constexpr (P < N)
     if (k > P) return kth<N, 2 * P>(x, k);

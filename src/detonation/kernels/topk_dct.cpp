@@ -1,4 +1,4 @@
-// DCT, top-k and the memory of decoupled momentum in one pass over a flat matrix; messages back in another.
+// The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in another.
 
 #include <vector>
 
@@ -17,63 +17,64 @@
 
 extern "C" {
 
-// residual = decay * residual + gradients; the k largest DCT coefficients of each row; residual -= release * them.
+// residual = decay * residual + gradients; selects the k largest DCT coefficients of each row; subtracts `release`
+// times their inverse DCT from the residual.
 int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gradients, const int64_t *numel,
-                      float decay, float release, int k, int width, float *values, uint8_t *columns) {
+                      float decay, float release, int k, int width, float *values, uint8_t *indices) {
   const Slots slots{gradients, numel};
-#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, values, columns)
+#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, values, indices)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// residual -= share * the values at their columns, where there is no padding.
-int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float share, int k, int width,
-                       const float *values, const uint8_t *columns, int64_t bytes) {
+// residual -= alpha * inverse DCT of the values at their indices; padding stays zero.
+int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float alpha, int k, int width,
+                       const float *values, const uint8_t *indices, int64_t bytes) {
   const Slots slots{nullptr, numel};
-  Unpacker unpacker(columns, bytes);
-#define CALL(N) release<N>(residual, rows, slots, share, values, &unpacker, k, width)
+  Unpacker unpacker(indices, bytes);
+#define CALL(N) release<N>(residual, rows, slots, alpha, values, &unpacker, k, width)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// The mean of messages over replicas or senders, back from the DCT, into one tensor a parameter; or, where there is a
-// `shrink` and a `lr` for each, the tensors are weights that follow its signs: shrink * weights - lr * sign.
+// The mean of messages over all replicas, or over nonzero values, written into one tensor per parameter. With `shrink`
+// and `lr` per parameter the tensors are weights and step along its signs: shrink * weights - lr * sign.
 int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
-                      const uint8_t *const *columns, int64_t bytes, int messages, int k, int width, int senders,
+                      const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int nonzero,
                       const float *shrink, const float *lr) {
   const Slots slots{tensors, numel};
-  const float weight = senders ? 1.0f : 1.0f / float(messages);
+  const float weight = nonzero ? 1.0f : 1.0f / float(messages);
   std::vector<Unpacker> unpackers;
-  for (int m = 0; m < messages; ++m) unpackers.emplace_back(columns[m], bytes);
+  for (int m = 0; m < messages; ++m) unpackers.emplace_back(indices[m], bytes);
 #define CALL(N)                                                                           \
-  Decoder<N> block(values, unpackers.data(), messages, k, width, senders != 0, weight); \
-  shrink ? follow<N>(block, slots, rows, shrink, lr) : decode<N>(block, slots, rows)
+  Decoder<N> block(values, unpackers.data(), messages, k, width, nonzero != 0, weight); \
+  shrink ? apply_signs<N>(block, slots, rows, shrink, lr) : decode<N>(block, slots, rows)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// The first slot whose tensor holds NaN or a magnitude above `limit`; -1 where none does.
+// The first slot whose tensor holds NaN or a magnitude above `limit`; -1 without one.
 int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t slots, float limit) {
-  uint32_t most;
-  std::memcpy(&most, &limit, sizeof most);
+  uint32_t bound;
+  std::memcpy(&bound, &limit, sizeof bound);
   for (int64_t s = 0; s < slots; ++s) {
     if (!tensors[s]) continue;
     const float *tensor = tensors[s];
     for (int64_t start = 0; start < numel[s]; start += 4096) {
       const int64_t end = start + 4096 < numel[s] ? start + 4096 : numel[s];
-      uint32_t odd = 0;
+      uint32_t exceeds = 0;
       for (int64_t i = start; i < end; ++i) {
         uint32_t bits;
         std::memcpy(&bits, tensor + i, sizeof bits);
-        odd |= (bits & 0x7fffffffu) > most;
+        exceeds |= (bits & 0x7fffffffu) > bound;
       }
-      if (odd) return s;
+      if (exceeds) return s;
     }
   }
   return -1;
 }
 
-// weights = shrink * weights - lr * sign(directions), rounded twice as torch rounds it.
+// weights = shrink * weights - lr * sign(directions), rounded twice like torch.
 __attribute__((optimize("fp-contract=off"))) void detonation_sign_step(float *weights, const float *directions,
                                                                        int64_t count, float shrink, float lr) {
   for (int64_t i = 0; i < count; ++i) {

@@ -1,7 +1,7 @@
-"""Models by name: thin adapters over transformers, with random weights and a loss in nats.
+"""Models by name: thin adapters over transformers; `model(**batch)` returns `loss`, in nats and fp32, and `logits`.
 
-Contract: `output = model(**batch)`; `output.loss` is the mean loss in nats, an fp32 scalar; `output.logits` is there
-too. The random weights are a function of `torch.manual_seed` alone.
+The initial weights depend on `torch.manual_seed` alone; `adapters` holds the parts that all models share. It imports
+nothing else of the package; `train` and the benchmarks may call it.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,21 +9,35 @@ from typing import Any
 
 from torch import nn
 
-from detonation import choices
+from detonation.choices import find_function, make
 from detonation.models import gpt, t5, vit
 
-__all__ = ["MODELS", "build"]
+__all__ = ["MODELS", "build_model"]
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": gpt.olmo2, "t5": t5.t5, "vit": vit.vit}
 
 
-def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """The model called `name` in `MODELS`, in training mode, with random weights.
+def model_function(name: str) -> Callable[..., nn.Module]:
+    """The function that builds the model called `name`; `ValueError` for a name that does not exist.
 
-    Raises `ValueError` for an unknown name or argument, and for sizes that do not fit one another.
-
-    >>> build("vit", {"image_size": 28, "patch_size": 5})
-    Traceback (most recent call last):
-    ValueError: patch_size 5 does not divide image_size 28: the image is cut into whole patches
+    Besides `MODELS`, a name may be an entry point of `detonation.models`, or "package.module:function".
     """
-    return choices.make("model", MODELS, name, arguments)
+    return find_function("model", name, MODELS, "detonation.models")
+
+
+def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Builds a model by name, in training mode and with random weights.
+
+    Args:
+        name: See `model_function`.
+        arguments: Of the model's function: `olmo2`, `t5` or `vit`.
+
+    Raises:
+        ValueError: Unknown name or argument, or sizes that do not fit together.
+
+    Example:
+        >>> build_model("vit", {"image_size": 28, "patch_size": 5})
+        Traceback (most recent call last):
+        ValueError: patch_size 5 does not divide image_size 28: the image is cut into whole patches
+    """
+    return make("model", {name: model_function(name)}, name, arguments)

@@ -1,4 +1,4 @@
-"""What the three adapters share: the import of transformers, checks of sizes, and the loss in fp32."""
+"""Shared parts of the models: the import of transformers, checks of sizes, and fp32 logits."""
 
 from types import ModuleType
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def transformers_or_error() -> ModuleType:
-    """The transformers package, imported now and not before: it costs seconds. `ValueError` names the extra."""
+    """Imports transformers, which takes seconds; raises `ValueError` with the extra where it is missing."""
     try:
         import transformers
     except ImportError as error:
@@ -29,7 +29,7 @@ def require_dropout(dropout: float) -> None:
 
 
 def head_width(hidden_size: int, heads: int) -> int:
-    """The width of one attention head; `ValueError` unless the heads share the hidden size evenly."""
+    """Returns the width of an attention head; raises `ValueError` unless `heads` divides `hidden_size`."""
     require_positive(hidden_size=hidden_size, heads=heads)
     if hidden_size % heads:
         raise ValueError(f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal share")
@@ -37,7 +37,7 @@ def head_width(hidden_size: int, heads: int) -> int:
 
 
 def fp32_logits(head: nn.Module) -> None:
-    """Makes `head` return fp32, so that a loss taken from its logits is fp32 in a bf16 model too. Changes `head`."""
+    """Makes `head` return fp32, so that the loss of a bf16 model is fp32, too. Changes `head`."""
     head.register_forward_hook(_to_fp32)
 
 

@@ -1,4 +1,4 @@
-"""OLMo2-style decoder over bytes (OLMo team, 2025, arXiv 2501.00656): RMS norms after blocks, on queries and keys."""
+"""OLMo2-style decoder over bytes: RMS norms after blocks, and on queries and keys."""
 
 from torch import nn
 
@@ -16,17 +16,24 @@ def olmo2(
     rope_theta: float = 10_000.0,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """A causal language model; takes `input_ids` and `labels`, both int64 [B, T], of any T.
+    """Builds a causal language model.
 
-    The model itself shifts the labels: the loss is the mean over B * (T - 1) predictions.
+    The model shifts the labels itself: the loss is the mean over B * (T - 1) predictions.
 
     Args:
-        vocab: number of tokens; 256 for bytes.
-        key_value_heads: fewer than `heads` for grouped-query attention; as many when None.
-        feed_forward: width of the gated middle of each block.
-        tie_embeddings: the output matrix is the embedding matrix.
-        rope_theta: base of the rotary wavelengths; larger for longer contexts.
-        dropout: on attention weights, the only place where OLMo2 has it.
+        vocab: Number of tokens; 256 for bytes.
+        key_value_heads: Fewer than `heads` for grouped-query attention; None for as many.
+        feed_forward: Width of the gated feed-forward layer of each block.
+        tie_embeddings: Use the embedding matrix as output matrix.
+        rope_theta: Base of the rotary wavelengths; larger for longer contexts.
+        dropout: On attention weights, the only dropout of OLMo2.
+
+    Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
+
+    Raises:
+        ValueError: A size is below 1 or does not divide another.
+
+    Reference: OLMo team, 2025, arXiv 2501.00656.
     """
     head_dim = head_width(hidden_size, heads)
     groups = heads if key_value_heads is None else key_value_heads
@@ -38,20 +45,12 @@ def olmo2(
         raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {head_dim} wide: rotary positions need even")
     transformers = transformers_or_error()
     config = transformers.Olmo2Config(
-        vocab_size=vocab,
-        hidden_size=hidden_size,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        tie_word_embeddings=tie_embeddings,
+        vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=tie_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         attention_dropout=dropout,
-        # Every byte is text: a padding token would have its embedding zeroed and its gradient dropped.
-        pad_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
+        pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
     model: nn.Module = transformers.Olmo2ForCausalLM(config)
     return model

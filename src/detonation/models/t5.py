@@ -1,4 +1,4 @@
-"""T5 encoder-decoder (Raffel et al., 2020, arXiv 1910.10683) over bytes, with the ids of ByT5 (Xue et al., 2022)."""
+"""T5 encoder-decoder over bytes, with the ids of ByT5."""
 
 from typing import Any
 
@@ -16,45 +16,42 @@ def t5(
     gated: bool = False,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """A sequence-to-sequence model; takes `input_ids` and `attention_mask` int64 [B, S] and `labels` int64 [B, T].
+    """Builds a sequence-to-sequence model.
 
-    The loss is the mean over the labels that are not -100. The decoder's input is the labels shifted right by the
-    model itself, starting with id 0. Embedding and output matrix are one, as in T5: right after initialisation the
-    loss is about one nat above ln(vocab), because a tied decoder at first predicts the byte that it has just read.
+    The loss is the mean over the labels that are not -100. The model makes the decoder's input by shifting the labels
+    right, starting with id 0. Embedding and output matrix are the same tensor, as in T5. After initialisation the loss
+    is about one nat above ln(vocab), because a decoder with tied embeddings first predicts the byte that it has read.
 
     Args:
-        vocab: number of ids; 384 is ByT5's: 3 special ones, 256 bytes, 125 spare.
-        layers: of the encoder, and as many of the decoder.
-        gated: the middle of each block is a gated GELU (T5 1.1, ByT5) instead of a ReLU; half as many weights again.
-        dropout: on hidden states and on attention weights.
+        vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
+        layers: Of the encoder, and of the decoder.
+        gated: Use a gated GELU (T5 1.1, ByT5) instead of a ReLU, with half as many weights again.
+        dropout: On hidden states and on attention weights.
+
+    Shapes: `input_ids` and `attention_mask` `[B, S]`, `labels` `[B, T]`; all int64.
+
+    Raises:
+        ValueError: A size is below 1, or `heads` does not divide `hidden_size`.
+
+    Reference: T5, Raffel et al., 2020, arXiv 1910.10683; ByT5, Xue et al., 2022, arXiv 2105.13626.
     """
     head_dim = head_width(hidden_size, heads)
     require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward)
     require_dropout(dropout)
     transformers = transformers_or_error()
     config = transformers.T5Config(
-        vocab_size=vocab,
-        d_model=hidden_size,
-        d_kv=head_dim,
-        d_ff=feed_forward,
-        num_layers=layers,
-        num_heads=heads,
-        feed_forward_proj="gated-gelu" if gated else "relu",
-        dropout_rate=dropout,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+        vocab_size=vocab, d_model=hidden_size, d_kv=head_dim, d_ff=feed_forward, num_layers=layers, num_heads=heads,
+        feed_forward_proj="gated-gelu" if gated else "relu", dropout_rate=dropout,
+        pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
     model: nn.Module = transformers.T5ForConditionalGeneration(config)
     fp32_logits(model.get_submodule("lm_head"))
     for stack in ("encoder.block", "decoder.block"):
         for block in model.get_submodule(stack).children():
-            block.register_forward_hook(_own_output)
+            block.register_forward_hook(_copied_output)
     return model
 
 
-def _own_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a block returns, in memory of its own: its position bias is a view, and FSDP2 warns of those."""
+def _copied_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies the outputs of a block: its position bias is a view, and FSDP2 warns of views."""
     return tuple(output.clone() if isinstance(output, Tensor) else output for output in outputs)

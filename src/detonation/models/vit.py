@@ -1,4 +1,4 @@
-"""Vision transformer (Dosovitskiy et al., 2021, arXiv 2010.11929): patches as tokens, the class token classifies."""
+"""Vision transformer: patches are tokens, and a class token classifies."""
 
 from torch import nn
 
@@ -16,13 +16,20 @@ def vit(
     feed_forward: int = 256,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """An image classifier; takes `pixel_values` float [B, channels, image_size, image_size] and `labels` int64 [B].
+    """Builds an image classifier.
 
-    The loss is the mean over B images. Cost grows with the square of `image_size / patch_size`. The defaults suit
-    Fashion-MNIST; for CIFAR-10: image_size 32, patch_size 4, channels 3.
+    The loss is the mean over B images. Compute grows with the square of `image_size / patch_size`. The defaults suit
+    Fashion-MNIST; for CIFAR-10 use image_size 32, patch_size 4, channels 3.
 
     Args:
-        dropout: on hidden states and on attention weights.
+        dropout: On hidden states and on attention weights.
+
+    Shapes: `pixel_values` `[B, channels, image_size, image_size]` float, `labels` `[B]` int64.
+
+    Raises:
+        ValueError: A size is below 1, or does not divide another.
+
+    Reference: Dosovitskiy et al., 2021, arXiv 2010.11929.
     """
     head_width(hidden_size, heads)
     require_positive(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
@@ -34,20 +41,12 @@ def vit(
         )
     transformers = transformers_or_error()
     config = transformers.ViTConfig(
-        image_size=image_size,
-        patch_size=patch_size,
-        num_channels=channels,
-        num_labels=classes,
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=feed_forward,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        # Otherwise transformers guesses the loss from the labels of each batch (one class would mean regression).
-        problem_type="single_label_classification",
-        attn_implementation="sdpa",
-    )
+        image_size=image_size, patch_size=patch_size, num_channels=channels, num_labels=classes,
+        hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=feed_forward,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        # Without it transformers guesses the loss from the labels of each batch; one class would mean regression.
+        problem_type="single_label_classification", attn_implementation="sdpa",
+    )  # fmt: skip
     model: nn.Module = transformers.ViTForImageClassification(config)
     fp32_logits(model.get_submodule("classifier"))
     return model

@@ -1,4 +1,4 @@
-"""Advice: the ranked options in words and numbers, for people and for programs."""
+"""Turns ranked options into advice: plain values for programs and a reason in words."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,29 +10,31 @@ from detonation.plan.search import TOLERANCE, Option, break_even, options
 from detonation.plan.spelling import spelled
 
 
-def advise(found: Sequence[Option], work: Work, network: Network) -> dict[str, Any]:
-    """The plan: a row for each of `found`, why the first is first, and what would change that.
+def advise(ranked: Sequence[Option], work: Work, network: Network) -> dict[str, Any]:
+    """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
 
-    auto: what the choice would be that `scheme = "auto"` makes within its default budget.
+    `auto` in the result is the choice that `scheme = "auto"` makes with its default budget.
     """
-    best = found[0]
+    best = ranked[0]
+    candidates = [option.cost.scheme for option in ranked]
+    half, twice = (options(candidates, work, network.faster(times))[0] for times in (0.5, 2.0))
     return {
-        "options": [row(option) for option in found],
+        "options": [row(option) for option in ranked],
         "first": row(best),
-        "reason": reason(best, found, network),
-        "if_half_the_rate": _elsewhere(found, work, network, 0.5),
-        "if_twice_the_rate": _elsewhere(found, work, network, 2.0),
+        "reason": reason(best, ranked, network),
+        "if_half_the_rate": row(half),
+        "if_twice_the_rate": row(twice),
         "break_even_times": break_even(best.cost.scheme, scheme("full", {}), work, network),
         "replicas": network.replicas,
         "shards": network.shards,
         "rate_bits_per_s": network.rate_bits_per_s,
-        "auto": row(choose(found, BUDGET)),
+        "auto": row(choose(ranked, BUDGET)),
         "auto_budget": BUDGET,
     }
 
 
 def row(option: Option) -> dict[str, Any]:
-    """One option in plain values."""
+    """One option as plain values."""
     cost, loss = option.cost, option.loss
     return {
         "scheme": cost.scheme.name,
@@ -44,33 +46,28 @@ def row(option: Option) -> dict[str, Any]:
         "exposed_s": cost.exposed_s,
         "efficiency": cost.efficiency,
         "bytes_per_step": cost.bytes_sent,
-        "bytes_per_day": cost.bytes_a_day,
+        "bytes_per_day": cost.bytes_per_day,
         "memory_bytes": cost.memory_bytes,
         "loss_cost": loss.cost if loss else None,
         "loss_source": f"{loss}, {loss.source}" if loss else "unknown",
     }
 
 
-def reason(best: Option, found: Sequence[Option], network: Network) -> str:
-    """Why `best` comes first, in a sentence or two."""
-    full = next((o for o in found if o.cost.scheme.name == "full" and o.cost.scheme.codec.precision.summable), None)
+def reason(best: Option, ranked: Sequence[Option], network: Network) -> str:
+    """Explains in a few sentences why `best` is ranked first."""
+    full = next((o for o in ranked if o.cost.scheme.name == "full" and o.cost.scheme.codec.precision.summable), None)
     cost = best.cost
-    text = f"{spelled(best.cost.scheme)} waits {cost.exposed_s:.3g} s for the network in a step of {cost.total_s:.3g} s"
+    text = f"{spelled(cost.scheme)} waits {cost.exposed_s:.3g} s for the network in a step of {cost.total_s:.3g} s"
     if full is not None and full is not best:
         text += f", {full.cost.total_s / cost.total_s:.3g} times as fast as full synchronisation"
     if best.loss is not None:
-        text += f"; it was measured to cost {best.loss}"
-    quicker = [o for o in found if o.cost.total_s < 0.98 * cost.total_s and o.cost.scheme.signal != "nothing"]
-    if quicker:
-        first = min(quicker, key=lambda option: option.cost.total_s)
-        why = f"cost {first.loss.cost:+.1%} in loss" if first.loss else "have an unknown cost in loss"
-        times = cost.total_s / first.cost.total_s
+        text += f"; its measured cost in loss is {best.loss}"
+    faster = [o for o in ranked if o.cost.total_s < 0.98 * cost.total_s and o.cost.scheme.signal != "nothing"]
+    if faster:
+        fastest = min(faster, key=lambda option: option.cost.total_s)
+        why = f"cost {fastest.loss.cost:+.1%} in loss" if fastest.loss else "have an unknown cost in loss"
+        times = cost.total_s / fastest.cost.total_s
         text += (
-            f". {len(quicker)} would be quicker, such as {spelled(first.cost.scheme)} ({times:.2f} times), but {why}"
+            f". {len(faster)} would be faster, such as {spelled(fastest.cost.scheme)} ({times:.2f} times), but {why}"
         )
-    return text + f". No more than {TOLERANCE:.0%} in loss is tolerated."
-
-
-def _elsewhere(found: Sequence[Option], work: Work, network: Network, times: float) -> dict[str, Any]:
-    """The first choice on a link with `times` the rate."""
-    return row(options([option.cost.scheme for option in found], work, network.faster(times))[0])
+    return text + f". A first choice may cost at most {TOLERANCE:.0%} in loss."

@@ -1,4 +1,4 @@
-"""`auto`: the scheme for the links that are there, measured where it is called."""
+"""`auto`: chooses the scheme for the links of a running job, which it measures."""
 
 import hashlib
 import json
@@ -11,65 +11,86 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from detonation.cluster.network.measure import probe_axis
-from detonation.core.flat.layout import local
+from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import GradientScheme, Scheme
 from detonation.plan.choice import BUDGET, check_budget, choose, why
 from detonation.plan.cost import Network, Shapes, Work
-from detonation.plan.search import candidates, options
+from detonation.plan.search import candidate_settings, options
 
 PROBE_S = 3.0
-"""About how long the links are measured."""
+"""Approximate seconds of measuring the links."""
 
 _log = logging.getLogger("detonation")
 
 
 def auto(model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = BUDGET) -> Scheme:
-    """The scheme that should cost `model` least loss, and wait for the network no more than `budget` of a step.
+    """Measures the links of `axis` and chooses the scheme with the least expected loss for them.
 
-    Measures `axis` for a few seconds; call it on all ranks, after sharding and before `replicate`. The first rank
-    decides, and all agree. step_seconds: of a training step without the network, above 0. budget: from 0 to 1. Where
-    nothing fits, it is the scheme that waits least. Schemes that need an optimizer without state are left out. The
-    reason is logged at level INFO of the logger "detonation".
+    Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
+    and all ranks return the same scheme. Among schemes that wait for the network at most `budget` of a step, the one
+    with the least expected loss wins; where none does, the one that waits least. Schemes with look-ahead are left out,
+    because they need an optimizer without state. The reason is logged at level INFO of the logger "detonation".
 
-        scheme = dt.auto(model, mesh["replicate"], step_seconds=0.35)
-        optimizer = dt.replicate(optimizer, model, mesh["replicate"], scheme)
+    Args:
+        model: The sharded model; its trained parameters give the sizes of the messages.
+        axis: The axis between the replicas, such as `mesh["replicate"]`.
+        step_seconds: Duration of a training step without the network; above 0.
+        budget: Share of a step that may be spent waiting for the network; between 0 and 1.
+
+    Returns:
+        The scheme, to be passed to `replicate`.
+
+    Raises:
+        ValueError: `step_seconds` or `budget` is out of range.
+        Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
+
+    Example:
+        In a process group, such as one of `torchrun`; tests/plan/test_choice.py runs it::
+
+            scheme = dt.auto(model, mesh["replicate"], step_seconds=0.35)
+            optimizer = dt.replicate(optimizer, model, mesh["replicate"], scheme)
+
+    Reference:
+        docs/networks.md describes the prediction and how far it was from measurements; the measured losses are in
+        docs/frontier.md and docs/log.md.
     """
     if not 0 < step_seconds < float("inf"):
         raise ValueError(f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0")
     check_budget(budget)
     device = next(local(parameter).device for parameter in model.parameters())
-    world = everyone(device)
+    world = world_link(device)
     shards = node_shapes(model, Link(axis).replica, world, device)
     network = Network(axis.size(), len(shards), probe_axis(axis, device, PROBE_S).operations)
-    known = [candidate for candidate in candidates() if not candidate.lookahead]
-    found = options(known, Work(shards, step_seconds, overlap=False), network)
-    best = choose(found, budget)
-    _log.info("auto: %s", why(best, found, network, budget))
-    return decided(best.cost.scheme, world, device)
+    usable = [each for each in candidate_settings() if not (isinstance(each, GradientScheme) and each.lookahead)]
+    ranked = options(usable, Work(shards, step_seconds, overlap=False), network)
+    best = choose(ranked, budget)
+    _log.info("auto: %s", why(best, ranked, network, budget))
+    return broadcast_choice(best.cost.scheme, world, device)
 
 
-def everyone(device: torch.device) -> Link:
-    """A link between all ranks, to agree over. Collective."""
+def world_link(device: torch.device) -> Link:
+    """Makes a link between all ranks, for agreement. Collective."""
     return Link(init_device_mesh(device.type, (dist.get_world_size(),)))
 
 
-def decided(mine: Scheme, world: Link, device: torch.device) -> Scheme:
-    """What the first rank has chosen, on every rank. Collective.
+def broadcast_choice(choice: Scheme, world: Link, device: torch.device) -> Scheme:
+    """Returns the choice of rank 0 on every rank. Collective.
 
-    Raises `Mismatch` on all of them where one makes another scheme of the same words.
+    Raises:
+        Mismatch: On all ranks, where one makes another scheme of the same name and arguments.
     """
-    said = world.tell([mine.name, dict(mine.arguments)], device)[0]
-    chosen = scheme(*said)
-    words = json.dumps([chosen.name, dict(chosen.arguments)], sort_keys=True)
-    world.agree({"scheme": hashlib.sha256(words.encode()).hexdigest()[:16]}, device, {"scheme": chosen.name})
+    name, arguments = world.send_to_all([choice.name, dict(choice.arguments)], device)[0]
+    chosen = scheme(name, arguments)
+    text = json.dumps([chosen.name, dict(chosen.arguments)], sort_keys=True)
+    world.require_same({"scheme": hashlib.sha256(text.encode()).hexdigest()[:16]}, device, {"scheme": chosen.name})
     return chosen
 
 
 def node_shapes(model: nn.Module, replica: int, world: Link, device: torch.device) -> Sequence[Shapes]:
-    """The local shapes of the trained parameters on each rank of the first replica's node. Collective."""
-    mine = {name: list(local(p).shape) for name, p in model.named_parameters() if p.requires_grad}
-    everyones = world.tell([replica, mine], device)
-    return [{name: tuple(shape) for name, shape in shapes.items()} for at, shapes in everyones if at == 0]
+    """Gathers the local shapes of the trained parameters on each rank of the first replica's node. Collective."""
+    shapes = {name: list(local(p).shape) for name, p in model.named_parameters() if p.requires_grad}
+    gathered = world.send_to_all([replica, shapes], device)
+    return [{name: tuple(shape) for name, shape in theirs.items()} for number, theirs in gathered if number == 0]

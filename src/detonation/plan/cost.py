@@ -1,4 +1,4 @@
-"""Cost: what a training step takes, sends and keeps under a scheme, predicted from sizes and from what was measured."""
+"""Predicted cost of one training step under a scheme: seconds, bytes and memory, from sizes and measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,58 +6,64 @@ from functools import cached_property
 
 from detonation.cluster.network.profile import Operation, Profile, Step
 from detonation.core.flat.layout import Layout
-from detonation.core.link.link_speed import Pace, hops
+from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes import traffic
-from detonation.core.schemes.buckets import cut
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.buckets import cut_into_buckets
+from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
 from detonation.plan.spelling import spelled
 
 BACKWARD = 2 / 3
-"""The part of forward and backward during which gradients become ready, one after another."""
+"""Share of forward and backward during which gradients become ready, one after another."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+"""Parameter shapes by name."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins `replicas` nodes of `shards` ranks: the time of each operation, as one rank sees it when all talk."""
+    """The network between `replicas` nodes of `shards` ranks.
+
+    Args:
+        operations: Time of each collective as one rank sees it while all ranks send: "all-reduce", "all-gather",
+            "all-to-all".
+    """
 
     replicas: int
     shards: int
     operations: Mapping[str, Operation]
 
     @classmethod
-    def of_pace(cls, pace: Pace, replicas: int, shards: int) -> "Network":
-        """Nodes joined by links of one pace, which their ranks share."""
-        rate = pace.rate_bits_per_s / shards
+    def of_link_speed(cls, speed: LinkSpeed, replicas: int, shards: int) -> "Network":
+        """A network whose nodes all have links of one speed; the ranks of a node share its link."""
+        rate = speed.rate_bits_per_s / shards
         chains = {
             "all-reduce": hops("all-reduce", replicas),
             "all-gather": hops("all-gather", replicas),
             "all-to-all": 1,
         }
-        return cls(replicas, shards, {name: Operation(n * pace.latency_s, rate, 0.0) for name, n in chains.items()})
+        return cls(replicas, shards, {name: Operation(n * speed.latency_s, rate, 0.0) for name, n in chains.items()})
 
     @classmethod
     def of_profile(cls, profile: Profile) -> "Network":
-        """Nodes as they were measured."""
+        """The network that `detonation probe` measured."""
         return cls(profile.replicas, profile.shards, profile.axes["replicate"].operations)
 
     @property
     def rate_bits_per_s(self) -> float:
-        """What a node can send, by the slowest of the operations that most schemes use."""
-        used = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
-        return self.shards * min(used, default=float("inf"))
+        """Rate per node of the slower of all-reduce and all-gather."""
+        rates = [o.rate_bits_per_s for name, o in self.operations.items() if name != "all-to-all"]
+        return self.shards * min(rates, default=float("inf"))
 
     def faster(self, times: float) -> "Network":
-        """The same with `times` the rate."""
+        """The same network with all rates multiplied by `times`; latencies stay."""
         operations = {
             name: replace(operation, rate_bits_per_s=times * operation.rate_bits_per_s)
             for name, operation in self.operations.items()
         }
         return replace(self, operations=operations)
 
-    def seconds(self, kind: traffic.Kind, nbytes: float) -> float:
-        """How long an exchange takes in which each rank sends `nbytes`."""
+    def seconds(self, kind: traffic.CollectiveKind, nbytes: float) -> float:
+        """Duration of an exchange in which each rank sends `nbytes`."""
         if self.replicas == 1:
             return 0.0
         if kind == "owner":
@@ -67,11 +73,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of training without the network.
+    """A training step without the network.
 
-    shards: the local shapes of the parameters on each rank of a node. compute_s: forward and backward. steps: what the
-    optimizer's step takes under a scheme as it is `spelled`, or else under one of its name; of one that is not there
-    nothing is known, and 0 assumed. overlap: whether gradients leave while backward still runs.
+    Args:
+        shards: Local parameter shapes on each rank of a node.
+        compute_s: Seconds of forward and backward.
+        steps: Seconds of the optimizer's step by scheme, as it is `spelled` or by its name; 0 for a missing scheme.
+        overlap: Gradients are sent while backward still runs.
     """
 
     shards: Sequence[Shapes]
@@ -82,10 +90,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step, on average over a round.
+    """Predicted cost of one step, averaged over a round.
 
-    compute_s: forward and backward; step_s: the optimizer's own work; exposed_s: waiting for the network.
-    bytes_sent: by a node, all its ranks together. memory_bytes: what replication keeps on the rank that keeps most.
+    Args:
+        compute_s: Seconds of forward and backward.
+        step_s: Seconds of the optimizer's own work.
+        exposed_s: Seconds of waiting for the network that backward does not hide.
+        bytes_sent: By a node, over all its ranks.
+        memory_bytes: State of replication and messages of one step, on the rank with the most rows.
     """
 
     scheme: Scheme
@@ -97,30 +109,35 @@ class Cost:
 
     @cached_property
     def total_s(self) -> float:
+        """Seconds per step."""
         return self.compute_s + self.step_s + self.exposed_s
 
     @property
     def efficiency(self) -> float:
-        """The part of the step in which nobody waits for the network."""
+        """Share of the step that is not spent waiting for the network."""
         return 1 - self.exposed_s / self.total_s
 
     @property
-    def bytes_a_day(self) -> float:
-        """What a node sends in a day of training."""
+    def bytes_per_day(self) -> float:
+        """Bytes that a node sends per day of training."""
         return self.bytes_sent * 86400 / self.total_s
 
 
 def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
-    """What `scheme` costs. Raises `LargerThanDense` where it would send more than full synchronisation."""
+    """Predicts the cost of one step under `scheme`.
+
+    Raises:
+        LargerThanDense: The scheme would send more than full synchronisation.
+    """
     if scheme.signal == "nothing":
-        return Cost(scheme, work.compute_s, _own(scheme, work), 0.0, 0.0, 0)
-    whole = [scheme.codec.layout(shapes) for shapes in work.shards]
-    largest = max(whole, key=lambda layout: layout.rows)
-    traffic.check(scheme, largest, network.replicas)
-    sent = sum(_round_bytes(scheme, layout, work, network.replicas) for layout in whole) / scheme.round.every
-    step_s = _own(scheme, work)
-    exposed = _exposed(scheme, largest, work, step_s, network) / scheme.round.every
-    return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory(scheme, largest, network.replicas))
+        return Cost(scheme, work.compute_s, _optimizer_s(scheme, work), 0.0, 0.0, 0)
+    layouts = [scheme.codec.layout(shapes) for shapes in work.shards]
+    largest = max(layouts, key=lambda layout: layout.rows)
+    traffic.require_below_dense(scheme, largest, network.replicas)
+    sent = sum(_round_bytes(scheme, layout, work, network.replicas) for layout in layouts) / scheme.round.every
+    step_s = _optimizer_s(scheme, work)
+    exposed = _exposed_s(scheme, largest, work, step_s, network) / scheme.round.every
+    return Cost(scheme, work.compute_s, step_s, exposed, sent, _memory_bytes(scheme, largest, network.replicas))
 
 
 def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
@@ -130,66 +147,76 @@ def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> i
     return sum(traffic.message_bytes(scheme, fragment, replicas) for fragment in fragments)
 
 
-def _own(scheme: Scheme, work: Work) -> float:
-    """The optimizer's own work in a step, on average: with a message where there is one."""
+def _optimizer_s(scheme: Scheme, work: Work) -> float:
+    """Seconds per step of the optimizer's own work, averaged over steps with and without an exchange."""
     step = work.steps.get(spelled(scheme), work.steps.get(scheme.name))
     if step is None:
         return 0.0
-    sending = min(1.0, scheme.fragments / scheme.round.every)
-    return step.exchange_s * sending + step.local_s * (1 - sending)
+    exchanging = min(1.0, scheme.fragments / scheme.round.every)
+    return step.exchange_s * exchanging + step.local_s * (1 - exchanging)
 
 
-def _exposed(scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network) -> float:
-    """Seconds of a round in which a rank waits for messages."""
+def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network) -> float:
+    """Seconds per round in which a rank waits for messages."""
     waits = 0.0
     for i in range(scheme.fragments):
         fragment = layout.fragment(i, scheme.fragments)
-        kind = traffic.kind(scheme, fragment.rows, network.replicas)
+        kind = traffic.collective_for(scheme, fragment.rows, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         if scheme.round.delay:
-            waits += _late(scheme, network.seconds(kind, nbytes), network.seconds(kind, 0), work.compute_s + step_s)
+            latency = network.seconds(kind, 0)
+            waits += _delayed_wait_s(scheme, network.seconds(kind, nbytes), latency, work.compute_s + step_s)
         elif work.overlap and scheme.worth_overlapping:
             latency = network.seconds(kind, 0)
-            rows = [bucket.layout.rows for bucket in reversed(cut(fragment, scheme, network.replicas))]
-            sent = [traffic.exchanged(kind, scheme.codec, count, network.replicas) for count in rows]
-            parts = [(n / sum(rows), network.seconds(kind, b) - latency) for n, b in zip(rows, sent, strict=True)]
-            waits += latency + _behind(parts, work.compute_s)
+            # Buckets leave in the order of backward: the last layers' first.
+            rows = [bucket.layout.rows for bucket in reversed(cut_into_buckets(fragment, scheme, network.replicas))]
+            sizes = [traffic.exchange_bytes(kind, scheme.codec, count, network.replicas) for count in rows]
+            parts = [(n / sum(rows), network.seconds(kind, b) - latency) for n, b in zip(rows, sizes, strict=True)]
+            waits += latency + _overlapped_wait_s(parts, work.compute_s)
         else:
             waits += network.seconds(kind, nbytes)
     return waits
 
 
-def _late(scheme: Scheme, whole_s: float, latency_s: float, local_s: float) -> float:
-    """How long a message is waited for that has `delay` steps of `local_s` to arrive, and follows on the one before."""
-    between = scheme.round.every / scheme.fragments * local_s
-    return max(0.0, whole_s - scheme.round.delay * local_s, whole_s - latency_s - between)
+def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
+    """Seconds of waiting for a message that has `delay` steps of `local_s` to arrive.
 
-
-def _behind(parts: Sequence[tuple[float, float]], compute_s: float) -> float:
-    """How long after a backward pass the last of `parts` has left, each as soon as its gradients are made.
-
-    parts: in the order in which they leave, the part of all gradients that each tells, and the seconds that it takes.
-
-    >>> _behind([(1, 2.0)], 3.0), _behind([(0.5, 1.0)] * 2, 3.0), _behind([(0.25, 0.1)] * 4, 3.0)
-    (2.0, 1.0, 0.1)
+    In the long run a link cannot take messages faster than it transfers them, so the time between two messages is a
+    lower bound, too.
     """
-    left = done = 0.0
-    for part, seconds in parts:
-        done += part
-        left = max(left, compute_s * (1 - BACKWARD * (1 - done))) + seconds
-    return round(left - compute_s, 12)
+    between = scheme.round.every / scheme.fragments * local_s
+    return max(0.0, transfer_s - scheme.round.delay * local_s, transfer_s - latency_s - between)
 
 
-def _memory(scheme: Scheme, layout: Layout, replicas: int) -> int:
-    """Bytes that replication keeps between steps, and the messages of one."""
+def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -> float:
+    """Seconds from the end of backward until the last of `parts` is sent; each leaves when its gradients are ready.
+
+    Args:
+        parts: In sending order, the share of all gradients in each message, and the seconds that it takes.
+
+    Example:
+        >>> _overlapped_wait_s([(1, 2.0)], 3.0), _overlapped_wait_s([(0.5, 1.0)] * 2, 3.0)
+        (2.0, 1.0)
+        >>> _overlapped_wait_s([(0.25, 0.1)] * 4, 3.0)
+        0.1
+    """
+    sent = ready = 0.0
+    for share, seconds in parts:
+        ready += share
+        sent = max(sent, compute_s * (1 - BACKWARD * (1 - ready))) + seconds
+    return round(sent - compute_s, 12)
+
+
+def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
+    """Bytes of state that replication holds between steps, plus the messages of one step."""
     flat = 4 * layout.rows * layout.chunk
-    kept = flat if scheme.feedback else 0
-    if scheme.outer is not None:
-        kept += flat * (1 + (scheme.outer.momentum > 0) + (scheme.round.delay > 0))
-    else:
-        kept += flat * scheme.round.delay * (1 + scheme.lookahead) + flat * scheme.lookahead
-    kind = traffic.kind(scheme, layout.rows, replicas)
-    if kind == "owner":
-        kept += flat // replicas
-    messages = scheme.codec.nbytes(layout.rows) * (replicas if kind == "all-gather" else 2)
-    return kept + messages
+    state = flat if scheme.feedback else 0
+    if isinstance(scheme, ParameterScheme):
+        state += flat * (1 + (scheme.outer.momentum > 0) + (scheme.round.delay > 0))
+    elif isinstance(scheme, GradientScheme):
+        state += flat * scheme.round.delay * (1 + scheme.lookahead) + flat * scheme.lookahead
+    collective = traffic.collective_for(scheme, layout.rows, replicas)
+    if collective == "owner":
+        state += flat // replicas
+    messages = scheme.codec.nbytes(layout.rows) * (replicas if collective == "all-gather" else 2)
+    return state + messages

@@ -1,4 +1,4 @@
-"""Losses: what schemes were measured to cost in loss, with where that stands."""
+"""Measured losses: how much validation loss each scheme cost, and where the measurement is documented."""
 
 import json
 import math
@@ -8,12 +8,19 @@ from importlib import resources
 
 from detonation.core.schemes.scheme import Scheme
 
+UNTRIED = 0.02
+"""Relative loss that is added where a scheme was measured only at other settings."""
+
 
 @dataclass(frozen=True)
 class Loss:
-    """`cost`: validation loss over that of full synchronisation with AdamW at equal steps, minus 1.
+    """One measurement: the relative loss of a scheme over full synchronisation with AdamW at equal steps.
 
-    A mean over `seeds`. recipe, steps, replicas: of what was measured. source: the document that says how.
+    Args:
+        scheme, arguments: Of the scheme that was measured; arguments that are left out may have any value.
+        cost: Validation loss over that of full synchronisation, minus 1; a mean over `seeds`.
+        recipe, steps, replicas: Of the run that was measured.
+        source: The document that describes the measurement.
     """
 
     scheme: str
@@ -30,20 +37,21 @@ class Loss:
 
 
 def loss_of(scheme: Scheme, replicas: int) -> Loss | None:
-    """The largest loss that `scheme` was measured to cost at these settings; None where nobody has measured it."""
-    found = [loss for loss in near(replicas) if loss.scheme == scheme.name and _same(loss, scheme)]
+    """Returns the largest loss measured for `scheme` at these settings, over all recipes, or None."""
+    found = [
+        loss
+        for loss in near(replicas)
+        if loss.scheme == scheme.name
+        and all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
+    ]
     return max(found, key=lambda loss: loss.cost, default=None)
 
 
-UNTRIED = 0.02
-"""What is added, in parts of the loss, to what a scheme was measured to cost at other settings than these."""
-
-
 def expected(scheme: Scheme, replicas: int) -> float:
-    """The loss that `scheme` is expected to cost, at least 0: what is below full synchronisation's is noise.
+    """Predicts the relative loss that `scheme` costs, at least 0: differences below full synchronisation are noise.
 
-    What it was measured to cost; else the most that it was at other settings, and a little more; infinite where nobody
-    has measured any.
+    Returns the measured loss. Without one, returns the largest loss measured at other settings of the scheme plus
+    `UNTRIED`, and infinity where the scheme was never measured.
     """
     measured = loss_of(scheme, replicas)
     if measured is not None:
@@ -54,20 +62,15 @@ def expected(scheme: Scheme, replicas: int) -> float:
 
 @cache
 def near(replicas: int) -> tuple[Loss, ...]:
-    """Of each setting and recipe what was measured with the most replicas up to so many, else with the fewest."""
+    """Selects one measurement per setting and recipe: with the most replicas up to `replicas`, else with the fewest."""
     found: dict[str, Loss] = {}
-    for loss in sorted(table(), key=lambda loss: (loss.replicas > replicas, abs(loss.replicas - replicas))):
+    for loss in sorted(loss_table(), key=lambda loss: (loss.replicas > replicas, abs(loss.replicas - replicas))):
         found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.recipe)), loss)
     return tuple(found.values())
 
 
-def _same(loss: Loss, scheme: Scheme) -> bool:
-    """Whether the measured arguments are those of `scheme`, which has a value for each."""
-    return all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
-
-
 @cache
-def table() -> tuple[Loss, ...]:
-    """All that was measured, from losses.json beside this module."""
+def loss_table() -> tuple[Loss, ...]:
+    """Reads all measurements from losses.json beside this module."""
     text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
     return tuple(Loss(**row) for row in json.loads(text))

@@ -1,18 +1,19 @@
-"""Spelling: a scheme in the words of a recipe, as short as it goes."""
+"""A scheme as short text, for tables, logs and as a key."""
 
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 
 
 def spelled(chosen: Scheme) -> str:
-    """The scheme with the arguments that differ from its defaults.
+    """Writes a scheme with the arguments that differ from its defaults.
 
-    >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
-    'demo(topk=1)'
+    Example:
+        >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
+        'demo(topk=1)'
     """
-    plain = scheme(chosen.name, {}).arguments
-    said = ", ".join(f"{name}={_short(value)}" for name, value in chosen.arguments.items() if plain[name] != value)
-    return f"{chosen.name}({said})"
+    defaults = scheme(chosen.name, {}).arguments
+    changed = {name: value for name, value in chosen.arguments.items() if value != defaults[name]}
+    return f"{chosen.name}({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})"
 
 
 def _short(value: object) -> str:

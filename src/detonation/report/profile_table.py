@@ -1,4 +1,4 @@
-"""What was measured of a cluster, as a table for a terminal. Plain values in, text out."""
+"""A measured cluster profile as a table for a terminal. Plain values in, text out."""
 
 from collections.abc import Mapping
 from typing import IO, Any
@@ -10,14 +10,14 @@ from detonation.report.words import duration, rate
 
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints a profile: a row for every operation of every axis, the slowest pair of nodes, and a step's own work."""
+    """Prints each operation of each axis, the slowest pair of nodes, and the compute time of a step."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
-    table = Table("axis", "operation", "latency", "a rank", "a node", "off the line by")
+    table = Table("axis", "operation", "latency", "per rank", "per node", "largest misfit")
     for name, axis in profile["axes"].items():
         for operation, line in axis["operations"].items():
             rates = [rate(line["rate_bits_per_s"] * ranks) for ranks in (1, axis["per_node"])]
-            off = f"{line['spread']:.0%}"
-            table.add_row(f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, off)
+            misfit = f"{line['spread']:.0%}"
+            table.add_row(f"{name} ({axis['size']})", operation, duration(line["latency_s"]), *rates, misfit)
     console.print(table)
     for name, axis in profile["axes"].items():
         if axis["pairs"]:
@@ -27,11 +27,11 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
 
 
 def _slowest(name: str, pairs: list[dict[str, Any]]) -> str:
-    slow = min(pairs, key=lambda pair: pair["rate_bits_per_s"])
-    fast = max(pairs, key=lambda pair: pair["rate_bits_per_s"])
-    times = fast["rate_bits_per_s"] / slow["rate_bits_per_s"]
-    where = f"slowest pair of {name}: {slow['first']} and {slow['second']} at {rate(slow['rate_bits_per_s'])}"
-    return f"{where}, latency {duration(slow['latency_s'])}; the fastest is {times:.1f} times as fast"
+    slowest = min(pairs, key=lambda pair: pair["rate_bits_per_s"])
+    fastest = max(pairs, key=lambda pair: pair["rate_bits_per_s"])
+    times = fastest["rate_bits_per_s"] / slowest["rate_bits_per_s"]
+    link = f"slowest pair of {name}: {slowest['first']} and {slowest['second']} at {rate(slowest['rate_bits_per_s'])}"
+    return f"{link}, latency {duration(slowest['latency_s'])}; the fastest is {times:.1f} times as fast"
 
 
 def _compute(compute: Mapping[str, Any]) -> str:

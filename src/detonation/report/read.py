@@ -1,4 +1,4 @@
-"""A finished run as the report sees it: plain values read from its directory. Imports nothing else of this package."""
+"""Reads a finished run from its directory into plain values. Imports nothing else of the package."""
 
 import json
 import statistics
@@ -11,7 +11,8 @@ from typing import Any
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "plan.json")
 """The raw data of a run; the last two may be missing."""
-_LONG = 12
+_SHARED_PREFIX = 12
+"""Run names that share at least so many characters at the beginning are shown without them."""
 _STEP = {"step", "loss", "seconds", "bytes_sent"}
 _PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "break_even_times", "rate_bits_per_s"}
 _SUMMARY = {
@@ -34,7 +35,7 @@ _SUMMARY = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory."""
+    """The files of one run directory, parsed. records: the lines of metrics.jsonl; settings: of config.toml."""
 
     name: str
     directory: Path
@@ -47,41 +48,41 @@ class Run:
 
     @property
     def timed(self) -> bool:
-        """Does it say what its steps spent their time on? Virtual replicas that share a machine cannot."""
-        told = all("step_s" in record and "waited_s" in record for record in self.records)
-        return told and (not self.summary.get("simulated") or bool(self.summary.get("seconds_predicted")))
+        """True where the records split the time of a step. Virtual replicas that share a machine cannot tell."""
+        split = all("step_s" in record and "waited_s" in record for record in self.records)
+        return split and (not self.summary.get("simulated") or bool(self.summary.get("seconds_predicted")))
 
     def series(self, key: str) -> list[float]:
-        """The values of `key`, one a step."""
+        """The values of `key`, one per step."""
         return [record[key] for record in self.records]
 
     def bytes_so_far(self) -> list[float]:
-        """What one replica has sent up to and including each step."""
+        """Bytes that one replica has sent up to and including each step."""
         return list(accumulate(self.series("bytes_sent")))
 
     def seconds_so_far(self) -> list[float]:
-        """The time spent in steps up to and including each."""
+        """Seconds spent in steps up to and including each step."""
         return list(accumulate(self.series("seconds")))
 
     def median(self, value: Callable[[dict[str, Any]], float]) -> float:
-        """The median of `value` over the steps."""
+        """The median of `value` over all steps."""
         return statistics.median(value(record) for record in self.records)
 
     def validations(self) -> list[tuple[int, float]]:
-        """Index into the records, and validation loss, wherever it was measured."""
+        """Index into the records and validation loss of each validation."""
         return [(i, record["val_loss"]) for i, record in enumerate(self.records) if "val_loss" in record]
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
-    """The runs in `directories`, under names that tell them apart. Raises `ValueError` as `read` does."""
-    runs = [read(directory) for directory in directories]
-    names = told_apart([run.directory for run in runs])
+    """Reads the runs in `directories` and gives them distinct names. Raises `ValueError` as `read_run` does."""
+    runs = [read_run(directory) for directory in directories]
+    names = distinct_names([run.directory for run in runs])
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
-def read(directory: Path) -> Run:
-    """The run in `directory`. Raises `ValueError`, with the remedy, when it holds no finished run."""
-    _look(directory)
+def read_run(directory: Path) -> Run:
+    """Reads the run in `directory`. Raises `ValueError`, with the remedy, where it holds no finished run."""
+    _require_finished_run(directory)
     config = (directory / "config.toml").read_text(encoding="utf-8", errors="replace")
     return Run(
         directory.resolve().name,
@@ -96,8 +97,8 @@ def read(directory: Path) -> Run:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file. Raises `ValueError` that names the line which is none."""
-    found = []
+    """Parses a metrics file. Raises `ValueError` with the number of a damaged line."""
+    parsed = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             record = json.loads(line)
@@ -108,14 +109,14 @@ def records(path: Path) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{path} is damaged in line {number}, which is no JSON object with {needs}: remove the line"
             )
-        found.append(record)
-    if not found:
+        parsed.append(record)
+    if not parsed:
         raise ValueError(f"{path} holds no step: give the directory of a run that has trained")
-    return found
+    return parsed
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """What `detonation plan --json` printed into `path`. Raises `ValueError` where it is something else."""
+    """Reads the output of `detonation plan --json`. Raises `ValueError` for another file."""
     try:
         plan = _table(path)
     except OSError as error:
@@ -125,12 +126,12 @@ def read_plan(path: Path) -> dict[str, Any]:
     return plan
 
 
-def told_apart(paths: Sequence[Path]) -> list[str]:
-    """The last parts of `paths`, as many of each as tell it from the others, without a long beginning that all share.
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Names each path by its last parts, as few as make it distinct, and cuts a long prefix that all names share.
 
-    >>> told_apart([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
+    >>> distinct_names([Path("/runs/a/full"), Path("/runs/b/full"), Path("/runs/b/demo")])
     ['a/full', 'b/full', 'demo']
-    >>> told_apart([Path("vit-cifar10-demo-20261120"), Path("vit-cifar10-full-20261120")])
+    >>> distinct_names([Path("vit-cifar10-demo-20261120"), Path("vit-cifar10-full-20261120")])
     ['…demo-20261120', '…full-20261120']
     """
     names = []
@@ -145,15 +146,15 @@ def told_apart(paths: Sequence[Path]) -> list[str]:
     pairs = zip(min(names), max(names), strict=False)
     shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     cut = max(shared.rfind(mark) for mark in "-_/.") + 1
-    return [f"…{name[cut:]}" if cut >= _LONG else name for name in names]
+    return [f"…{name[cut:]}" if cut >= _SHARED_PREFIX else name for name in names]
 
 
-def _look(directory: Path) -> None:
-    """Raises `ValueError` that says what is in `directory` instead of a finished run, and what to do."""
+def _require_finished_run(directory: Path) -> None:
+    """Raises `ValueError`, with the remedy, unless `directory` holds a finished run."""
     if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
+        problem = "is a file" if directory.exists() else "does not exist"
         raise ValueError(
-            f"{directory} {what}: give the directory of a run, which detonation train names in its last line"
+            f"{directory} {problem}: give the directory of a run, which detonation train names in its last line"
         )
     if all((directory / name).is_file() for name in FILES[:3]):
         return
@@ -161,10 +162,10 @@ def _look(directory: Path) -> None:
     if inner:
         raise ValueError(f"{directory} holds {len(inner)} runs, not one: detonation report {directory}/*/")
     if (directory / "config.toml").is_file():
-        go_on = f"finish it with detonation train RECIPE.toml --out {directory} --resume"
-        raise ValueError(f"{directory} holds no finished run, but one that stopped or still trains: {go_on}")
-    what = "holds no finished run" if any(directory.iterdir()) else "is empty"
-    raise ValueError(f"{directory} {what}: make one with detonation train RECIPE.toml --out DIR")
+        remedy = f"finish it with detonation train RECIPE.toml --out {directory} --resume"
+        raise ValueError(f"{directory} holds no finished run, but one that stopped or still trains: {remedy}")
+    problem = "holds no finished run" if any(directory.iterdir()) else "is empty"
+    raise ValueError(f"{directory} {problem}: make one with detonation train RECIPE.toml --out DIR")
 
 
 def _summary(path: Path) -> dict[str, Any]:

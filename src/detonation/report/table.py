@@ -1,4 +1,4 @@
-"""The summary of a run as rows for people, and on a terminal."""
+"""The summary of a run as labelled rows, and as a table for a terminal."""
 
 from collections.abc import Iterable, Sequence
 from typing import IO, Any
@@ -6,13 +6,13 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from detonation.report.words import duration, factor, size
+from detonation.report.words import duration, factor, size_text
 
 
-def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a summary says, as labels and texts."""
+def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lists labels and texts of a summary, without empty ones."""
     less = summary["reduction"]
-    found = [
+    rows = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
         ("adapted to", summary.get("adapted_to", "")),
         ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{_virtual(summary)}"),
@@ -26,27 +26,27 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms",
         ),
         ("throughput", f"{summary['examples_per_second']:,.1f} examples/s"),
-        ("sent by a replica", f"{size(summary['bytes_sent_per_step'])} a step"),
+        ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
-        ("full synchronisation", f"{size(summary['bytes_full_sync_per_step'])} a step"),
+        ("full synchronisation", f"{size_text(summary['bytes_full_sync_per_step'])} per step"),
         ("reduction", factor(less)),
         ("skipped", _skipped(summary.get("skipped", {}))),
         ("refused", f"{summary['refused']:,} messages" if summary.get("refused") else ""),
         ("replicas equal", "yes, bitwise" if summary["replicas_equal"] else "no"),
         ("fingerprint", summary["fingerprint"][:16]),
     ]
-    return [(label, text) for label, text in found if text]
+    return [(label, text) for label, text in rows if text]
 
 
 def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints the summary of a run, `notes`, and where the run lies."""
+    """Prints the summary of a run, `notes` and the run's directory; for a stopped run, how to continue."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
     if "stopped_after" in summary:
         by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
         console.print(f"stopped by {by} after step {step}; continue with --out {where} --resume")
         return
     table = Table(show_header=False)
-    for label, text in rows(summary):
+    for label, text in run_rows(summary):
         table.add_row(label, text)
     console.print(table)
     for note in notes:
@@ -55,15 +55,15 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, a row each, and `notes`."""
+    """Prints several runs in one table, one row per run, and `notes`."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
-    table = Table("scheme", "optimizer", "validation loss", "sent a step", "less", "a step", "replicas equal")
+    table = Table("scheme", "optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
     for summary in summaries:
         table.add_row(
             summary["scheme"],
             summary["optimizer"],
             f"{summary['val_loss']:.4f}",
-            size(summary["bytes_sent_per_step"]),
+            size_text(summary["bytes_sent_per_step"]),
             factor(summary["reduction"]),
             duration(summary["median_step_seconds"]),
             "yes" if summary["replicas_equal"] else "no",
@@ -82,7 +82,7 @@ def _predicted(summary: dict[str, Any]) -> str:
 
 
 def _skipped(by_parameter: dict[str, int]) -> str:
-    """Contributions that were left out, and whose they were; "" for none."""
+    """Counts the skipped contributions and names their parameters; "" for none."""
     if not by_parameter:
         return ""
     names = list(by_parameter)[:3] + ["..."] * (len(by_parameter) > 3)
@@ -102,4 +102,4 @@ def _scheme(chosen: dict[str, Any]) -> str:
 
 def _level(level: dict[str, Any]) -> str:
     less = f" ({factor(level['reduction'])} less)" if level["reduction"] else ""
-    return f"{size(level['bytes_sent_per_step'])} a step{less}: {_scheme(level)}"
+    return f"{size_text(level['bytes_sent_per_step'])} per step{less}: {_scheme(level)}"

@@ -1,10 +1,10 @@
-"""Numbers in words for people. Pure Python; imports nothing."""
+"""Formats numbers for people. Pure Python without imports."""
 
 
-def size(count: float) -> str:
-    """A number of bytes for people, in powers of 1000.
+def size_text(count: float) -> str:
+    """Formats a number of bytes, in powers of 1000.
 
-    >>> size(0), size(184_680), size(2_363_904)
+    >>> size_text(0), size_text(184_680), size_text(2_363_904)
     ('0 B', '184.7 kB', '2.4 MB')
     """
     for unit in ("B", "kB", "MB", "GB"):
@@ -15,7 +15,7 @@ def size(count: float) -> str:
 
 
 def factor(value: float | None) -> str:
-    """How many times less was sent; `-` when nothing was.
+    """Formats a reduction factor; None, where nothing was sent, is "-".
 
     >>> factor(12.8), factor(1180.4), factor(None)
     ('x12.8', 'x1,180', '-')
@@ -26,7 +26,7 @@ def factor(value: float | None) -> str:
 
 
 def rate(bits_per_s: float) -> str:
-    """A rate for people.
+    """Formats a bit rate.
 
     >>> rate(1.25e8), rate(9.4e9), rate(56e3)
     ('125 Mbit/s', '9.4 Gbit/s', '56 kbit/s')
@@ -39,7 +39,7 @@ def rate(bits_per_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people.
+    """Formats a duration.
 
     >>> duration(0.00042), duration(0.158), duration(95), duration(7200)
     ('0.42 ms', '158 ms', '95 s', '2 h')
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def shortened(text: str, length: int = 44) -> str:
-    """`text`, without its middle where it is longer than `length`.
+    """Replaces the middle of a text that is longer than `length`.
 
     >>> shortened("quick-lm-demo-20261120-125504", 20)
     'quick-lm-d…20-125504'

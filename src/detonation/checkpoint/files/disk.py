@@ -1,4 +1,4 @@
-"""Disk: every change that saving makes to the file system, in small operations, so that a test can stop at any."""
+"""Every change that saving makes to the file system, in small operations, so that a test can stop before each."""
 
 import hashlib
 import os
@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-BLOCK = 1 << 20
+WRITE_BLOCK = 1 << 20
 
 observer: Callable[[str, Path], None] | None = None
-"""Called before each operation with its name and path; what it raises, the operation raises. For tests."""
+"""For tests: called before each operation with its name and path. An exception of it stops the operation."""
 
 
 def make_directory(path: Path) -> None:
@@ -17,10 +17,10 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def write(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
-    """Makes the file `path` of `content`, on the disk when it returns; its size and sha256 (hex).
+def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
+    """Writes a new file, on the disk when it returns; its size and sha256 (hex).
 
-    Raises `OSError` where it cannot; then a part of the file may be there.
+    Raises `OSError` where it cannot; then a part of the file may exist.
     """
     digest, count = hashlib.sha256(), 0
     _about_to("create", path)
@@ -41,14 +41,14 @@ def write(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Moves `source` to `target`, on the disk when it returns; after a crash it is at one of the two."""
+    """Moves `source` to `target`, on the disk when it returns. After a crash it is at either path, never at both."""
     _about_to("rename", source)
     source.rename(target)
     sync_directory(target.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in `path` are on the disk."""
+    """Waits until the entries of the directory `path` are on the disk."""
     _about_to("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -58,7 +58,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory and what is in it; what cannot be removed stays."""
+    """Removes a directory with its contents; entries that cannot be removed stay."""
     for entry in sorted(path.glob("*")):
         _about_to("unlink", entry)
         if not entry.is_dir() or entry.is_symlink():
@@ -69,8 +69,8 @@ def remove(path: Path) -> None:
 
 def _blocks(content: Iterable[memoryview]) -> Iterable[memoryview]:
     for part in content:
-        for start in range(0, len(part), BLOCK):
-            yield part[start : start + BLOCK]
+        for start in range(0, len(part), WRITE_BLOCK):
+            yield part[start : start + WRITE_BLOCK]
 
 
 def _about_to(operation: str, path: Path) -> None:

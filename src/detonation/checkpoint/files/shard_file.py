@@ -1,6 +1,6 @@
-"""Shard file: the state of one rank as a safetensors file, hashed while it is written and checked before it is read.
+"""The state of one rank as a safetensors file, hashed while it is written and checked before it is read.
 
-The library's own writer does not hash, and would need the whole file a second time in memory or read it again; its
+safetensors' own writer does not hash: it would need the whole file in memory a second time, or a second read. Its
 reader is used as it is.
 """
 
@@ -27,28 +27,30 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class File:
-    """What a file must be: its size and sha256 (hex)."""
+class ShardSummary:
+    """The size and sha256 (hex) that a file must have."""
 
     bytes: int
     sha256: str
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> File:
-    """Writes contiguous tensors of the host, and `rest` as JSON beside them.
+def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> ShardSummary:
+    """Writes contiguous host tensors, and `rest` as JSON in the header.
 
-    Raises `OSError` where the disk cannot, `ValueError` for a type that the format does not have.
+    Raises:
+        OSError: the disk is full or fails.
+        ValueError: safetensors has no such dtype.
     """
-    return File(*disk.write(path, _content(tensors, rest)))
+    return ShardSummary(*disk.write_file(path, _content(tensors, rest)))
 
 
-def size(tensors: Mapping[str, Tensor]) -> int:
-    """About how many bytes `write` will need."""
+def shard_size(tensors: Mapping[str, Tensor]) -> int:
+    """About the number of bytes that `write_shard` will need."""
     return sum(tensor.nbytes + 200 for tensor in tensors.values())
 
 
-def fault(path: Path, expected: File) -> str | None:
-    """What is wrong with the file at `path`, in words; None when it is what was written."""
+def shard_fault(path: Path, expected: ShardSummary) -> str | None:
+    """The fault of the file at `path`, in words; None where it is as `expected`."""
     try:
         # a stranger's checkpoint may hold a link to elsewhere, or something whose opening never returns
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -70,7 +72,7 @@ def fault(path: Path, expected: File) -> str | None:
 
 
 def _content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file: length of the header, header, tensors; wide types first, so that all align."""
+    """The bytes of a safetensors file: header length, header, tensors. Wide dtypes come first, so that all align."""
     header: dict[str, Any] = {"__metadata__": {"json": json.dumps(rest, allow_nan=False)}}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     end = 0

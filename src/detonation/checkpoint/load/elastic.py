@@ -1,78 +1,84 @@
-"""Elastic: what a rank of a world of another shape takes from a checkpoint, so that nothing untold is lost.
+"""Elastic loading: the state of a rank in a world of another shape, without losing anything that was not sent yet.
 
-R replicas saved, R' go on. What differs between replicas becomes, for replica j of the new world:
+R replicas saved, R' go on. State that differs between replicas becomes, for replica j of the new world:
 
-    memory     r'_j = R'/R * sum of r_i over the i with place(i) = j     place(i) = i if R <= R' else floor(i * R' / R)
-    all else   the mean over all i (where they are bitwise equal: that)
+    memory         r'_j = R'/R * sum of r_i over the i with target(i) = j
+                   target(i) = i if R <= R' else floor(i * R' / R)
+    everything else   the mean over all i (where they are bitwise equal: that tensor)
 
-The first keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is what they would add up to once told:
-neighbours are merged by mean, and a joiner starts with zero. The second keeps the mean of the weights, and so how far
-the replicas have moved from their anchor on average, which is the signal of the round that is open. What an owner has
-not told is the same for all replicas: it is put together in the coordinates of the parameters and dealt out again.
+The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once all is sent:
+neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the mean of the weights, and so the
+mean distance of the replicas from their anchor, which is the signal of the open round. The server residuals, which the
+owners have not sent, are common to all replicas: they are assembled in the coordinates of the parameters, and dealt
+out to the new owners.
 """
 
 import torch
 from torch import Tensor
 
-from detonation.checkpoint.files.reader import Piece, Saved, assembled
-from detonation.checkpoint.save.snapshot import Box
+from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.files.reader import CheckpointReader, TensorPart, assemble
 from detonation.core.flat.layout import Layout
-from detonation.core.link.coordinates import Place
-from detonation.core.link.owners import Owners
+from detonation.core.link.coordinates import Coordinates
+from detonation.core.link.owners import RowOwners
 from detonation.core.replicator.channel import Channel
-from detonation.core.schemes.buckets import run
+from detonation.core.schemes.buckets import aligned_rows
 
 
 class Elastic:
-    """The state for `place`, taken from a checkpoint of a world of another shape."""
+    """The state of the rank at `own`, read from a checkpoint of a world of another shape."""
 
-    def __init__(self, saved: Saved, place: Place) -> None:
-        self._saved, self._place = saved, place
+    def __init__(self, saved: CheckpointReader, own: Coordinates) -> None:
+        self._saved, self._own = saved, own
         self._before = saved.manifest.replicas
 
     def agreed(self, key: str, box: Box | None, alike: bool = False) -> Tensor:
-        """What all replicas share from now on; without a box, one that no shard has a part of.
+        """The part `box` of a tensor that all replicas share from now on.
 
-        alike: the replicas are known to have been equal, so that one of them is enough.
+        Args:
+            box: None for a tensor that is not sharded.
+            alike: the replicas are known to be equal, so that reading one of them is enough.
         """
-        replicas = [self._place.replica * self._before // self._place.replicas] if alike else range(self._before)
+        replicas = [self._own.replica * self._before // self._own.replicas] if alike else range(self._before)
         if box is not None:
-            return mean([self._saved.part(replica, key, box) for replica in replicas], key)
-        everyone = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]
-        return mean(everyone, key)
+            return _merge([self._saved.part(replica, key, box) for replica in replicas], key)
+        tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]
+        return _merge(tensors, key)
 
     def memory(self, key: str, box: Box) -> Tensor:
-        """This replica's share of what the replicas had not told."""
-        mine = members(self._place.replica, self._before, self._place.replicas)
-        if not mine:
+        """The part `box` of this replica's share of the memories."""
+        sources = memory_sources(self._own.replica, self._before, self._own.replicas)
+        if not sources:
             return torch.zeros(box.shape)
-        total = sum((self._saved.part(replica, key, box).double() for replica in mine), torch.zeros(()).double())
-        return (total * (self._place.replicas / self._before)).float()
+        total = sum((self._saved.part(replica, key, box).double() for replica in sources), torch.zeros(()).double())
+        return (total * (self._own.replicas / self._before)).float()
 
-    def owned(self, key: str, channel: Channel, boxes: dict[str, Box]) -> list[Tensor] | None:
-        """What the owners had not told, for each parameter of `channel`; None where there were no owners."""
+    def server_residual(self, key: str, channel: Channel, boxes: dict[str, Box]) -> list[Tensor] | None:
+        """The server residuals for each parameter of `channel`; None where the saved world had no owners."""
         if any(key not in file.keys for file in self._saved.shards(0)):
             return None
-        parts = [self._of_shard(key, channel, shard) for shard in range(self._saved.manifest.shards)]
-        return [assembled([part[name] for part in parts], box, key) for name, box in boxes.items()]
+        shards = [self._server_residual_of_shard(key, channel, s) for s in range(self._saved.manifest.shards)]
+        return [assemble([parts[name] for parts in shards], box, key) for name, box in boxes.items()]
 
-    def _of_shard(self, key: str, channel: Channel, shard: int) -> dict[str, Piece]:
-        """What the owners among the replicas of one shard had not told, by parameter."""
+    def _server_residual_of_shard(self, key: str, channel: Channel, shard: int) -> dict[str, TensorPart]:
+        """The server residuals of the replicas of one shard, by parameter."""
         files = [self._saved.file(replica, shard) for replica in range(self._before)]
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
         shapes = {name: box.shape for name, box in boxes.items()}
         layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
-        owners = Owners(layout.rows, self._before, run(channel.engine.codec))
-        coefficients = owners.collect([file.tensor(key) for file in files])
+        owners = RowOwners(layout.rows, self._before, aligned_rows(channel.engine.codec))
+        coefficients = owners.collect([file.tensor(key) for file in files])  # [rows, chunk]
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
-        pieces = [Piece(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)]
+        pieces = [
+            TensorPart(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)
+        ]
         return dict(zip(boxes, pieces, strict=True))
 
 
-def members(replica: int, before: int, now: int) -> range:
-    """The replicas of a world of `before` whose memory goes to `replica` of one of `now`.
+def memory_sources(replica: int, before: int, now: int) -> range:
+    """The replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
 
-    >>> [list(members(j, 4, 2)) for j in range(2)], [list(members(j, 2, 3)) for j in range(3)]
+    >>> [list(memory_sources(j, 4, 2)) for j in range(2)], [list(memory_sources(j, 2, 3)) for j in range(3)]
     ([[0, 1], [2, 3]], [[0], [1], []])
     """
     if before <= now:
@@ -80,8 +86,8 @@ def members(replica: int, before: int, now: int) -> range:
     return range(-(-replica * before // now), -(-(replica + 1) * before // now))
 
 
-def mean(tensors: list[Tensor], key: str) -> Tensor:
-    """The tensor that all are, or the mean of what differs. Raises `ValueError` for whole numbers that differ."""
+def _merge(tensors: list[Tensor], key: str) -> Tensor:
+    """The common tensor, or the mean where they differ. Raises `ValueError` for integers that differ."""
     first = tensors[0]
     if all(torch.equal(first, other) for other in tensors[1:]):
         return first
@@ -92,9 +98,12 @@ def mean(tensors: list[Tensor], key: str) -> Tensor:
     return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
 
-def owners_share(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """This replica's rows of what the owners have not told."""  # [owned, chunk]
+def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
+    """The rows of the server residuals that this replica owns.
+
+    Shapes: a tensor of each parameter's local shape -> `[owned, chunk]` coefficients.
+    """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
-    owners = Owners(len(flat), channel.link.replicas, run(codec))
+    owners = RowOwners(len(flat), channel.link.replicas, aligned_rows(codec))
     return owners.deal(flat, flat.new_zeros(flat.shape[1]))[channel.link.replica]

@@ -1,4 +1,4 @@
-"""Load: the newest checkpoint that is whole for all ranks, put into a model and its optimizer."""
+"""Finds the newest checkpoint that is whole for all ranks, and loads it into a model and its optimizer."""
 
 import json
 import logging
@@ -9,14 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from detonation.checkpoint.files import manifest as manifests
 from detonation.checkpoint.files import retention
-from detonation.checkpoint.files.manifest import Manifest, Untrustworthy, file_name, versions
-from detonation.checkpoint.files.reader import Saved
-from detonation.checkpoint.files.shard_file import fault
+from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest, file_name, read_manifest, versions
+from detonation.checkpoint.files.reader import CheckpointReader
+from detonation.checkpoint.files.shard_file import shard_fault
 from detonation.checkpoint.gather import device_of, gather
 from detonation.checkpoint.load.restore import restore
-from detonation.core.link.coordinates import Place
+from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 
 _LONGEST = 600
@@ -24,12 +23,12 @@ _log = logging.getLogger("detonation.checkpoint")
 
 
 class NoCheckpoint(ValueError):
-    """There is no checkpoint to go on from, or none that is whole."""
+    """There is no checkpoint to load, or none that is whole."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is whole; rejected: a line for each newer one that is not."""
+    """A whole checkpoint. rejected: a line for each newer checkpoint that is not whole."""
 
     path: Path
     manifest: Manifest
@@ -38,7 +37,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: after how many steps it was taken, the `extra` that was saved, and what was merged."""
+    """A checkpoint that was loaded.
+
+    step: the step after which it was taken. extra: the JSON values that were saved with it. merged: in words, how its
+    world was merged into this one.
+    """
 
     path: Path
     step: int
@@ -47,78 +50,96 @@ class Loaded:
 
 
 def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicated) -> Loaded | None:
-    """Puts the newest whole checkpoint of `directory` into `model` and `optimizer`; None where there is none at all.
+    """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call it.
 
-    All ranks call it, after `replicate` and before the first step. In a world of the shape that saved, training goes on
-    as if it had not stopped, bit for bit. In another one weights are exact where the replicas agreed, and memory is
-    merged as `detonation.checkpoint.load.elastic` says; the log tells. A checkpoint that is not whole is left out, with
-    a line in the log that says why.
+    Call it after `replicate` and before the first step. In a world of the shape that saved, training goes on bit for
+    bit as if it had not stopped. In another world the weights are exact where the replicas agreed, and memories are
+    merged as `detonation.checkpoint.load.elastic` describes. Checkpoints that are not whole are passed over; the log
+    has the reason for each.
 
-    Raises `NoCheckpoint` where none is whole, and `ValueError` where it is of another model, optimizer, scheme or seed.
+    Returns:
+        The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at all.
+
+    Raises:
+        NoCheckpoint: there are checkpoints, and none is whole.
+        ValueError: the checkpoint is of another model, optimizer, scheme or seed.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> base = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> dt.load_checkpoint(folder.name, model, optimizer)  # nothing to load yet
+        >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
+        >>> loaded = dt.load_checkpoint(folder.name, model, optimizer)
+        >>> loaded.step, loaded.extra, loaded.merged
+        (0, {'epoch': 3}, 'exactly as saved')
+        >>> folder.cleanup(); dt.leave()
     """
     found = find(Path(directory), model, optimizer)
-    return None if found is None else load(found, model, optimizer)
+    return None if found is None else load_found(found, model, optimizer)
 
 
 def find(directory: Path, model: nn.Module, optimizer: Replicated) -> Found | None:
     """The newest checkpoint of `directory` that all ranks find whole; None where there is none at all. Collective.
 
-    Raises `NoCheckpoint` where there are some and none is whole.
+    Raises `NoCheckpoint` where there are checkpoints and none is whole.
     """
-    device, place = device_of(model), optimizer.place
+    device, own = device_of(model), optimizer.coordinates
     names: list[str] = json.loads(
-        gather(json.dumps([path.name for path in retention.candidates(directory)]), device)[0]
+        gather(json.dumps([path.name for path in retention.saved_checkpoints(directory)]), device)[0]
     )
     rejected: list[str] = []
     for position, name in enumerate(names):
-        manifest, problem = _inspect(directory / name, place)
+        manifest, problem = _inspect(directory / name, own)
         problems = [text for text in gather(problem, device) if text]
         if not problems and manifest is not None:
             return Found(directory / name, manifest, rejected)
-        next_one = f"using {names[position + 1]}" if position + 1 < len(names) else "there is none before it"
-        rejected.append(f"{name} rejected: {problems[0]}; {next_one}")
+        alternative = f"using {names[position + 1]}" if position + 1 < len(names) else "there is none before it"
+        rejected.append(f"{name} rejected: {problems[0]}; {alternative}")
         _log.warning("%s", rejected[-1])
     if rejected:
         raise NoCheckpoint(f"no checkpoint in {directory} is whole: {rejected[0]}")
     return None
 
 
-def load(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
-    """Puts `found` into both. Collective; raises `ValueError` on all ranks where it is of something else."""
+def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
+    """Loads `found` into both. Collective. Raises `ValueError` on all ranks where it is of another run."""
     problem, merged = "", ""
     try:
-        merged = restore(Saved(found.path, found.manifest), model, optimizer) + _older(found.manifest)
+        merged = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
+        merged += _other_versions(found.manifest)
     except Exception as error:  # whatever a stranger wrote, all ranks refuse it together
         text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
         problem = text.split("\n")[0][:_LONGEST]
     for text in gather(problem, device_of(model)):
         if text:
             raise ValueError(text)
-    optimizer.go_on(found.manifest.step)
+    optimizer.resume_at(found.manifest.step)
     _log.info("%s: %s", found.path, merged)
     return Loaded(found.path, found.manifest.step, found.manifest.extra, merged)
 
 
-def _older(manifest: Manifest) -> str:
-    """A warning where other versions wrote it."""
-    here = versions()
-    other = [f"{name} {str(was)[:20]!r}" for name, was in manifest.versions.items() if here.get(name) != was]
+def _other_versions(manifest: Manifest) -> str:
+    """A warning where other versions wrote the checkpoint; else ""."""
+    current = versions()
+    other = [f"{name} {str(was)[:20]!r}" for name, was in manifest.versions.items() if current.get(name) != was]
     return f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
 
 
-def _inspect(path: Path, place: Place) -> tuple[Manifest | None, str]:
-    """The manifest of the checkpoint at `path`, and what is wrong with the files that are this rank's to check."""
+def _inspect(path: Path, own: Coordinates) -> tuple[Manifest | None, str]:
+    """The manifest of the checkpoint at `path`, and the fault of it or of the files that this rank checks."""
     try:
-        manifest = manifests.read(path)
-    except Untrustworthy as error:
+        manifest = read_manifest(path)
+    except CorruptCheckpoint as error:
         return None, str(error)
     if retention.step_of(path) != manifest.step:
         return None, f"its name is not that of step {manifest.step}"
-    same = (manifest.replicas, manifest.shards) == (place.replicas, place.shards)
-    mine = (
-        [file_name(place.replica, place.shard)]
-        if same
-        else list(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-    )
-    problems = [problem for name in mine if (problem := fault(path / name, manifest.files[name]))]
-    return manifest, problems[0] if problems else ""
+    if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
+        names = [file_name(own.replica, own.shard)]
+    else:
+        names = list(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+    faults = [fault for name in names if (fault := shard_fault(path / name, manifest.files[name]))]
+    return manifest, faults[0] if faults else ""

@@ -1,128 +1,125 @@
-"""Restore: puts what a checkpoint holds for this rank into a model and its optimizer."""
+"""Puts a checkpoint's state of this rank into a model and its optimizer."""
 
-import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.manifest import Untrustworthy
-from detonation.checkpoint.files.reader import File, Saved
-from detonation.checkpoint.load.elastic import Elastic, owners_share
-from detonation.checkpoint.save.snapshot import Box, generators, groups, weights
-from detonation.core.flat.layout import local
-from detonation.core.link.coordinates import Place
+from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.files.manifest import CorruptCheckpoint
+from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
+from detonation.checkpoint.load.elastic import Elastic, owned_rows
+from detonation.checkpoint.rank_state import generators, groups, run_identity, weights
+from detonation.core.flat.tensors import local
+from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 
-MEMORY = "residual"
-OWNED = "owned"
+_MEMORY = "residual"
+_SERVER_RESIDUAL = "server_residual"
+"""The names of a channel's local state."""
 
 
 @torch.no_grad()
-def restore(saved: Saved, model: nn.Module, optimizer: Replicated) -> str:
-    """Puts the state of `saved` into both; returns in a line what was merged. Not yet compared between replicas.
+def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
+    """Puts the state of `saved` into both; the caller then compares the replicas.
 
-    Raises `ValueError` where the checkpoint is of another model, optimizer or scheme.
+    Returns:
+        In words, how the saved world was merged into this one.
+
+    Raises:
+        ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
-    place, manifest = optimizer.place, saved.manifest
-    _check(saved, model, optimizer, place)
-    same = (manifest.replicas, manifest.shards) == (place.replicas, place.shards)
-    source: Elastic | File = saved.file(place.replica, place.shard) if same else Elastic(saved, place)
+    own, manifest = optimizer.coordinates, saved.manifest
+    _check(saved, model, optimizer, own)
+    same = (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
+    source: Elastic | ShardReader = saved.file(own.replica, own.shard) if same else Elastic(saved, own)
     parameters = dict(model.named_parameters())
     for name, tensor in weights(model).items():
-        share = manifest.alike and name in parameters
         key = f"model.{name}"
-        local(tensor).copy_(_fitting(key, local(tensor), _get(source, key, Box.of(tensor), share)))
+        if isinstance(source, ShardReader):
+            read = source.tensor(key)
+        else:
+            read = source.agreed(key, Box.of(tensor), manifest.alike and name in parameters)
+        local(tensor).copy_(_fitting(key, local(tensor), read))
     for name, parameter in parameters.items():
         _base_state(saved, source, optimizer, name, parameter)
     for group, options in zip(optimizer.param_groups, saved.file(0, 0).groups, strict=True):
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             group[key] = torch.tensor(value, dtype=group[key].dtype, device=group[key].device)
-    optimizer.built()
-    if isinstance(source, File):
-        _private_same(source, optimizer)
+    optimizer.build()
+    if isinstance(source, ShardReader):
+        _load_local_state(source, optimizer)
         for key, generator in generators(model).items():
             generator.set_state(source.tensor(key))
         return "exactly as saved"
-    dropped = _private_elastic(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
-    return _policy(manifest.replicas, manifest.shards, place) + dropped
+    dropped = _merge_local_state(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
+    return _merge_policy(manifest.replicas, manifest.shards, own) + dropped
 
 
-def _check(saved: Saved, model: nn.Module, optimizer: Replicated, place: Place) -> None:
+def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates) -> None:
     manifest = saved.manifest
-    here = described(optimizer)
-    for key, now in here.items():
+    for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
         if was != now:
             raise ValueError(f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same")
-    mine = [group["parameters"] for group in groups(model, optimizer)]
-    theirs = [group.get("parameters") if isinstance(group, dict) else None for group in saved.file(0, 0).groups]
-    if mine != theirs:
+    own_groups = [group["parameters"] for group in groups(model, optimizer)]
+    saved_groups = [group.get("parameters") if isinstance(group, dict) else None for group in saved.file(0, 0).groups]
+    if own_groups != saved_groups:
         raise ValueError(f"{saved.path} was written with other parameters or parameter groups: resume the same model")
-    if manifest.replicas != place.replicas and all(scheme.signal == "nothing" for _, scheme in optimizer.levels):
-        counts = f"{manifest.replicas} replicas, not {place.replicas}"
+    if manifest.replicas != own.replicas and all(scheme.signal == "nothing" for _, scheme in optimizer.levels):
+        counts = f"{manifest.replicas} replicas, not {own.replicas}"
         raise ValueError(f"{saved.path} is of {counts}: without an exchange they have nothing in common to go on from")
 
 
-def described(optimizer: Replicated) -> dict[str, Any]:
-    """What must be the same when it is resumed, as the manifest spells it."""
-    levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
-    return {
-        "levels": json.loads(json.dumps(levels)),
-        "seed": optimizer.seed,
-        "optimizer": type(optimizer.base).__name__,
-    }
-
-
-def _option(key: str, here: Any, saved: Any) -> Any:
-    """An option of a parameter group, which must be of the kind that it is here; one that is not here, a number."""
-    if isinstance(here, tuple | list) and isinstance(saved, list) and len(here) == len(saved):
-        return type(here)(_option(key, mine, theirs) for mine, theirs in zip(here, saved, strict=True))
-    number = type(here) in (int, float) and type(saved) in (int, float)
-    switch = isinstance(here, bool | None) and isinstance(saved, bool | None)
-    if not (number or switch or (isinstance(here, str) and isinstance(saved, str))):
-        raise Untrustworthy(f"the option {key} was saved as {str(saved)[:60]!r}, is {here!r} here")
+def _option(key: str, current: Any, saved: Any) -> Any:
+    """A saved option of a parameter group. Raises `CorruptCheckpoint` where it is of another kind than `current`."""
+    if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
+        return type(current)(_option(key, inner, other) for inner, other in zip(current, saved, strict=True))
+    number = type(current) in (int, float) and type(saved) in (int, float)
+    switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
+    if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
+        raise CorruptCheckpoint(f"the option {key} was saved as {str(saved)[:60]!r}, is {current!r} here")
     return saved
 
 
-def _get(source: Elastic | File, key: str, box: Box, share: bool) -> Tensor:
-    return source.tensor(key) if isinstance(source, File) else source.agreed(key, box, share)
-
-
-def _base_state(saved: Saved, source: Elastic | File, optimizer: Replicated, name: str, parameter: Tensor) -> None:
-    """The base optimizer's state of one parameter."""
-    file = source if isinstance(source, File) else saved.file(0, 0)
+def _base_state(
+    saved: CheckpointReader, source: Elastic | ShardReader, optimizer: Replicated, name: str, parameter: Tensor
+) -> None:
+    """Replaces the base optimizer's state of one parameter."""
+    file = source if isinstance(source, ShardReader) else saved.file(0, 0)
     prefix = f"optimizer.{name}."
-    state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _of(k, prefix)}
+    state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)}
     if not all(isinstance(value, int | float | None) for value in state.values()):
-        raise Untrustworthy(f"the state of {name} holds {str(state)[:60]}, must be numbers")
-    for key in [key for key in file.keys if _of(key, prefix)]:
-        if isinstance(source, File):
+        raise CorruptCheckpoint(f"the state of {name} holds {str(state)[:60]}, must be numbers")
+    for key in [key for key in file.keys if _is_entry(key, prefix)]:
+        if isinstance(source, ShardReader):
             tensor, box = source.tensor(key), source.boxes.get(key)
             whole = box.whole if box else ()
             if whole == tuple(parameter.shape) and tensor.shape != local(parameter).shape:
-                raise Untrustworthy(f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}")
+                raise CorruptCheckpoint(f"{key} has shape {tuple(tensor.shape)}, not {tuple(local(parameter).shape)}")
         else:
-            cut = key in file.boxes
-            if cut and file.boxes[key].whole != tuple(parameter.shape):
-                raise ValueError(f"{key} is cut in a way of its own: resume with {saved.manifest.shards} shards")
-            tensor = source.agreed(key, Box.of(parameter) if cut else None, saved.manifest.alike)
+            sharded = key in file.boxes
+            if sharded and file.boxes[key].whole != tuple(parameter.shape):
+                raise ValueError(f"{key} is sharded unlike its parameter: resume with {saved.manifest.shards} shards")
+            tensor = source.agreed(key, Box.of(parameter) if sharded else None, saved.manifest.alike)
             whole = tuple(parameter.shape)
         tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
-        state[key.removeprefix(prefix)] = _wrapped(parameter, tensor, whole) if key in file.wrapped else tensor
+        state[key.removeprefix(prefix)] = _as_dtensor(parameter, tensor, whole) if key in file.wrapped else tensor
     if state:
         optimizer.base.state[parameter] = state
     else:
         optimizer.base.state.pop(parameter, None)
 
 
-def _of(key: str, prefix: str) -> bool:
+def _is_entry(key: str, prefix: str) -> bool:
+    """True for the keys of one parameter; false for those of a parameter whose name begins with its name."""
     return key.startswith(prefix) and "." not in key.removeprefix(prefix)
 
 
-def _wrapped(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tensor:
+def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tensor:
+    """`tensor` as the local part of a DTensor like `parameter`, where that is a DTensor."""
     if not isinstance(parameter, DTensor):
         return tensor
     stride = torch.empty(whole, device="meta").stride()
@@ -130,59 +127,61 @@ def _wrapped(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Tenso
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride)
 
 
-def _private_same(source: File, optimizer: Replicated) -> None:
-    private = {f"replica.{key}": tensor for key, tensor in optimizer.private().items()}
+def _load_local_state(source: ShardReader, optimizer: Replicated) -> None:
+    """Loads the local state of this rank, in a world of the shape that saved."""
+    current = {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
-    if private.keys() != saved:
-        odd = sorted(private.keys() ^ saved)
-        raise ValueError(f"the checkpoint is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
-    loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in private.items()}
-    for level, replicator in enumerate(optimizer.built()):
-        mark = f"replica.{level}."
-        replicator.private().load({k.removeprefix(mark): t for k, t in loaded.items() if k.startswith(mark)})
+    if current.keys() != saved:
+        differing = sorted(current.keys() ^ saved)
+        count = len(differing) - 1
+        raise ValueError(f"the checkpoint is of another model or scheme: {differing[0]} and {count} more differ")
+    loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in current.items()}
+    for level, replicator in enumerate(optimizer.build()):
+        prefix = f"replica.{level}."
+        replicator.local_state().load({k.removeprefix(prefix): t for k, t in loaded.items() if k.startswith(prefix)})
 
 
-def _private_elastic(source: Elastic, optimizer: Replicated, boxes: dict[str, Box]) -> str:
-    """Merges what was private to the replicas; returns what had to be dropped, in words."""
+def _merge_local_state(source: Elastic, optimizer: Replicated, boxes: dict[str, Box]) -> str:
+    """Merges the local states of all replicas; returns in words the state that had to be dropped."""
     dropped = ""
-    for level, replicator in enumerate(optimizer.built()):
-        private, channel = replicator.private(), replicator.channel
-        mine = {slot.name: boxes[slot.name] for slot in channel.layout.slots}
-        state = {}
-        for key, tensor in private.named().items():
+    for level, replicator in enumerate(optimizer.build()):
+        local_state, channel = replicator.local_state(), replicator.channel
+        own_boxes = {slot.name: boxes[slot.name] for slot in channel.layout.slots}
+        merged = {}
+        for key, tensor in local_state.named().items():
             kind, _, name = key.partition(".")
-            where = f"replica.{level}.{key}"
-            if kind == MEMORY:
-                state[key] = _fitting(where, tensor, source.memory(where, mine[name]))
-            elif kind == OWNED:
-                state[key] = torch.zeros_like(tensor)
+            full_key = f"replica.{level}.{key}"
+            if kind == _MEMORY:
+                merged[key] = _fitting(full_key, tensor, source.memory(full_key, own_boxes[name]))
+            elif kind == _SERVER_RESIDUAL:
+                merged[key] = torch.zeros_like(tensor)
             else:
-                state[key] = _fitting(where, tensor, source.agreed(where, mine.get(name)))
-        owned = source.owned(f"replica.{level}.{OWNED}", channel, mine)
-        if owned is not None and OWNED in state:
-            state[OWNED] = owners_share(owned, channel)
-        elif owned is not None and channel.memory is not None:
-            for name, piece in zip(mine, owned, strict=True):
-                state[f"{MEMORY}.{name}"] += piece
-        elif owned is not None:
-            norm = sum(float(piece.double().square().sum()) for piece in owned) ** 0.5
-            dropped += f"; dropped: what owners had not told, norm {norm:.3g}, has no place in this world"
-        private.load(state)
+                merged[key] = _fitting(full_key, tensor, source.agreed(full_key, own_boxes.get(name)))
+        residual = source.server_residual(f"replica.{level}.{_SERVER_RESIDUAL}", channel, own_boxes)
+        if residual is not None and _SERVER_RESIDUAL in merged:
+            merged[_SERVER_RESIDUAL] = owned_rows(residual, channel)
+        elif residual is not None and channel.memory is not None:
+            for name, piece in zip(own_boxes, residual, strict=True):
+                merged[f"{_MEMORY}.{name}"] += piece
+        elif residual is not None:
+            norm = sum(float(piece.double().square().sum()) for piece in residual) ** 0.5
+            dropped += f"; dropped: the server residual of the owners, norm {norm:.3g}, has no place in this world"
+        local_state.load(merged)
     return dropped
 
 
 def _fitting(key: str, target: Tensor, source: Tensor) -> Tensor:
-    """`source`, which must be of the shape and type of `target`."""
+    """`source`, unchanged. Raises `ValueError` where its shape or dtype differs from that of `target`."""
     if target.shape != source.shape or target.dtype != source.dtype:
         was, now = f"{source.dtype} {tuple(source.shape)}", f"{target.dtype} {tuple(target.shape)}"
         raise ValueError(f"{key} was saved as {was}, is {now} here: it is of another model or scheme")
     return source
 
 
-def _policy(replicas: int, shards: int, place: Place) -> str:
-    change = f"from {replicas} replicas x {shards} shards to {place.replicas} x {place.shards}"
-    if replicas == place.replicas:
-        return f"{change}: weights and memory exact, cut anew"
-    joiners = "; joiners start with none" if place.replicas > replicas else " of neighbours"
-    kept = "its mean over the replicas is kept"
-    return f"{change}: weights exact where replicas agreed, else their mean; memory merged by mean{joiners}, {kept}"
+def _merge_policy(replicas: int, shards: int, own: Coordinates) -> str:
+    worlds = f"from {replicas} replicas x {shards} shards to {own.replicas} x {own.shards}"
+    if replicas == own.replicas:
+        return f"{worlds}: weights and memory exact, resharded"
+    joiners = "; joiners start with none" if own.replicas > replicas else " of neighbours"
+    mean = "its mean over the replicas is kept"
+    return f"{worlds}: weights exact where replicas agreed, else their mean; memory merged by mean{joiners}, {mean}"

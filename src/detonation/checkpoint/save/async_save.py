@@ -1,4 +1,4 @@
-"""Writer: saves checkpoints beside training, which waits for a copy to the host and no longer."""
+"""Saving while training goes on: training waits only until its state is copied to the host."""
 
 import logging
 import threading
@@ -15,27 +15,51 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from detonation.checkpoint.gather import device_of, gather
-from detonation.checkpoint.save.shard_job import Job, job_of, save
+from detonation.checkpoint.save.shard_job import SaveJob, make_save_job, save_shard
 from detonation.core.optimizer.replicated import Replicated
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
-PATIENCE_S = 300.0
-"""How long a writer waits for those of other ranks that are alive; what a slow disk takes for a file comes on top."""
+SAVE_TIMEOUT_S = 300.0
+"""How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes on top."""
 LOWEST_BYTES_PER_S = 10e6
-"""What one rank writes a second at least."""
+"""The lowest rate at which a rank is expected to write."""
 
 
 class Checkpoints:
-    """The checkpoints of one run in `directory`, a directory that all ranks see; the newest `keep` stay.
+    """The checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
-    `save` copies the state and returns; a thread writes it. One save at a time: the next one waits for it. What became
-    of a save that nobody waited for is in the log, and in `news`. As a context manager it waits at the end, unless an
-    exception ends it.
+    One save is under way at a time; the next waits for it. The outcome of a save that nobody waited for is in the log
+    and in `news`. As a context manager it waits for the last save, unless an exception leaves the context.
+
+    Args:
+        directory: a directory that all ranks see.
+        keep: how many of the newest checkpoints stay.
+
+    Raises:
+        ValueError: `keep` is below 1.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> base = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with dt.Checkpoints(folder.name, model, optimizer, keep=2) as checkpoints:
+        ...     for step in range(6):
+        ...         model(torch.randn(4, 8)).mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         if optimizer.step_count % 2 == 0:
+        ...             checkpoints.save({"epoch": 0})
+        >>> sorted(path.name for path in checkpoints.directory.iterdir())
+        ['step-000004', 'step-000006']
+        >>> folder.cleanup(); dt.leave()
     """
 
     def __init__(self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3) -> None:
-        _require(keep)
+        _require_positive(keep)
         self.directory, self._keep = Path(directory), keep
         self._model, self._optimizer = model, optimizer
         self._group: dist.ProcessGroup | None = None
@@ -44,29 +68,33 @@ class Checkpoints:
         self._news: list[str] = []
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Starts saving the state between two steps, named by `optimizer.step_count`. All ranks call it.
+        """Starts saving the state between two steps, under the name of `optimizer.step_count`. All ranks call it.
 
-        extra: JSON values that come back on loading, such as a scheduler's state; those of the first rank count.
-        Raises `ValueError` where the state holds what a checkpoint cannot.
+        Args:
+            extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
+
+        Raises:
+            ValueError: the state or `extra` holds something that a checkpoint cannot hold.
         """
-        self._finish()
+        self._join()
         if self._group is None and dist.get_world_size() > 1:
             # collectives of the writing thread must not mix with those of training
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
-        job = job_of(self._model, self._optimizer, extra)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
+        job = make_save_job(self._model, self._optimizer, extra)
         if self._group is not None:
-            patience = timedelta(seconds=PATIENCE_S + job.bytes / LOWEST_BYTES_PER_S)
-            distributed_c10d._set_pg_timeout(patience, self._group)
-        # daemon: after a failure elsewhere nobody may wait for a thread that waits for a rank that is gone
+            timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
+            distributed_c10d._set_pg_timeout(timeout, self._group)
+        # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Waits for the save that is on its way; returns the checkpoint, the same on all ranks.
+        """Waits for the save that is under way; returns the checkpoint, the same path on all ranks.
 
-        Raises `NotSaved` on all ranks where one of them could not write.
+        Raises:
+            NotSaved: one of the ranks could not write; raised on all ranks.
         """
-        self._finish()
+        self._join()
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, Exception):
             self._news = [line for line in self._news if line != str(outcome)]
@@ -74,7 +102,7 @@ class Checkpoints:
         return outcome
 
     def news(self) -> list[str]:
-        """What went wrong with saves since the last call, in lines; the same on all ranks, sooner or later."""
+        """The failures of saves since the last call, in lines; the same on all ranks, sooner or later."""
         lines, self._news = self._news, []
         return lines
 
@@ -85,16 +113,17 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._finish()
+            self._join()
 
-    def _finish(self) -> None:
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: SaveJob) -> None:
+        gather_text = partial(gather, device=_HOST, group=self._group)
         try:
-            self._outcome = save(self.directory, job, self._keep, partial(gather, device=_HOST, group=self._group))
+            self._outcome = save_shard(self.directory, job, self._keep, gather_text)
         except Exception as error:
             self._outcome = error
             self._news.append(str(error))
@@ -108,16 +137,39 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Saves the state between two steps to `directory/step-NNNNNN` and returns that, whole. All ranks call it.
+    """Saves the state between two steps and waits until the checkpoint is whole. All ranks call it.
 
-    `Checkpoints` does the same while training goes on; arguments as there. Raises `NotSaved` on all ranks where one
-    could not write; what was saved before is then as it was.
+    `Checkpoints` saves while training goes on.
+
+    Args:
+        directory: a directory that all ranks see.
+        extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
+        keep: how many of the newest checkpoints stay.
+
+    Returns:
+        The checkpoint, `directory/step-NNNNNN`.
+
+    Raises:
+        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as they were.
+        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint cannot hold.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> base = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
+        >>> sorted(file.name for file in path.iterdir())
+        ['manifest.json', 'replica0-shard0.safetensors']
+        >>> folder.cleanup(); dt.leave()
     """
-    _require(keep)
-    job = job_of(model, optimizer, extra)
-    return save(Path(directory), job, keep, partial(gather, device=device_of(model)))
+    _require_positive(keep)
+    job = make_save_job(model, optimizer, extra)
+    return save_shard(Path(directory), job, keep, partial(gather, device=device_of(model)))
 
 
-def _require(keep: int) -> None:
+def _require_positive(keep: int) -> None:
     if keep < 1:
         raise ValueError(f"keep is {keep}, must be at least 1: the newest checkpoint always stays")

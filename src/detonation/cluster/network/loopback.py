@@ -1,4 +1,4 @@
-"""Echo: a wire on which every replica says what this one says, so that a step's own work can be timed alone."""
+"""Loopback: a communicator whose peers all send this replica's own messages, to time the work of a step alone."""
 
 from collections.abc import Callable
 
@@ -8,20 +8,20 @@ from torch import Tensor
 from detonation.core.integrity.header import resent
 
 
-class Echo:
-    """A wire among `replicas` that all send the same, each in its own name; nothing leaves this rank."""
+class LoopbackCommunicator:
+    """A communicator whose replicas all send the same, each under its own number. Nothing leaves this rank."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int = 1) -> None:
         self._replicas, self.replica = replicas, 0
 
     def size(self) -> int:
         return self._replicas
 
-    def reduce(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         return lambda: values.mul_(self._replicas)
 
-    def gather(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
         return lambda: torch.stack([resent(mine, replica) for replica in range(self._replicas)])
 
-    def swap(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self.gather(mine.view(self._replicas, -1)[0])
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self.all_gather(mine.view(self._replicas, -1)[0])

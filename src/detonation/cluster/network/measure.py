@@ -1,4 +1,4 @@
-"""Probe: latency and bandwidth of a mesh axis, measured with the operations that training uses, as it uses them."""
+"""Measures latency and bandwidth of a mesh axis, with the collectives of training and under the same load."""
 
 import statistics
 import time
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.cluster.network.profile import Axis, Operation, Pair, Sample
-from detonation.core.link.communicator import Axis as Joined
+from detonation.cluster.network.profile import AxisProfile, LinkSample, Operation, Sample
+from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 
 _SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
@@ -19,35 +19,35 @@ _PAIR_SIZES = (1024, 2**18)
 _PAIR_REPEATS = 3
 
 
-def probe_axis(axis: Joined, device: torch.device, budget_s: float = 6.0) -> Axis:
-    """What `axis` does with messages of `device`, in about `budget_s` seconds. Collective over all ranks.
+def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisProfile:
+    """Measures `axis` with messages of `device` in about `budget_s` seconds. Collective over all ranks.
 
-    All groups of the axis talk at the same time, and each rank sends and receives at once, as in training. A size is
-    left out where the time would not do for it; two at least are measured. Where latency is long it takes longer, three
-    times at most, until sizes are large enough to tell of the rate.
+    All groups of the axis send at the same time, and each rank sends and receives at once, as in training. Sizes for
+    which the time is too short are left out, but at least two are measured. Over a long latency it takes up to three
+    times as long, until the sizes are large enough to show the rate.
     """
     per_node = dist.get_world_size() // axis.size()
     operations, link = {}, Link(axis)
     if axis.size() > 1:
         starts: dict[str, Callable[[int], Callable[[], object]]] = {
-            "all-reduce": lambda n: link.reduce(torch.zeros(n // 4, device=device)),
-            "all-gather": lambda n: link.gather([torch.zeros(n, dtype=torch.uint8, device=device)]),
-            "all-to-all": lambda n: link.swap(
+            "all-reduce": lambda n: link.all_reduce(torch.zeros(n // 4, device=device)),
+            "all-gather": lambda n: link.all_gather([torch.zeros(n, dtype=torch.uint8, device=device)]),
+            "all-to-all": lambda n: link.all_to_all(
                 [[torch.zeros(n // axis.size(), dtype=torch.uint8, device=device)]] * axis.size()
             ),
         }
         for name, start in starts.items():
-            operations[name] = fit(_samples(link, start, budget_s / (len(starts) + 1)))
-    # an emulated link is the same between all
+            operations[name] = fit_line(_samples(link, start, budget_s / (len(starts) + 1)))
+    # a throttled link has the same speed between all pairs
     pairs = _pairs(axis) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
-    return Axis(axis.size(), per_node, operations, pairs)
+    return AxisProfile(axis.size(), per_node, operations, pairs)
 
 
-def fit(samples: Sequence[Sample]) -> Operation:
-    """The line seconds = latency + 8 * bytes / rate with the smallest relative squared error, latency at least 0."""
+def fit_line(samples: Sequence[Sample]) -> Operation:
+    """Fits seconds = latency + 8 * bytes / rate with the smallest relative squared error and latency >= 0."""
     x = torch.tensor([s.bytes_sent for s in samples], dtype=torch.float64)
     y = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
-    weighted = torch.stack([1 / y, x / y], dim=1)  # relative: small messages must not be drowned by large ones
+    weighted = torch.stack([1 / y, x / y], dim=1)  # relative, or large messages would outweigh small messages
     solution = torch.linalg.lstsq(weighted, torch.ones(len(y), 1, dtype=torch.float64)).solution.view(-1)
     latency, slope = (float(v) for v in solution)
     if latency < 0 or slope <= 0:
@@ -57,24 +57,24 @@ def fit(samples: Sequence[Sample]) -> Operation:
 
 
 def _samples(link: Link, start: Callable[[int], Callable[[], object]], budget_s: float) -> list[Sample]:
-    """Rising sizes until the time is used up; every rank agrees on when that is, and on how long each took."""
+    """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size."""
     samples: list[Sample] = []
-    start(_SIZES[0])()  # the first one opens connections
+    start(_SIZES[0])()  # the first exchange opens connections
     began = time.perf_counter()
     for size in _SIZES:
         if len(samples) >= 2:
             elapsed = float(slowest(torch.tensor([time.perf_counter() - began], dtype=torch.float64)))
-            # a message that takes hardly longer than the shortest says nothing of the rate: better late than wrong
+            # a message that takes hardly longer than the shortest does not show the rate: better late than wrong
             patience = 1 if samples[-1].seconds > 1.5 * samples[0].seconds else 3
-            if elapsed + _REPEATS * fit(samples).seconds(4 * samples[-1].bytes_sent) > patience * budget_s:
+            if elapsed + _REPEATS * fit_line(samples).seconds(4 * samples[-1].bytes_sent) > patience * budget_s:
                 break
-        times, counted = [], link.bytes_sent
+        times, sent_before = [], link.bytes_sent
         for _ in range(_REPEATS):
             dist.barrier()
-            at = time.perf_counter()
+            began_at = time.perf_counter()
             start(size)()
-            times.append(time.perf_counter() - at)
-        sent = (link.bytes_sent - counted) // _REPEATS
+            times.append(time.perf_counter() - began_at)
+        sent = (link.bytes_sent - sent_before) // _REPEATS
         agreed = slowest(torch.tensor(times, dtype=torch.float64)).tolist()
         low, median, high = statistics.quantiles(agreed, n=4)
         samples.append(Sample(sent, median, (high - low) / median))
@@ -82,64 +82,62 @@ def _samples(link: Link, start: Callable[[int], Callable[[], object]], budget_s:
 
 
 def slowest(times: Tensor) -> Tensor:
-    """The longest of all ranks for each of `times`."""
+    """The elementwise maximum of `times` over all ranks. Collective."""
     worst = times.to("cuda") if dist.get_backend() == "nccl" else times.clone()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.cpu()
 
 
-def _pairs(axis: DeviceMesh) -> list[Pair]:
-    """Every two places of the axis, measured with a short and a long message each way at once.
+def _pairs(axis: DeviceMesh) -> list[LinkSample]:
+    """Measures every pair of replicas of the axis with a short and a long message, both ways at once.
 
-    In rounds in which each place talks to one other, as in a tournament: as many rounds as places.
+    In rounds like those of a tournament, in which each replica sends to one other: as many rounds as replicas.
     """
-    place, size, ranks = axis.get_local_rank(), axis.size(), dist.get_process_group_ranks(axis.get_group())
-    found: list[Pair] = []
-    for games in _rounds(size):
-        other = next((b if a == place else a for a, b in games if place in (a, b)), None)
+    replica, size, ranks = axis.get_local_rank(), axis.size(), dist.get_process_group_ranks(axis.get_group())
+    samples: list[LinkSample] = []
+    for pairs in _rounds(size):
+        other = next((b if a == replica else a for a, b in pairs if replica in (a, b)), None)
         peer = None if other is None else ranks[other]
-        times = torch.zeros(2, size, dtype=torch.float64)  # short and long, by the lower place of the pair
+        times = torch.zeros(2, size, dtype=torch.float64)  # [short and long, lower replica of the pair]
         for i, nbytes in enumerate(_PAIR_SIZES):
             seconds = statistics.median(_both_ways(peer, nbytes, axis) for _ in range(_PAIR_REPEATS))
             if other is not None:
-                times[i, min(place, other)] = seconds
+                times[i, min(replica, other)] = seconds
         short, long = slowest(times)
-        for a, b in games:
-            # of two times that differ by less than they vary, the difference says nothing
+        for a, b in pairs:
+            # where two times differ by less than they vary, their difference means nothing
             seconds = max(float(long[a] - short[a]), 0.1 * float(long[a]))
             rate = 8 * (_PAIR_SIZES[1] - _PAIR_SIZES[0]) / seconds
-            found.append(Pair(a, b, float(short[a]), rate))
-    return sorted(found, key=lambda pair: (pair.first, pair.second))
+            samples.append(LinkSample(a, b, float(short[a]), rate))
+    return sorted(samples, key=lambda pair: (pair.first, pair.second))
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `size` places in rounds that use each place at most once (the circle method).
+    """All pairs of `size` replicas in rounds that use each replica at most once (the circle method).
 
     >>> _rounds(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
-    places: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    circle: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        games = zip(places[:half], reversed(places[half:]), strict=True)
-        rounds.append(sorted((min(a, b), max(a, b)) for a, b in games if a is not None and b is not None))
-        places = [places[0], places[-1], *places[1:-1]]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh) -> float:
-    """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; everyone else waits."""
+    """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank without a peer waits."""
     device = torch.device(axis.device_type)
-    out, back = (
-        torch.zeros(nbytes, dtype=torch.uint8, device=device),
-        torch.empty(nbytes, dtype=torch.uint8, device=device),
-    )
+    outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty(nbytes, dtype=torch.uint8, device=device)
     dist.barrier()
     began = time.perf_counter()
     if peer is not None:
         group = axis.get_group()
-        operations = [dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, back, peer, group)]
+        operations = [dist.P2POp(dist.isend, outgoing, peer, group), dist.P2POp(dist.irecv, incoming, peer, group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Lab: nodes that are network namespaces of this machine, joined by links that the kernel slows down; needs root."""
+"""Nodes that are network namespaces of this machine, joined by links that the kernel slows down. Needs root."""
 
 import ctypes
 import json
@@ -15,34 +15,35 @@ from pathlib import Path
 from types import FrameType
 
 from detonation.cluster.processes.rendezvous import INTERFACES
-from detonation.core.link.link_speed import Pace
+from detonation.core.link.link_speed import LinkSpeed
 
 INTERFACE = "eth0"
-"""Each node's end of its link; its ranks' sockets keep to it."""
+"""Each node's end of its link; the sockets of its ranks keep to this interface."""
 FRAME_BYTES = 66
-"""What Ethernet (14), IPv4 (20) and TCP with time stamps (32) put in front of the data of a frame."""
+"""The headers of Ethernet (14), IPv4 (20) and TCP with time stamps (32) before the data of a frame."""
 
 _PREFIX, _NAMES = "detonation", Path("/run/netns")
 _CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 _CLONE_NEWNET = 0x40000000
 _QUEUE_BYTES = 16_000_000
 _ENDING_S = 10.0
-"""How long a process that was killed may take to be gone, before its namespace goes nameless."""
+"""How long killed processes may take to be gone; then their namespace loses its name all the same."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class NoLab(ValueError):
-    """This machine, or this user, cannot have a lab."""
+class NoNamespaces(ValueError):
+    """This machine, or this user, cannot make network namespaces; the message names the remedy."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"no lab here: {reason}. Use --link alone: it emulates the link on any system, without root")
+        remedy = "Use --link alone: it emulates the link on any system, without root"
+        super().__init__(f"no namespaces here: {reason}. {remedy}")
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What the kernel has counted at a node's end of its link, in both directions, with the headers of frames.
+    """The kernel's counts at a node's end of its link, in both directions, with the headers of frames.
 
-    A frame is what the kernel hands over in one piece, which on a fast link may be many of those on a real wire.
+    A frame is as long as the kernel hands over in one piece; on a fast link that may be many frames of a real network.
     """
 
     sent_bytes: int
@@ -52,33 +53,33 @@ class Counters:
 
     @property
     def sent_data_bytes(self) -> int:
-        """What was sent without the headers: the messages, and what little else the ranks say to each other."""
+        """The bytes sent without headers: the messages, and the little that the ranks exchange beside them."""
         return self.sent_bytes - FRAME_BYTES * self.sent_frames
 
     def since(self, before: "Counters") -> "Counters":
-        """What has been counted since `before`."""
+        """The difference to the earlier counts `before`."""
         return Counters(*(getattr(self, name) - getattr(before, name) for name in Counters.__match_args__))
 
 
 @dataclass(frozen=True)
-class Lab:
-    """Nodes in namespaces called `names`, each with one link to a switch in a namespace of its own, `switch`."""
+class NamespaceCluster:
+    """Nodes in the namespaces `names`, each with one link to a switch in the namespace `switch`."""
 
     names: tuple[str, ...]
     switch: str
 
     def address(self, node: int) -> str:
-        """The address of a node on the link."""
+        """The address of a node on its link."""
         return f"10.77.{node // 250}.{node % 250 + 1}"
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` in a node: torchrun, say, with --master-addr `address(0)`."""
+        """The command line that runs `command` in a node, such as torchrun with --master-addr `address(0)`."""
         return ["ip", "netns", "exec", self.names[node], *command]
 
     def enter(self, node: int) -> None:
-        """Puts this process into a node, the sockets of its network library on the link.
+        """Moves this process into a node and its network library onto the link.
 
-        Before it has sockets and threads: those that it has stay outside.
+        Call it before the process has sockets and threads: existing ones stay outside.
         """
         descriptor = os.open(_NAMES / self.names[node], os.O_RDONLY)
         try:
@@ -88,81 +89,76 @@ class Lab:
             os.close(descriptor)
         os.environ.update(dict.fromkeys(INTERFACES, INTERFACE))
 
-    def shape(self, pace: Pace) -> None:
-        """Lets no node send or receive faster than the rate of `pace`, from here on.
+    def shape(self, speed: LinkSpeed) -> None:
+        """Limits sending and receiving of each node to the rate of `speed`, from now on.
 
-        Up to a millisecond's worth of bytes passes unshaped after a pause: a bucket of tokens cannot be smaller than a
-        few frames, nor than what leaves between two looks of a busy processor.
+        After a pause the bytes of up to a millisecond pass unshaped: the token bucket must hold a few frames, and all
+        that leaves between two wake-ups of a busy processor.
         """
-        burst = max(5000, int(pace.rate_bits_per_s / 8e3))
-        rule = [
-            "root",
-            "tbf",
-            "rate",
-            f"{pace.rate_bits_per_s:.0f}bit",
-            "burst",
-            f"{burst}",
-            "limit",
-            f"{_QUEUE_BYTES}",
-        ]
+        burst = max(5000, int(speed.rate_bits_per_s / 8e3))
+        rule = f"root tbf rate {speed.rate_bits_per_s:.0f}bit burst {burst} limit {_QUEUE_BYTES}".split()
         for node, name in enumerate(self.names):
             _do("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, *rule)
             _do("tc", "-n", self.switch, "qdisc", "replace", "dev", _port(node), *rule)
 
     def counters(self, node: int) -> Counters:
-        """What has been counted at a node's link so far."""
+        """The counts of a node's link so far."""
         shown = json.loads(_do("ip", "-n", self.names[node], "-j", "-s", "link", "show", "dev", INTERFACE))
         tx, rx = (shown[0]["stats64"][way] for way in ("tx", "rx"))
         return Counters(tx["bytes"], tx["packets"], rx["bytes"], rx["packets"])
 
 
 @contextmanager
-def lab(nodes: int, pace: Pace) -> Iterator[Lab]:
-    """A lab of `nodes` nodes whose links have `pace`. When it ends, however it does, all in it ends, too.
+def namespace_cluster(nodes: int, speed: LinkSpeed) -> Iterator[NamespaceCluster]:
+    """Makes `nodes` nodes whose links have `speed`. On leaving, all processes in them are ended and they are removed.
 
-    So it does on Ctrl-C, SIGTERM (then `SystemExit`, unless something within deals with it) and SIGHUP. What a process
-    that was killed has left behind is removed when the next lab begins. Raises `NoLab` where there cannot be one.
+    Ctrl-C, SIGTERM (as `SystemExit`, unless code within handles it) and SIGHUP leave it too. The namespaces of a
+    process that was killed are removed by the next use.
+
+    Raises:
+        NoNamespaces: this machine or this user cannot make them.
     """
-    check(pace)
+    require_namespaces(speed)
     _remove(_stale())
-    made = Lab(tuple(f"{_PREFIX}-{os.getpid()}-{node}" for node in range(nodes)), f"{_PREFIX}-{os.getpid()}-switch")
+    prefix = f"{_PREFIX}-{os.getpid()}"
+    cluster = NamespaceCluster(tuple(f"{prefix}-{node}" for node in range(nodes)), f"{prefix}-switch")
     with _signals_raise():
         try:
-            _build(made)
-            made.shape(pace)
-            yield made
+            _build(cluster)
+            cluster.shape(speed)
+            yield cluster
         finally:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # the commands of `_remove` inherit it
-            _remove((*made.names, made.switch))
+            _remove((*cluster.names, cluster.switch))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def check(pace: Pace) -> None:
-    """Raises `NoLab`, which says why and what to do instead, where this process cannot have a lab of such links."""
+def require_namespaces(speed: LinkSpeed) -> None:
+    """Raises `NoNamespaces` where this process cannot make namespaces with such links."""
     if sys.platform != "linux":
-        raise NoLab("network namespaces are Linux's")
+        raise NoNamespaces("network namespaces are Linux's")
     if os.geteuid() != 0:
-        raise NoLab("network namespaces need root")
+        raise NoNamespaces("network namespaces need root")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise NoLab(f"{' and '.join(missing)} not found (Debian's package iproute2 has them)")
-    if pace.latency_s:
-        raise NoLab(f"its links have a rate and no latency to set, and the link is {str(pace)!r}")
+        raise NoNamespaces(f"{' and '.join(missing)} not found (Debian's package iproute2 has them)")
+    if speed.latency_s:
+        raise NoNamespaces(f"its links have a rate and no latency to set, and the link is {str(speed)!r}")
 
 
-def _build(made: Lab) -> None:
-    _do("ip", "netns", "add", made.switch)
-    _do("ip", "-n", made.switch, "link", "add", "bridge", "type", "bridge")
-    _do("ip", "-n", made.switch, "link", "set", "bridge", "up")
-    for node, name in enumerate(made.names):
+def _build(cluster: NamespaceCluster) -> None:
+    _do("ip", "netns", "add", cluster.switch)
+    _do("ip", "-n", cluster.switch, "link", "add", "bridge", "type", "bridge")
+    _do("ip", "-n", cluster.switch, "link", "set", "bridge", "up")
+    for node, name in enumerate(cluster.names):
         port = _port(node)
         _do("ip", "netns", "add", name)
-        _do("ip", "-n", name, "link", "set", "lo", "up")  # the ranks of a node talk over it
-        # A machine's own choice may be one that measures the link and keeps below it; this one fills any, everywhere.
+        _do("ip", "-n", name, "link", "set", "lo", "up")  # between the ranks of a node
+        # The machine's default may measure the link and keep below its rate; reno fills any link, and is everywhere.
         _do("ip", "netns", "exec", name, "sh", "-c", f"echo reno > {_CONTROL}")
         peer = ["type", "veth", "peer", "name", INTERFACE, "netns", name]
-        _do("ip", "-n", made.switch, "link", "add", port, *peer)
-        _do("ip", "-n", made.switch, "link", "set", port, "master", "bridge", "up")
-        _do("ip", "-n", name, "address", "add", f"{made.address(node)}/16", "dev", INTERFACE)
+        _do("ip", "-n", cluster.switch, "link", "add", port, *peer)
+        _do("ip", "-n", cluster.switch, "link", "set", port, "master", "bridge", "up")
+        _do("ip", "-n", name, "address", "add", f"{cluster.address(node)}/16", "dev", INTERFACE)
         _do("ip", "-n", name, "link", "set", INTERFACE, "up")
 
 
@@ -171,16 +167,16 @@ def _port(node: int) -> str:
 
 
 def _do(*command: str) -> str:
-    """What `command` prints. Raises `NoLab` with its complaint."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        complaint = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-        raise NoLab(f"`{' '.join(command)}` says {complaint!r}")
-    return done.stdout
+    """Runs `command` and returns its output. Raises `NoNamespaces` with the first line of its errors."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        error = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[0]
+        raise NoNamespaces(f"`{' '.join(command)}` says {error!r}")
+    return ended.stdout
 
 
 def _stale() -> list[str]:
-    """Namespaces of labs whose process is gone."""
+    """Namespaces whose process is gone."""
     found = []
     for path in _NAMES.glob(f"{_PREFIX}-*-*"):
         pid = path.name.split("-")[1]
@@ -190,36 +186,36 @@ def _stale() -> list[str]:
 
 
 def _remove(names: Sequence[str]) -> None:
-    """Ends all processes in these namespaces and removes them, those that are there."""
-    there = [name for name in names if (_NAMES / name).exists()]
-    limit = time.monotonic() + _ENDING_S
-    while (pids := _pids(there)) and time.monotonic() < limit:  # again: some may just have started others
+    """Ends all processes in these namespaces, and removes those that exist."""
+    existing = [name for name in names if (_NAMES / name).exists()]
+    deadline = time.monotonic() + _ENDING_S
+    while (pids := _pids(existing)) and time.monotonic() < deadline:  # again: some may just have started others
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    for name in there:
+    for name in existing:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def _pids(names: Sequence[str]) -> set[int]:
-    """The processes in these namespaces, but for this one."""
+    """The processes in these namespaces, except this process."""
     listed = [subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=False).stdout for name in names]
     return {int(pid) for pids in listed for pid in pids.split()} - {os.getpid()}
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP are exceptions, as Ctrl-C is one: a process that they end runs no `finally`.
+    """Turns SIGTERM and SIGHUP into exceptions, like Ctrl-C: a process that a signal ends runs no `finally`.
 
-    One that is ignored, as SIGHUP is under nohup, stays so.
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     try:
-        before = {number: signal.signal(number, end) for number in heard}
+        before = {number: signal.signal(number, end) for number in handled}
     except ValueError:  # not the main thread
         yield
         return

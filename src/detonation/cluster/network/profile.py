@@ -1,4 +1,4 @@
-"""Profile: what was measured of a cluster, as it stands in `profile.json`."""
+"""The measurements of a cluster, and `profile.json`, the file that holds them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+PROFILE_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One size of one operation: a rank sends `bytes_sent` in `seconds` (median; `spread` is their IQR / median)."""
+    """The time of one message size: a rank sends `bytes_sent` in `seconds` (median; `spread` is IQR / median)."""
 
     bytes_sent: int
     seconds: float
@@ -20,10 +20,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Operation:
-    """A straight line through the samples: seconds = latency_s + 8 * bytes_sent / rate_bits_per_s, as one rank sees it.
+    """A collective as one rank sees it, a straight line: seconds = latency_s + 8 * bytes_sent / rate_bits_per_s.
 
-    All groups of the axis talk at once, as in training, so a node sends `per_node` times the rate. spread: the largest
-    relative distance of a sample from the line.
+    All groups of the axis send at once, as in training, so a node sends at `per_node` times the rate.
+    spread: the largest relative distance of a sample from the line.
     """
 
     latency_s: float
@@ -32,13 +32,13 @@ class Operation:
     samples: Sequence[Sample] = ()
 
     def seconds(self, nbytes: float) -> float:
-        """How long the operation takes in which a rank sends `nbytes`."""
+        """The duration of the operation when each rank sends `nbytes`."""
         return self.latency_s + 8 * nbytes / self.rate_bits_per_s
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two places of an axis that sent to each other at once, nobody else talking."""
+class LinkSample:
+    """Two replicas that sent to each other at once, while all others were silent."""
 
     first: int
     second: int
@@ -47,23 +47,23 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One axis of the mesh: `size` places, each with `per_node` ranks that share its wire."""
+class AxisProfile:
+    """One axis of the mesh: `size` nodes, each with `per_node` ranks that share its link."""
 
     size: int
     per_node: int
     operations: Mapping[str, Operation]
-    pairs: Sequence[Pair] = ()
+    pairs: Sequence[LinkSample] = ()
 
     @property
-    def slowest(self) -> Pair | None:
+    def slowest(self) -> LinkSample | None:
         """The pair with the lowest rate."""
         return min(self.pairs, key=lambda pair: pair.rate_bits_per_s, default=None)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an optimizer's step in which a message is made and everyone's are read, and of one without."""
+    """Seconds of an optimizer's step with an exchange (encoding and decoding, no network), and without an exchange."""
 
     exchange_s: float
     local_s: float
@@ -71,10 +71,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Compute:
-    """One step of a recipe's training on this machine, without the network.
+    """One training step of a recipe on this machine, without the network.
 
-    forward_backward_s: median, give or take `spread` (IQR / median). steps: what the optimizer's step takes under each
-    scheme, with the base optimizer that the recipe has for it.
+    forward_backward_s: median. spread: its IQR / median. steps: the times of the optimizer's step by scheme, each with
+    the base optimizer that the recipe has for it.
     """
 
     recipe: str
@@ -86,31 +86,33 @@ class Compute:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `detonation probe` measured."""
+    """The result of `detonation probe`."""
 
     replicas: int
     shards: int
     backend: str
-    axes: Mapping[str, Axis]
+    axes: Mapping[str, AxisProfile]
     compute: Compute | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Writes it to `path`, and returns what stands there."""
-        table = {"format": FORMAT, **asdict(self)}
+        """Writes the profile to `path`; returns the table in the file."""
+        table = {"format": PROFILE_FORMAT, **asdict(self)}
         path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         return table
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
-        """The profile at `path`. Raises `ValueError` where it is not one of this version."""
+        """Reads the profile at `path`. Raises `ValueError` where it is no profile, or of another version."""
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no profile ({error}): make one with detonation probe --out {path}") from error
         version = table.pop("format", None) if isinstance(table, dict) else None
-        if version != FORMAT:
-            raise ValueError(f"{path} has format {version}, this version reads {FORMAT}: measure again with probe")
+        if version != PROFILE_FORMAT:
+            raise ValueError(
+                f"{path} has format {version}, this version reads {PROFILE_FORMAT}: measure again with probe"
+            )
         try:
             return cls.of(table)
         except (TypeError, KeyError, AttributeError) as error:
@@ -118,18 +120,18 @@ class Profile:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> "Profile":
-        """The profile that `asdict` made a table of."""
+        """The inverse of `asdict`."""
         axes = {name: _axis(axis) for name, axis in table["axes"].items()}
         compute = table["compute"] and _compute(table["compute"])
         return cls(**{**table, "axes": axes, "compute": compute})
 
 
-def _axis(table: Mapping[str, Any]) -> Axis:
+def _axis(table: Mapping[str, Any]) -> AxisProfile:
     operations = {
         name: Operation(**{**operation, "samples": [Sample(**sample) for sample in operation["samples"]]})
         for name, operation in table["operations"].items()
     }
-    return Axis(**{**table, "operations": operations, "pairs": [Pair(**pair) for pair in table["pairs"]]})
+    return AxisProfile(**{**table, "operations": operations, "pairs": [LinkSample(**pair) for pair in table["pairs"]]})
 
 
 def _compute(table: Mapping[str, Any]) -> Compute:

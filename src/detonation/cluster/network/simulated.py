@@ -1,7 +1,7 @@
-"""Virtual replicas: many in one process, each the code of a real one, joined by wires that nothing travels over.
+"""Simulated replicas: many in one process, which run the code of real replicas over communicators without a network.
 
-Each replica is a thread, because that code waits in the middle of what it does; but only one runs at a time, until it
-waits for a message that is not there yet, and the next is always the next in replica order. So a run is deterministic.
+Each replica is a thread, because its code waits in the middle of a step. Only one thread runs at a time: until it waits
+for a message that is not there yet, and then the next in replica order takes over. So a run is deterministic.
 """
 
 import threading
@@ -12,107 +12,109 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Abandoned(RuntimeError):
-    """Another replica failed, so this one cannot go on."""
+    """Another replica failed, so this replica cannot go on."""
 
 
-def play(act: Callable[["VirtualWire"], T], replicas: int) -> list[T]:
-    """What `act` returns for each of `replicas` virtual replicas, given its wire. Raises what the first to fail raised.
+def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: int) -> list[_T]:
+    """Calls `act` for each of `replicas` simulated replicas with its communicator; returns the results.
 
-    `act` must start the same collectives in the same order on each. Random generators of the process are shared: seed
-    them before drawing.
+    `act` must start the same collectives in the same order on each replica. The random generators of the process are
+    shared: seed them before drawing.
+
+    Raises the exception of the first replica that failed.
     """
-    stage = _Stage(replicas)
-    results: dict[int, T] = {}
-    gone, news = [False] * replicas, SimpleQueue[None]()
+    scheduler = _Scheduler(replicas)
+    results: dict[int, _T] = {}
+    ended, ends = [False] * replicas, SimpleQueue[None]()
 
-    def live(replica: int) -> None:
+    def run(replica: int) -> None:
         try:
-            stage.enter(replica)
-            results[replica] = act(VirtualWire(replica, stage))
+            scheduler.enter(replica)
+            results[replica] = act(SimulatedCommunicator(replica, scheduler))
         except BaseException as error:
-            stage.fail(error)
+            scheduler.fail(error)
         finally:
-            stage.leave(replica)
-            gone[replica] = True
-            news.put(None)
+            scheduler.leave(replica)
+            ended[replica] = True
+            ends.put(None)
 
-    def all_gone() -> None:  # Thread.join takes a thread for ended when Ctrl-C comes while it waits for it
-        while not all(gone):
-            news.get()
+    def wait_for_all() -> None:  # Thread.join takes a thread for ended when Ctrl-C comes while it waits for it
+        while not all(ended):
+            ends.get()
 
     for replica in range(replicas):
-        threading.Thread(target=live, args=(replica,), name=f"replica {replica}", daemon=True).start()
+        threading.Thread(target=run, args=(replica,), name=f"replica {replica}", daemon=True).start()
     try:
-        stage.begin()  # here, where Ctrl-C finds all of them
-        all_gone()
-    except BaseException as error:  # Ctrl-C: each ends at its next wait
-        stage.fail(error)
-        all_gone()
-    if stage.failure is not None:
-        raise stage.failure
+        scheduler.begin()  # within try: Ctrl-C from here on finds all threads started
+        wait_for_all()
+    except BaseException as error:  # Ctrl-C: each replica ends at its next wait
+        scheduler.fail(error)
+        wait_for_all()
+    if scheduler.failure is not None:
+        raise scheduler.failure
     return [results[replica] for replica in range(replicas)]
 
 
-class VirtualWire:
-    """One virtual replica's end of the axis that joins all. What it returns is shared between them."""
+class SimulatedCommunicator:
+    """One simulated replica's end of the axis. The tensors that it returns are shared between all replicas."""
 
-    def __init__(self, replica: int, stage: "_Stage") -> None:
-        self.replica, self._stage = replica, stage
+    def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
+        self.replica, self._scheduler = replica, scheduler
         self._started = 0
 
     def size(self) -> int:
-        return self._stage.replicas
+        return self._scheduler.replicas
 
-    def reduce(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         return self._collective(values, _sum)
 
-    def gather(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
         return self._collective(mine, torch.stack)
 
-    def swap(self, mine: Tensor) -> Callable[[], Tensor]:
-        everyones = self._collective(mine.view(self.size(), -1), torch.stack)
-        return lambda: everyones()[:, self.replica]
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        gathered = self._collective(mine.view(self.size(), -1), torch.stack)
+        return lambda: gathered()[:, self.replica]
 
-    def _collective(self, given: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
-        meeting = self._stage.meeting(self._started, combine)
+    def _collective(self, mine: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
+        collective = self._scheduler.collective(self._started, combine)
         self._started += 1
-        meeting.given[self.replica] = given
-        return lambda: self._stage.wait(self.replica, meeting)
+        collective.inputs[self.replica] = mine
+        return lambda: self._scheduler.wait(self.replica, collective)
 
 
-class _Meeting:
-    """One collective: what each has given, and what comes of it, computed once for all."""
+class _Collective:
+    """One collective: the input of each replica, and the result, computed once for all."""
 
     def __init__(self, replicas: int, combine: Callable[[list[Tensor]], Tensor]) -> None:
-        self.given: dict[int, Tensor] = {}
+        self.inputs: dict[int, Tensor] = {}
         self._replicas, self._combine = replicas, combine
         self._result: Tensor | None = None
 
     @property
     def complete(self) -> bool:
-        return self._result is not None or len(self.given) == self._replicas
+        return self._result is not None or len(self.inputs) == self._replicas
 
     def result(self) -> Tensor:
         if self._result is None:
-            self._result = self._combine([self.given[replica] for replica in range(self._replicas)])
-            self.given.clear()
+            self._result = self._combine([self.inputs[replica] for replica in range(self._replicas)])
+            self.inputs.clear()
         return self._result
 
 
-class _Stage:
-    """Whose turn it is, and the collectives that not all have started yet."""
+class _Scheduler:
+    """Lets one replica run at a time, and holds the collectives that not all replicas have started yet."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
         self.failure: BaseException | None = None
         self._turns = [threading.Semaphore(0) for _ in range(replicas)]
-        self._here = [True] * replicas
-        self._open: dict[int, _Meeting] = {}
-        self._idle = 0  # turns in a row in which nobody got what it waited for
+        self._running = [True] * replicas
+        self._open: dict[int, _Collective] = {}
+        self._idle = 0  # turns in a row in which no replica received its result
 
     def begin(self) -> None:
         """Gives the first replica its turn."""
@@ -126,26 +128,26 @@ class _Stage:
 
     def leave(self, replica: int) -> None:
         """Ends the last turn of `replica`."""
-        self._here[replica] = False
+        self._running[replica] = False
         self._next(replica)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all: each raises `Abandoned` when it would wait, or when its turn comes."""
+        """Ends all replicas: each raises `Abandoned` when it would wait, or when its turn comes."""
         if self.failure is None:
             self.failure = error
 
-    def meeting(self, number: int, combine: Callable[[list[Tensor]], Tensor]) -> _Meeting:
+    def collective(self, number: int, combine: Callable[[list[Tensor]], Tensor]) -> _Collective:
         """The collective that each replica starts as its `number`-th."""
         if number not in self._open:
-            self._open[number] = _Meeting(self.replicas, combine)
-        meeting = self._open[number]
-        if len(meeting.given) == self.replicas - 1:  # all are here now: those who wait for it hold it themselves
+            self._open[number] = _Collective(self.replicas, combine)
+        collective = self._open[number]
+        if len(collective.inputs) == self.replicas - 1:  # the last replica has come: whoever waits holds a reference
             del self._open[number]
-        return meeting
+        return collective
 
-    def wait(self, replica: int, meeting: _Meeting) -> Tensor:
-        """What comes of `meeting`; lets the others run until all have come."""
-        while not meeting.complete:
+    def wait(self, replica: int, collective: _Collective) -> Tensor:
+        """Lets the others run until all have started `collective`; returns its result."""
+        while not collective.complete:
             self._idle += 1
             if self._idle > self.replicas:
                 raise RuntimeError(f"virtual replica {replica} waits for what the others do not send")
@@ -153,12 +155,12 @@ class _Stage:
             self._turns[replica].acquire()
             self._check()
         self._idle = 0
-        return meeting.result()
+        return collective.result()
 
     def _next(self, replica: int) -> None:
         for ahead in range(1, self.replicas + 1):
             other = (replica + ahead) % self.replicas
-            if self._here[other]:
+            if self._running[other]:
                 self._turns[other].release()
                 return
 
@@ -167,9 +169,9 @@ class _Stage:
             raise Abandoned("another replica failed")
 
 
-def _sum(everyones: list[Tensor]) -> Tensor:
-    """The sum in replica order; a real network may add in another one, which is equal but for rounding."""
-    total = everyones[0] + everyones[1] if len(everyones) > 1 else everyones[0].clone()
-    for one in everyones[2:]:
-        total += one
+def _sum(tensors: list[Tensor]) -> Tensor:
+    """The sum in replica order. A real network may add in another order, and so round differently."""
+    total = tensors[0] + tensors[1] if len(tensors) > 1 else tensors[0].clone()
+    for tensor in tensors[2:]:
+        total += tensor
     return total

@@ -1,4 +1,4 @@
-"""Why a rank ended, in one line, and whether that is a cause or only the echo of another rank's end."""
+"""The cause of a rank's end in one line, and whether it only follows from another rank's end."""
 
 import signal
 import time
@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 _NETWORK_WORDS = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "socket")
-ECHO_S = 2.0
-"""How long the cause may take to be known when a rank only lost its connection."""
+ROOT_CAUSE_WAIT_S = 2.0
+"""How long to wait for the root cause when a rank only lost its connection."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: the exception's class and text, or the signal; `network` marks what a peer's end can cause.
+    """The end of one rank.
 
-    complete: the text says what it is about, so that the rank that it happened on adds nothing.
+    kind: the class of the exception, or the name of the signal. text: the message. when: `time.time()`.
+    network: the end of a peer can cause this failure. bad_input: the user can mend it.
+    complete: the text names its subject, so that the rank need not be added.
     """
 
     rank: int
@@ -31,17 +33,17 @@ class Failure:
 
 
 class RunError(RuntimeError):
-    """A failure whose message says all that a person needs to know."""
+    """A failure whose message is complete: it needs no class name and no rank beside it."""
 
 
-class Echo(RunError):
-    """This rank stops because another one failed, which tells why."""
+class SecondaryFailure(RunError):
+    """This rank stops because another rank failed and reports the cause."""
 
 
 class WorldError(RuntimeError):
-    """A rank failed; carries the first real cause, not what its end did to its peers.
+    """A rank failed. Carries the root cause, not the effects of that rank's end on its peers.
 
-    told: another process of the same launcher shows it already.
+    told: another process of the same launcher has reported it already.
     """
 
     def __init__(self, failure: Failure, world_size: int, told: bool = False) -> None:
@@ -50,7 +52,7 @@ class WorldError(RuntimeError):
         super().__init__(where + failure.text)
 
 
-def by_exception(rank: int, error: BaseException) -> Failure:
+def failure_from_exception(rank: int, error: BaseException) -> Failure:
     """The failure of a rank that raised `error`."""
     return Failure(
         rank,
@@ -58,29 +60,29 @@ def by_exception(rank: int, error: BaseException) -> Failure:
         type(error).__name__,
         describe(error),
         "".join(traceback.format_exception(error)),
-        network=is_network(error),
+        network=is_network_error(error),
         bad_input=isinstance(error, ValueError),
         complete=isinstance(error, ValueError | RunError),
     )
 
 
-def by_exit(rank: int, code: int) -> Failure:
-    """The failure of a rank that ended with `code` and said nothing; below 0 it is a signal."""
+def failure_from_exit_code(rank: int, code: int) -> Failure:
+    """The failure of a rank that ended with `code` and left no message; below 0 it is a signal."""
     if code > 0:
         return Failure(rank, time.time(), "SystemExit", f"ended with code {code} and no message")
     name = signal.Signals(-code).name
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may be an echo.
+    # gloo aborts the process when a peer is gone at the wrong moment, so SIGABRT may follow from another rank's end.
     return Failure(rank, time.time(), name, f"ended by {name}{hint}", network=-code == signal.SIGABRT)
 
 
-def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest failure, one that no peer's end explains before one that it does."""
+def root_cause(failures: Sequence[Failure]) -> Failure | None:
+    """The earliest failure that no peer's end explains; where there is none, the earliest of all."""
     return min(failures, key=lambda failure: (failure.network, failure.when), default=None)
 
 
 def describe(error: BaseException) -> str:
-    """One line for a person: the message, and before it the class where the message alone would not tell."""
+    """One line for a person: the message, after the class of the error where the message alone is not clear."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
@@ -91,8 +93,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def is_network(error: BaseException) -> bool:
-    """Could this be only the echo of another rank's end?"""
-    if isinstance(error, dist.DistError | ConnectionError | Echo):
+def is_network_error(error: BaseException) -> bool:
+    """True where the end of another rank may be the only cause of `error`."""
+    if isinstance(error, dist.DistError | ConnectionError | SecondaryFailure):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _NETWORK_WORDS)

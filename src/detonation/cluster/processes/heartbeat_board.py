@@ -1,4 +1,4 @@
-"""Board: a few bytes that all ranks of a world can write and read, apart from its process groups."""
+"""The heartbeat board: a few bytes that all ranks of a world can write and read, apart from its process groups."""
 
 import contextlib
 import os
@@ -12,33 +12,36 @@ from torch.distributed.distributed_c10d import Store
 _BYTES = 8
 _NOTHING = "-"
 _READING_S = 2.0
-"""How long the others may take to read the last notice; those that are lost never do."""
+"""How long the others may take to read the last notice; lost ranks never do."""
 
 
-class Board(Protocol):
-    """Each rank counts on it, and the first that knows why the world must end puts up a notice."""
+class HeartbeatBoard(Protocol):
+    """Each rank counts on it, and the first rank that knows why the world must end posts a notice.
+
+    Methods raise `RuntimeError` or `OSError` where the board is lost.
+    """
 
     where: str
-    """What must be reachable for it to work, in words."""
+    """The place that must be reachable for the board to work, in words."""
 
-    def count(self, rank: int, value: int) -> None:
-        """Puts the count of `rank`, above 0."""
+    def write_count(self, rank: int, count: int) -> None:
+        """Sets the count of `rank`, above 0."""
         ...
 
-    def counts(self, ranks: Sequence[int]) -> list[int]:
+    def read_counts(self, ranks: Sequence[int]) -> list[int]:
         """The counts of `ranks`."""
         ...
 
-    def post(self, notice: str) -> str:
-        """Puts `notice` up unless another hangs there; returns the one that hangs there."""
+    def post_notice(self, notice: str) -> str:
+        """Posts `notice` unless there is one already; returns the notice on the board."""
         ...
 
-    def posted(self) -> str:
-        """The notice that hangs there; "" for none."""
+    def read_notice(self) -> str:
+        """The notice on the board; "" for none."""
         ...
 
     def close(self, others: int) -> None:
-        """For the end of a rank that failed: where it keeps the board, it waits until `others` have closed it too."""
+        """Ends the use of the board after a failure; the host of the board waits until `others` have closed it too."""
         ...
 
 
@@ -50,57 +53,59 @@ class FileBoard:
         self._notice = folder / "notice"
         self._counts = os.open(folder / "counts", os.O_RDWR | os.O_CREAT, 0o600)
 
-    def count(self, rank: int, value: int) -> None:
-        os.pwrite(self._counts, value.to_bytes(_BYTES, "little"), rank * _BYTES)
+    def write_count(self, rank: int, count: int) -> None:
+        os.pwrite(self._counts, count.to_bytes(_BYTES, "little"), rank * _BYTES)
 
-    def counts(self, ranks: Sequence[int]) -> list[int]:
+    def read_counts(self, ranks: Sequence[int]) -> list[int]:
         return [int.from_bytes(os.pread(self._counts, _BYTES, rank * _BYTES), "little") for rank in ranks]
 
-    def post(self, notice: str) -> str:
-        mine = self._notice.with_name(f"notice-{os.getpid()}")
-        mine.write_text(notice, encoding="utf-8")
+    def post_notice(self, notice: str) -> str:
+        draft = self._notice.with_name(f"notice-{os.getpid()}")
+        draft.write_text(notice, encoding="utf-8")
         with contextlib.suppress(FileExistsError):
-            self._notice.hardlink_to(mine)  # whole or not at all, and only one of them
-        return self.posted()
+            self._notice.hardlink_to(draft)  # atomic: whole or absent, and only the first succeeds
+        return self.read_notice()
 
-    def posted(self) -> str:
+    def read_notice(self) -> str:
         return self._notice.read_text(encoding="utf-8") if self._notice.exists() else ""
 
     def close(self, others: int) -> None:
-        """A file stays."""
+        """Does nothing: the files stay for the others to read."""
 
 
 class StoreBoard:
-    """A board in the store at which the ranks met, over a connection of its own.
+    """A board in the store of the rendezvous, over a connection of its own.
 
-    keeper: who keeps the store, in words; mine: is it this process? Raises `RuntimeError` where it is lost.
+    Args:
+        host: the process that hosts the store, in words.
+        hosted_here: this process hosts it.
     """
 
-    def __init__(self, store: Store, rank: int, keeper: str, mine: bool) -> None:
-        self._mine = mine
+    def __init__(self, store: Store, rank: int, host: str, hosted_here: bool) -> None:
+        self._hosted_here = hosted_here
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self.where = f"the store, which {keeper} keeps"
+        self.where = f"the store, which {host} keeps"
         self._store.compare_set(_key("notice"), "", _NOTHING)
-        self.count(rank, 1)
+        self.write_count(rank, 1)
 
-    def count(self, rank: int, value: int) -> None:
-        self._store.set(_key(rank), str(value))
+    def write_count(self, rank: int, count: int) -> None:
+        self._store.set(_key(rank), str(count))
 
-    def counts(self, ranks: Sequence[int]) -> list[int]:
+    def read_counts(self, ranks: Sequence[int]) -> list[int]:
         return [int(value) for value in self._store.multi_get([_key(rank) for rank in ranks])]
 
-    def post(self, notice: str) -> str:
+    def post_notice(self, notice: str) -> str:
         self._store.compare_set(_key("notice"), _NOTHING, notice)
-        return self.posted()
+        return self.read_notice()
 
-    def posted(self) -> str:
+    def read_notice(self) -> str:
         notice: str = self._store.multi_get([_key("notice")])[0].decode()
         return "" if notice == _NOTHING else notice
 
     def close(self, others: int) -> None:
-        limit = time.monotonic() + _READING_S
-        closed = self._store.add(_key("closed"), 0 if self._mine else 1)
-        while self._mine and closed < others and time.monotonic() < limit:
+        deadline = time.monotonic() + _READING_S
+        closed = self._store.add(_key("closed"), 0 if self._hosted_here else 1)
+        while self._hosted_here and closed < others and time.monotonic() < deadline:
             time.sleep(_READING_S / 100)
             closed = self._store.add(_key("closed"), 0)
 

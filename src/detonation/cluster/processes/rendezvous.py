@@ -1,4 +1,4 @@
-"""Where processes meet, and the network interface that their sockets keep to."""
+"""The store where processes meet, and the network interface that their sockets keep to."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,73 +15,82 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Where torch's network libraries look for the interface that they listen on."""
+"""The variables from which torch's network libraries read the interface to listen on."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-_MEETING_S = 300.0
+_RENDEZVOUS_TIMEOUT_S = 300.0
 _POLL_S = 0.02
 
 
-def meet(rank: int, world_size: int, folder: Path | None = None) -> Store:
-    """The store at which all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
+def rendezvous_store(rank: int, world_size: int, folder: Path | None = None) -> Store:
+    """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
 
-    torchrun's agent keeps that one, on all interfaces of its machine. Otherwise rank 0 does, on MASTER_ADDR alone.
-    What an earlier attempt left in a store that lives on is out of sight.
+    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on MASTER_ADDR
+    alone. Keys that an earlier attempt left in a store of the agent are out of sight.
+
+    Raises:
+        ValueError: another process has the port.
+        TimeoutError: the ranks did not meet within 300 s.
     """
     if folder is not None:
         return FileStore(str(folder / "rendezvous"), world_size)
-    if rank or _agent_keeps(os.environ):
+    if rank or _agent_hosts_store(os.environ):
         store: Store = next(iter(rendezvous("env://", rank, world_size)))[0]
-        return PrefixStore(_attempt(store, rank, world_size), store) if _agent_keeps(os.environ) else store
+        return PrefixStore(_attempt_name(store, rank, world_size), store) if _agent_hosts_store(os.environ) else store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = _listen(address, port)
-    timeout = timedelta(seconds=_MEETING_S)
+    timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
     return TCPStore(
         address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
     )
 
 
-def _attempt(store: Store, rank: int, world_size: int) -> str:
-    """A name for this attempt, the same on all its ranks and on none of an earlier one's.
+def _attempt_name(store: Store, rank: int, world_size: int) -> str:
+    """A name for this attempt, the same on all its ranks and different from every earlier attempt.
 
     After a restart the store still holds the addresses of ranks that are gone. Counts of restarts differ between
     agents, so the ranks greet each other: rank 0 answers each greeting with the name that it chose, until each rank
-    has confirmed that name; only a greeting of this attempt makes a rank believe the answer.
+    has confirmed that name; only an answer to a greeting of this attempt is believed.
     """
-    mine, limit = secrets.token_hex(8), time.monotonic() + _MEETING_S
+    token, deadline = secrets.token_hex(8), time.monotonic() + _RENDEZVOUS_TIMEOUT_S
     others = range(1, world_size)
     for other in others if rank == 0 else [rank]:
         for kind in ("greeting", "answer", "name"):
             store.compare_set(_key(kind, other), "", "-")
-    while time.monotonic() < limit:
+    while time.monotonic() < deadline:
         if rank == 0:
             for other in others:
-                store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {mine}")
-            if all(store.get(_key("name", other)).decode() == mine for other in others):
-                return mine
+                store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {token}")
+            if all(store.get(_key("name", other)).decode() == token for other in others):
+                return token
         else:
-            store.set(_key("greeting", rank), mine)
+            store.set(_key("greeting", rank), token)
             greeting, _, name = store.get(_key("answer", rank)).decode().partition(" ")
-            if greeting == mine:
+            if greeting == token:
                 store.set(_key("name", rank), name)
                 return name
         time.sleep(_POLL_S)
-    raise TimeoutError(f"the {world_size} ranks did not meet within {_MEETING_S:.0f} s")
+    raise TimeoutError(f"the {world_size} ranks did not meet within {_RENDEZVOUS_TIMEOUT_S:.0f} s")
 
 
 def _key(kind: str, rank: int) -> str:
     return f"detonation/{kind}/{rank}"
 
 
-def store_keeper(env: MutableMapping[str, str]) -> str:
-    """Who keeps the store of a launched world, in words."""
+def describe_store_host(env: Mapping[str, str]) -> str:
+    """The process that hosts the store of a launched world, in words."""
     where = f"{env.get('MASTER_ADDR', '?')}:{env.get('MASTER_PORT', '?')}"
-    return f"the launcher at {where}" if _agent_keeps(env) else f"rank 0 at {where}"
+    return f"the launcher at {where}" if _agent_hosts_store(env) else f"rank 0 at {where}"
 
 
 def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, interface: str = "") -> None:
-    """Sets the interface for torch's network libraries: `interface`, else what `env` says, else loopback if possible.
+    """Sets the interface of torch's network libraries in `env`.
 
-    Raises `ValueError` for an interface that this machine does not have.
+    Args:
+        one_machine: all ranks are on this machine, so that loopback serves unless `env` names another interface.
+        interface: takes precedence over `env`; "" leaves the choice to it.
+
+    Raises:
+        ValueError: this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
     if interface and interface not in known:
@@ -93,12 +102,12 @@ def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, inte
             env.setdefault(name, LOOPBACK)
 
 
-def _agent_keeps(env: MutableMapping[str, str]) -> bool:
+def _agent_hosts_store(env: Mapping[str, str]) -> bool:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `address`; on all interfaces where the address is not this machine's own.
+    """A socket that listens on `address`, or on all interfaces where the address is not this machine's own.
 
     Raises `ValueError` where another process has the port.
     """

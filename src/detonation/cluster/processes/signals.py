@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted at once, whatever code the process is in, and obeyed where a step ends."""
+"""Signals that ask a run to stop: recorded at once in any code, and obeyed at the end of a step."""
 
 import os
 import signal
@@ -7,31 +7,31 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks for a checkpoint and an end: a scheduler that preempts, or a person."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Requests to save a checkpoint and end, from a scheduler that preempts or from a person."""
 
 SAME_REQUEST_S = 1.0
-"""Within this time a further signal is the same request: one sent to all processes also comes from the launcher."""
+"""A further signal within this time is the same request: a signal to all processes also comes from the launcher."""
 
 
 class Stop:
-    """The signal that has asked this process to stop, as its number; 0 before there was one."""
+    """The number of the signal that has asked this process to stop; 0 before there was a signal."""
 
     def __init__(self) -> None:
         self.number = 0
-        self.last_act: Callable[[], None] = lambda: None  # of a process that ends at once
+        self.last_act: Callable[[], None] = lambda: None  # called before the process ends at once
         self._since = 0.0
 
     def __bool__(self) -> bool:
         return self.number != 0
 
-    def take(self, number: int) -> None:
-        """Takes in a signal: notes the first request, ends the process at once on a second one or on Ctrl-C."""
+    def receive(self, number: int) -> None:
+        """Records the first request. Ends the process at once on a second request or on Ctrl-C."""
         now = time.monotonic()
         if number == signal.SIGINT or (self and now - self._since > SAME_REQUEST_S):
             self.last_act()
             os._exit(128 + number)
-        if not self and number in STOPPING:
+        if not self and number in STOP_SIGNALS:
             self._since, self.number = now, number
 
 
@@ -40,9 +40,10 @@ _stop: Stop | None = None
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Within it SIGTERM and SIGUSR1 are noted in what it yields; a second one ends the process with 128 + its number.
+    """Records SIGTERM and SIGUSR1 in the `Stop` that it yields; a second signal ends the process with 128 + its number.
 
-    So does Ctrl-C, unless it was ignored before. Only the main thread may enter; within another one it is that one.
+    Ctrl-C ends the process too, unless it was ignored before. Only the main thread may enter. A nested use yields the
+    outer `Stop`.
     """
     global _stop
     if _stop is not None:
@@ -52,10 +53,10 @@ def stoppable() -> Iterator[Stop]:
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     # Python runs handlers between two of its own instructions, and a rank may wait inside the network library for
-    # long. What C has written into the pipe by then, another thread reads at once.
+    # long. The C handler writes into the pipe at once, and another thread reads it.
     watcher = threading.Thread(target=_watch, args=(receiver, stop), name="signals", daemon=True)
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    numbers = STOPPING if ignored else (*STOPPING, signal.SIGINT)
+    numbers = STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGINT)
     descriptor = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     watcher.start()
@@ -73,4 +74,4 @@ def stoppable() -> Iterator[Stop]:
 
 def _watch(receiver: int, stop: Stop) -> None:
     while data := os.read(receiver, 1):
-        stop.take(data[0])
+        stop.receive(data[0])

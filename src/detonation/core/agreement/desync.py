@@ -1,25 +1,25 @@
-"""Drift: what must be equal on all replicas and is not, found by a checksum a tensor, and mended from the majority."""
+"""Desync: tensors that must be equal on all replicas and are not, found by one checksum per tensor, and repaired from
+the majority."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from detonation.core.integrity.header import checksum, number
+from detonation.core.compute.checksum import checksum
+from detonation.core.integrity.guard import hash63
 from detonation.core.link.link import Link
-
-OnDrift = Literal["stop", "repair"]
-ON_DRIFT: tuple[str, ...] = get_args(OnDrift)
 
 
 @dataclass(frozen=True)
 class Difference:
     """A tensor that is not the same on all replicas.
 
-    odd: the replicas that differ; source: one of the majority, or replica 0 where there is none, as with two replicas.
+    Args:
+        odd: The replicas that differ.
+        source: A replica of the majority, or replica 0 where there is none, as with two replicas.
     """
 
     name: str
@@ -33,11 +33,13 @@ class Difference:
 
 
 def differences(link: Link, tensors: Mapping[str, Tensor], device: torch.device) -> list[Difference]:
-    """Those of `tensors` that are not bitwise equal on all replicas; the same list on all of them. Collective.
+    """The `tensors` that are not bitwise equal on all replicas; the same list on all of them. Collective.
 
     Reads every tensor once and sends 8 bytes for each; not counted as sent.
+
+    Shapes: any.
     """
-    names = torch.tensor([number(repr(list(tensors)))], device=device)
+    names = torch.tensor([hash63(repr(list(tensors)))], device=device)
     if len(set(link.collect(names).view(-1).tolist())) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum([tensor]).to(device) for tensor in tensors.values()]
@@ -48,13 +50,15 @@ def differences(link: Link, tensors: Mapping[str, Tensor], device: torch.device)
     return [difference for difference in found if difference]
 
 
-def mended(link: Link, difference: Difference, tensor: Tensor) -> Tensor:
-    """What the source holds, on every replica. Collective.
+def repaired(link: Link, difference: Difference, tensor: Tensor) -> Tensor:
+    """The source's tensor, on every replica. Collective.
 
     The others add zeros to its bytes, so that all take the very same bits.
+
+    Shapes: any -> the same.
     """
     mine = tensor.contiguous().view(-1).view(torch.uint8).clone()
-    total = link.reduce(mine if link.replica == difference.source else mine.zero_())()
+    total = link.all_reduce(mine if link.replica == difference.source else mine.zero_())()
     return total.view(tensor.dtype).view(tensor.shape)
 
 

@@ -1,40 +1,45 @@
-"""Trial: what this process makes of a fixed message, because threads, processors and libraries round differently."""
+"""The self-test: what this process decodes a fixed message to, because threads, processors and libraries round
+differently."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Agreed
-from detonation.core.engine.native import engine_for
-from detonation.core.flat.layout import digest
+from detonation.core.codec.aggregate import Received
+from detonation.core.engine.compiled import engine_for
+from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
 
-TRIAL = "decode of a test vector"
+SELFTEST = "decode of a test vector"
 _SHAPE = (512, 512)
 
 
-def trial(scheme: Scheme, device: torch.device, seed: int, kernels: bool) -> str:
-    """A hash of what two fixed signals become: told, decoded as in training, and stepped on as optimizers do.
+def selftest(scheme: Scheme, runtime: Runtime) -> str:
+    """A hash of two fixed signals after encoding, decoding as in training, and a step as optimizers take it.
 
     Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
     """
-    layout = scheme.codec.layout({"trial": _SHAPE})
-    agreed = Agreed([], [], scheme.combine)
+    layout = scheme.codec.layout({"selftest": _SHAPE})
+    received = Received([], [], scheme.aggregation)
     for scale in (1.0, 3.0):
-        memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
-        engine = engine_for(scheme.codec, layout, memory, device, seed, kernels)
-        selected = engine.select([scale * _ramp(device)], 0)
-        read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
-        agreed = replace(agreed, values=[*agreed.values, read], columns=[*agreed.columns, selected.columns])
-    update = torch.empty(_SHAPE, device=device)
-    engine.write(agreed, [update])
-    return digest([update, _stepped(update)])[:16]
+        memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
+        engine = engine_for(scheme.codec, layout, memory, runtime)
+        selected = engine.encode([scale * _ramp(runtime.device)], 0)
+        read = scheme.codec.read(scheme.codec.encode(selected)[0], layout.rows)
+        received = replace(received, values=[*received.values, read], indices=[*received.indices, selected.indices])
+    update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
+    engine.write(received, [update])
+    mean = torch.zeros_like(update).lerp_(update, 0.1)
+    square = torch.zeros_like(update).addcmul_(update, update, value=0.001)
+    stepped = torch.ones_like(update).mul_(0.99).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
+    return digest([update, stepped])[:16]
 
 
-def conditions() -> str:
-    """What such a hash is known to depend on, in words."""
+def selftest_conditions() -> str:
+    """The settings that such a hash is known to depend on, in words."""
     return f"threads={torch.get_num_threads()}, cpu={torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -43,12 +48,3 @@ def _ramp(device: torch.device) -> Tensor:
     at = torch.arange(_SHAPE[0] * _SHAPE[1], dtype=torch.int64, device=device)
     mixed = (at * 2654435761) % 1048573  # a prime
     return ((mixed - 524286).to(torch.float32) / 65536 / 2 ** (at % 11).to(torch.float32)).view(_SHAPE)
-
-
-def _stepped(update: Tensor) -> Tensor:
-    """The operations of torch's optimizers: averages, squares, roots and quotients."""
-    mean, square = (
-        torch.zeros_like(update).lerp_(update, 0.1),
-        torch.zeros_like(update).addcmul_(update, update, value=0.001),
-    )
-    return torch.ones_like(update).mul_(0.99).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)

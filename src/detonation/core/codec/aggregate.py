@@ -1,102 +1,166 @@
-"""Combine: how the coefficients that several replicas tell become one."""
+"""Aggregations: how the coefficients that several replicas sent become one update."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.indices import Packed, numbers, small
+from detonation.core.codec.indices import PackedIndices, as_int64, narrow
 
-Combine = Literal["replicas", "senders", "majority", "clipped"]
-COMBINES: tuple[str, ...] = get_args(Combine)
+
+class Aggregation(Protocol):
+    """Pure, and the same bits on every replica: indices within a row are unique, so no two writes of one replica
+    collide, and replicas are taken in their order."""
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether each row of the result depends on that row of the messages alone, so that blocks of rows may go
+        through one after another."""
+        ...
+
+    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        """Aggregates one message per replica.
+
+        Args:
+            values: One `[rows, k]` fp32 per replica, in replica order.
+            indices: One `[rows, k]` int64 per replica, or None where `values` are whole rows.
+            chunk: Coefficients per row.
+
+        Returns:
+            `[rows, chunk]` fp32.
+        """
+        ...
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What replicas told, in replica order, and how it becomes one: the same on all of them.
+class Mean:
+    """The mean over all replicas; a replica that does not send a coefficient counts as 0."""
 
-    values: one `[rows, kept]` a replica; columns: theirs, or None where each tells whole rows. spent: to be called once
-    it is decoded, where that is worth while.
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        total = scatter_sum(values, indices, chunk)
+        return total / len(values) if len(values) > 1 else total
+
+
+@dataclass(frozen=True)
+class MeanNonzero:
+    """The mean over the replicas that sent a coefficient other than 0, as in the code published with DeMo."""
+
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        senders = scatter_sum([(v != 0).to(v.dtype) for v in values], indices, chunk)
+        return scatter_sum(values, indices, chunk) / senders.clamp_(min=1)
+
+
+@dataclass(frozen=True)
+class MajorityVote:
+    """The sign that most replicas sent, times the mean magnitude; 0 where they are even."""
+
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        signs = scatter_sum([v.sign() for v in values], indices, chunk).sign()
+        return signs * scatter_sum([v.abs() for v in values], indices, chunk) / len(values)
+
+
+@dataclass(frozen=True)
+class ClippedMean:
+    """The mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv 2508.15706).
+
+    One replica that is far too loud, or an attacker, does not drown the others.
+    """
+
+    rowwise: ClassVar[bool] = False
+
+    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        norms = torch.stack([v.norm() for v in values])
+        empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
+        rising = norms.masked_fill(empty, torch.inf).sort().values
+        middle = rising.gather(0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2)
+        scales = (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
+        return Mean()([v * scale for v, scale in zip(values, scales, strict=True)], indices, chunk)
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "mean": Mean(),
+    "mean_nonzero": MeanNonzero(),
+    "majority_vote": MajorityVote(),
+    "clipped_mean": ClippedMean(),
+}
+"""Aggregations by name; a further one is one entry."""
+
+
+def scatter_sum(values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+    """The sum of all messages.
+
+    Shapes: per replica values `[rows, k]` and indices `[rows, k]` int64, or None for whole rows -> `[rows, chunk]`.
+    """
+    total: Tensor | None = None
+    for sent, where in zip(values, indices, strict=True):
+        if where is None:
+            total = sent if total is None else total + sent
+        else:
+            total = torch.zeros(len(sent), chunk, dtype=sent.dtype, device=sent.device) if total is None else total
+            total.scatter_add_(1, where, sent)
+    assert total is not None
+    return total
+
+
+@dataclass(frozen=True)
+class Received:
+    """The messages that every replica received alike, in replica order, and how they become one update.
+
+    Args:
+        values: One `[rows, k]` fp32 per replica.
+        indices: The indices of each replica's values, or None where each replica sends whole rows.
+        aggregation: How they become one.
+        release: Returns the receive buffer; called once all of it is decoded.
     """
 
     values: Sequence[Tensor]
-    columns: Sequence[Tensor | Packed | None]
-    combine: Combine
-    spent: Callable[[], None] | None = None
+    indices: Sequence[Tensor | PackedIndices | None]
+    aggregation: Aggregation = Mean()
+    release: Callable[[], None] | None = None
 
-    @classmethod
-    def one(cls, values: Tensor, columns: Tensor | Packed | None) -> "Agreed":
-        """What one replica told, or what was combined already."""
-        return cls([values], [columns], "replicas")
-
-    def sparse(self, chunk: int) -> bool:
+    def is_sparse_mean(self, chunk: int) -> bool:
         """Whether it is a mean of few coefficients of each row."""
-        told = sum(values.shape[1] for values in self.values)
-        return self.combine == "replicas" and all(c is not None for c in self.columns) and told <= chunk // 4
+        sent = sum(values.shape[1] for values in self.values)
+        return isinstance(self.aggregation, Mean) and all(i is not None for i in self.indices) and sent <= chunk // 4
 
-    def split(self, rows: int) -> Iterator["Agreed"]:
-        """The same, some rows at a time, where replicas chose their own coefficients."""
+    def split(self, rows: int) -> Iterator["Received"]:
+        """The same in blocks of `rows` rows, where replicas chose their own coefficients."""
         for first in range(0, len(self.values[0]), rows):
             values = [v[first : first + rows] for v in self.values]
-            columns = [small(c)[first : first + rows] for c in self.columns if c is not None]
-            yield Agreed(values, columns, self.combine)
+            yield Received(
+                values, [narrow(i)[first : first + rows] for i in self.indices if i is not None], self.aggregation
+            )
 
-    def together(self) -> tuple[Tensor, Tensor]:
-        """All coefficients that go into that mean, and their columns; one that several tell is there several times."""
-        (rows, kept), count = self.values[0].shape, len(self.values)
-        values = self.values[0].new_empty(rows, count, kept)
-        columns = torch.empty(values.shape, dtype=torch.int32, device=values.device)
-        told = [small(where) for where in self.columns if where is not None]
+    def concatenated(self) -> tuple[Tensor, Tensor]:
+        """All coefficients that go into a sparse mean, and their indices; an index that several replicas sent is there
+        several times.
+
+        Shapes: -> values `[rows, replicas * k]` fp32, indices `[rows, replicas * k]` int32.
+        """
+        (rows, k), count = self.values[0].shape, len(self.values)
+        values = self.values[0].new_empty(rows, count, k)
+        indices = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+        sent = [narrow(where) for where in self.indices if where is not None]
         for i in range(count):  # torch.cat takes longer with rows so narrow
-            values[:, i], columns[:, i] = self.values[i], told[i]
-        return values.flatten(1).div_(count), columns.flatten(1)  # 2 x [rows, told]
+            values[:, i], indices[:, i] = self.values[i], sent[i]
+        return values.flatten(1).div_(count), indices.flatten(1)
 
 
-def combined(agreed: Agreed, chunk: int) -> Tensor:
-    """All coefficients of the flat.
+def aggregate(received: Received, chunk: int) -> Tensor:
+    """All coefficients of the update.
 
-    replicas: the mean over all of them, 0 from those that tell nothing of a coefficient.
-    senders: the mean over those that told one other than 0, as in the code published with DeMo.
-    majority: the sign that most tell, times the mean magnitude; 0 where they are even.
-    clipped: the mean over replicas, each scaled down to the median of their norms: one that is far too loud
-    (or an attacker) does not drown the others (as in SparseLoCo, arXiv 2508.15706).
-
-    Columns within a row are unique, so no two writes of one replica collide and every replica gets the same bits.
-    """  # [rows, chunk]
-    first = agreed.columns[0]
-    if all(columns is first for columns in agreed.columns):  # a shared selection: combined first, spread once
-        together = _combined(agreed.values, [None] * len(agreed.values), chunk, agreed.combine)
-        return together if first is None else _sum([together], [numbers(first)], chunk)
-    where = [columns if columns is None else numbers(columns) for columns in agreed.columns]
-    return _combined(agreed.values, where, chunk, agreed.combine)
-
-
-def _combined(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk: int, combine: Combine) -> Tensor:
-    if combine == "majority":
-        signs = _sum([v.sign() for v in values], columns, chunk).sign()
-        return signs * _sum([v.abs() for v in values], columns, chunk) / len(values)
-    if combine == "clipped":
-        norms = torch.stack([v.norm() for v in values])
-        silent = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
-        rising = norms.masked_fill(silent, torch.inf).sort().values
-        middle = rising.gather(0, silent.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2)
-        scales = (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
-        values = [v * scale for v, scale in zip(values, scales, strict=True)]
-    total = _sum(values, columns, chunk)
-    if combine == "senders":
-        return total / _sum([(v != 0).to(v.dtype) for v in values], columns, chunk).clamp_(min=1)
-    return total / len(values) if len(values) > 1 else total
-
-
-def _sum(values: Sequence[Tensor], columns: Sequence[Tensor | None], chunk: int) -> Tensor:
-    total: Tensor | None = None
-    for told, where in zip(values, columns, strict=True):
-        if where is None:
-            total = told if total is None else total + told
-        else:
-            total = torch.zeros(len(told), chunk, device=told.device) if total is None else total
-            total.scatter_add_(1, where, told)
-    assert total is not None
-    return total
+    Shapes: -> `[rows, chunk]` fp32.
+    """
+    first, combine = received.indices[0], received.aggregation
+    if all(indices is first for indices in received.indices):  # a shared selection: combined first, scattered once
+        together = combine(received.values, [None] * len(received.values), chunk)
+        return together if first is None else scatter_sum([together], as_int64([first]), chunk)
+    return combine(received.values, as_int64([i for i in received.indices if i is not None]), chunk)

@@ -46,17 +46,17 @@ class DCT:
     def forward(self, chunks: Tensor) -> Tensor:
         return _product(chunks, _waves(chunks.shape[1], chunks.device))
 
-    def lines(self, chunks: Tensor) -> Tensor:
+    def forward_lines(self, chunks: Tensor) -> Tensor:
         """The same, each coefficient of all chunks in one line."""  # -> [chunk, rows]
         return _product(_waves(chunks.shape[1], chunks.device), chunks)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
         return _product(coefficients, dct_matrix(coefficients.shape[1], coefficients.device))
 
-    def spread(self, values: Tensor, columns: Tensor, chunk: int) -> Tensor:
+    def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
         """The inverse of rows that are zero but for a few coefficients; those of the same column add up."""
-        waves, begins = _waves(chunk, values.device), _begins(*columns.shape, columns.dtype, columns.device)
-        return torch.embedding_bag(waves, columns.reshape(-1), begins, per_sample_weights=values.reshape(-1))[0]
+        waves, begins = _waves(chunk, values.device), _begins(*indices.shape, indices.dtype, indices.device)
+        return torch.embedding_bag(waves, indices.reshape(-1), begins, per_sample_weights=values.reshape(-1))[0]
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def _waves(size: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _begins(rows: int, told: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Where each row begins in a line of all: made anew at each call where torch is given rows."""
-    return torch.arange(0, rows * told, told, dtype=dtype, device=device)  # [rows]
+    return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

@@ -1,41 +1,48 @@
-"""Codec: basis x selection x precision. Pure functions between a flat matrix and the message that is sent."""
+"""A codec is basis x selection x precision: pure functions between a flat matrix and the message that is sent."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Agreed, Combine
+from detonation.core.codec.aggregate import Aggregation, Mean, Received
 from detonation.core.codec.basis import Basis
-from detonation.core.codec.indices import Columns, Packed, numbers
+from detonation.core.codec.indices import IndexCoding, PackedIndices, as_int64
 from detonation.core.codec.precision import Float, Precision
 from detonation.core.codec.selection import Selection
 from detonation.core.flat.layout import Layout
 
 
 @dataclass(frozen=True)
+class Selected:
+    """The coefficients that a message carries, before they are encoded.
+
+    Args:
+        values: `[rows, k]` fp32.
+        indices: `[rows, k]`, or None where the rows are whole.
+        owned: Whether nobody else holds `values`, so that they stay as they are.
+    """
+
+    values: Tensor
+    indices: Tensor | PackedIndices | None
+    owned: bool = False
+
+
+@dataclass(frozen=True)
 class Message:
-    """What one replica tells: encoded values, and their encoded columns where the others cannot know them.
+    """One replica's encoded values, and their encoded indices where the others cannot know them.
 
     It owns its memory: nothing that happens to the residual later changes it.
     """
 
     values: Tensor
-    columns: Tensor | None = None
+    indices: Tensor | None = None
+    parts: tuple[Tensor, ...] = field(init=False)  # the tensors to send, in order
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return (self.values,) if self.columns is None else (self.values, self.columns)
-
-
-@dataclass(frozen=True)
-class Selected:
-    """The coefficients that a message tells of, as they were: `values` before encoding, `columns` None for all."""
-
-    values: Tensor  # [rows, kept] fp32
-    columns: Tensor | Packed | None  # [rows, kept] int64
-    owned: bool = False  # whether `values` are nobody else's and stay as they are
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", (self.values,) if self.indices is None else (self.values, self.indices))
 
 
 @dataclass(frozen=True)
@@ -48,69 +55,124 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """Whether the network may add messages up: all tell the same coordinates, in a type that can be added."""
+        """Whether the network may add messages up: all carry the same coordinates, in a type that can be added."""
         return self.selection.shared and self.precision.summable
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
         """How local shards of these `shapes`, by parameter name, lie in the flat that this codec reads."""
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
-    @property
-    def columns(self) -> Columns:
-        """How columns are written down where they are sent."""
-        return Columns(self.selection.chunk, self.selection.kept)
+    @cached_property
+    def index_coding(self) -> IndexCoding:
+        """How indices are written where they are sent."""
+        return IndexCoding(self.selection.chunk, self.selection.k)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of the message of `rows` rows, whatever is in them."""
-        columns = 0 if self.selection.shared else self.columns.nbytes(rows)
-        return self.precision.nbytes(rows, self.selection.kept) + columns
+        """Bytes of the message of `rows` rows, whatever their values are."""
+        indices = 0 if self.selection.shared else self.index_coding.nbytes(rows)
+        return self.precision.nbytes(rows, self.selection.k) + indices
 
     def select(self, flat: Tensor, step: int, seed: int) -> Selected:
-        """The coefficients of `flat` to tell of at `step`; `flat` is left as it is."""  # [rows, chunk]
+        """The coefficients of `flat` to send at `step`; `flat` stays as it is.
+
+        Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
+        """
         coefficients = self.basis.forward(flat)
-        known = self.selection.shared and not self._whole
-        shared = self.selection.columns(coefficients, step, seed) if known else None
-        return self.take(coefficients, shared)
+        shared = None
+        if self.selection.shared and not self._dense:
+            shared = self.selection.indices(coefficients, step, seed)
+        return self.pick(coefficients, shared)
 
-    def take(self, coefficients: Tensor, shared: Tensor | Packed | None) -> Selected:
-        """Those of `coefficients` that are told: at the columns that all know, or the largest."""
-        if self._whole:
+    def pick(self, coefficients: Tensor, shared: Tensor | PackedIndices | None) -> Selected:
+        """The coefficients at the indices that all replicas know, or the largest.
+
+        Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
+        """
+        if self._dense:
             return Selected(coefficients, None)
-        columns = self.selection.columns(coefficients, 0, 0) if shared is None else numbers(shared)
-        return Selected(coefficients.gather(1, columns), columns, owned=True)
+        indices = self.selection.indices(coefficients, 0, 0) if shared is None else as_int64([shared])[0]
+        return Selected(coefficients.gather(1, indices), indices, owned=True)
 
-    def silence(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
-        """What a replica selects that has nothing to say: zeros, at places that any message may tell of."""
-        if self._whole:
-            return Selected(torch.zeros(rows, self.selection.chunk, device=device), None)
+    def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
+        """The selection of a replica that has nothing to send: zeros, at indices that any message may carry.
+
+        Shapes: -> values `[rows, k]`.
+        """
+        if self._dense:
+            return Selected(torch.zeros(rows, self.selection.chunk, dtype=torch.float32, device=device), None)
         if self.selection.shared:
             like = torch.empty(rows, self.selection.chunk, device=device)
-            columns = self.selection.columns(like, step, seed)
+            indices = self.selection.indices(like, step, seed)
         else:
-            columns = torch.arange(self.selection.kept, device=device).expand(rows, -1)
-        return Selected(torch.zeros(rows, self.selection.kept, device=device), columns)
+            indices = torch.arange(self.selection.k, device=device).expand(rows, -1)
+        return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
 
-    def encode(self, selected: Selected) -> Message:
-        exact = selected.owned and self.precision == Float(torch.float32)
-        values = selected.values if exact else self.precision.encode(selected.values)
-        if self.selection.shared or selected.columns is None:
-            return Message(values)
-        return Message(values, self.columns.encode(selected.columns))
+    def encode(self, *selected: Selected) -> list[Message]:
+        """The message of each selection."""
+        values = [
+            each.values if each.owned and self.precision == Float(torch.float32) else self.precision.encode(each.values)
+            for each in selected
+        ]
+        indices = [each.indices for each in selected if each.indices is not None]
+        if self.selection.shared or not indices:
+            return [Message(each) for each in values]
+        return [Message(v, i) for v, i in zip(values, self.index_coding.encode(indices), strict=True)]
 
     def read(self, message: Message, rows: int) -> Tensor:
-        """The values of `message` as everyone reads them."""  # [rows, kept]
-        return self.precision.decode(message.values, rows, self.selection.kept)
+        """The values of `message` as everyone reads them.
 
-    def agreed(
-        self, messages: Sequence[Message], rows: int, shared: Tensor | Packed | None, combine: Combine
-    ) -> Agreed:
-        """What `messages` say, read; `shared` are the columns of a shared selection."""
-        values = [self.read(message, rows) for message in messages]
-        return Agreed(values, [self._columns_of(message, rows, shared) for message in messages], combine)
+        Shapes: -> `[rows, k]` fp32.
+        """
+        return self.precision.decode(message.values, rows, self.selection.k)
 
-    @property
-    def _whole(self) -> bool:
-        return self.selection.shared and self.selection.kept == self.selection.chunk
+    def received(
+        self,
+        messages: Sequence[Message],
+        rows: int,
+        shared: Sequence[Tensor | PackedIndices | None],
+        aggregation: Aggregation,
+    ) -> Received:
+        """The content of `messages`, one per replica; `shared` are the indices of each where all replicas know them."""
+        values = [self.precision.decode(message.values, rows, self.selection.k) for message in messages]
+        indices = [
+            known if message.indices is None else PackedIndices(self.index_coding, message.indices, rows)
+            for message, known in zip(messages, shared, strict=True)
+        ]
+        return Received(values, indices, aggregation)
 
-    def _columns_of(self, message: Message, rows: int, shared: Tensor | Packed | None) -> Tensor | Packed | None:
-        return shared if message.columns is None else Packed(self.columns, message.columns, rows)
+    def open(
+        self, messages: Sequence[Message], rows: int, shared: Sequence[Tensor | PackedIndices | None]
+    ) -> tuple[Received, Tensor]:
+        """`received`, and the facts about each message that decide whether it may be used, on its device.
+
+        Shapes: -> facts `[replicas, 3]` int64: faults of the indices, whether the statistics are lawful, and the bits
+        of the norm in float64.
+        """
+        values, facts, k = [], [], self.selection.k
+        for message in messages:
+            values.append(self.precision.decode(message.values, rows, k))
+            lawful = self.precision.lawful(message.values, rows, k)
+            norm = torch.linalg.vector_norm(values[-1]).double().view(torch.int64)
+            facts.append(torch.stack([torch.zeros_like(norm), lawful.long(), norm]))
+        table, indices = torch.stack(facts), list(shared)
+        if messages[0].indices is not None:
+            packed = [PackedIndices(self.index_coding, m.indices, rows) for m in messages if m.indices is not None]
+            table[:, 0], indices = self.index_coding.faults(packed), list(packed)
+        return Received(values, indices, Mean()), table
+
+    def blank(self, received: Received, use: Tensor) -> Received:
+        """`received` with zeros in the place of each message that must not be used.
+
+        Shapes: use `[replicas]` bool.
+        """
+        values, indices = list(received.values), list(received.indices)
+        for replica, skipped in enumerate(use.logical_not().unbind()):
+            values[replica] = values[replica].masked_fill(skipped, 0.0)
+            packed = indices[replica]
+            if isinstance(packed, PackedIndices):  # bytes of zeros are indices, too
+                indices[replica] = replace(packed, encoded=packed.encoded.masked_fill(skipped, 0))
+        return replace(received, values=values, indices=indices)
+
+    @cached_property
+    def _dense(self) -> bool:
+        return self.selection.shared and self.selection.k == self.selection.chunk

@@ -22,13 +22,13 @@ class Precision(Protocol):
         """How many values are encoded together: a message may be cut between blocks."""
         ...
 
-    def encode(self, values: Tensor) -> Tensor: ...  # [rows, kept] fp32 -> one tensor that owns its memory
+    def encode(self, values: Tensor) -> Tensor: ...  # [rows, k] fp32 -> one tensor that owns its memory
 
-    def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor: ...  # -> [rows, kept] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [rows, k] fp32
 
-    def nbytes(self, rows: int, kept: int) -> int: ...
+    def nbytes(self, rows: int, k: int) -> int: ...
 
-    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
         """Whether the statistics could come from `encode`; the values themselves are not looked at."""  # [] bool
         ...
 
@@ -44,18 +44,18 @@ class Float:
     def encode(self, values: Tensor) -> Tensor:
         return values.to(self.dtype, copy=True)
 
-    def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
         return encoded.to(torch.float32)
 
-    def nbytes(self, rows: int, kept: int) -> int:
-        return rows * kept * self.dtype.itemsize
+    def nbytes(self, rows: int, k: int) -> int:
+        return rows * k * self.dtype.itemsize
 
-    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
+    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=encoded.device)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockCodebook:
     """What the codebooks share: values in blocks of `block`, each a packed code of `width` bits and a few statistics.
 
     The statistics travel in bf16, and the sender reads its own message back from them as everyone does.
@@ -72,17 +72,17 @@ class Blocks:
         packed = pack(codes.reshape(-1)[: values.numel()], self.width)
         return torch.cat([packed, statistics.to(torch.bfloat16).view(-1).view(torch.uint8)])
 
-    def decode(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
-        count = rows * kept
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+        count = rows * k
         codes = _blocked(unpack(encoded[: packed_bytes(count, self.width)], count, self.width), self.block)[0]
-        return self.levels(self._statistics(encoded, count)).gather(1, codes).view(-1)[:count].view(rows, kept)
+        return self.levels(self._statistics(encoded, count)).gather(1, codes).view(-1)[:count].view(rows, k)
 
-    def nbytes(self, rows: int, kept: int) -> int:
-        count = rows * kept
+    def nbytes(self, rows: int, k: int) -> int:
+        count = rows * k
         return packed_bytes(count, self.width) + 2 * self.statistics * -(-count // self.block)
 
-    def lawful(self, encoded: Tensor, rows: int, kept: int) -> Tensor:
-        statistics = self._statistics(encoded, rows * kept)
+    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+        statistics = self._statistics(encoded, rows * k)
         return (statistics.isfinite() & self.allowed(statistics)).all()
 
     def _statistics(self, encoded: Tensor, count: int) -> Tensor:
@@ -103,7 +103,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Sign(Blocks):
+class Sign(BlockCodebook):
     """One bit: the sign, times the mean magnitude of its block (Karimireddy et al., arXiv 1901.09847)."""
 
     width = 1
@@ -117,7 +117,7 @@ class Sign(Blocks):
 
 
 @dataclass(frozen=True)
-class TwoBit(Blocks):
+class TwoBit(BlockCodebook):
     """Two bits by statistics: values parted at 0 and at one standard deviation, each part read as its own mean.
 
     Means of the parts and not evenly spaced levels: MuLoCo (arXiv 2505.23725) finds that two bits need it.
@@ -140,7 +140,7 @@ class TwoBit(Blocks):
 
 
 @dataclass(frozen=True)
-class E3M0(Blocks):
+class E3M0(BlockCodebook):
     """Four bits: a sign and a power of two, from the block's largest magnitude down (arXiv 2501.18512)."""
 
     width = 4
@@ -158,7 +158,7 @@ class E3M0(Blocks):
 
 
 @dataclass(frozen=True)
-class Int8(Blocks):
+class Int8(BlockCodebook):
     """Eight bits: 256 bins over six standard deviations either side of the mean, each read as the mean of its values.
 
     INTELLECT-1 (arXiv 2412.01152). One codebook for every 65,536 values.

@@ -5,14 +5,14 @@ A *shared* selection is a pure function of (seed, step, rows): every replica kno
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from detonation.core.compute.topk_cpu import CHUNKS, largest
-from detonation.core.flat.layout import BLOCK
+from detonation.core.compute.topk_cpu import TOPK_CHUNKS, topk_indices
+from detonation.core.flat.layout import CACHE_BLOCK
 
 
 class Selection(Protocol):
@@ -22,7 +22,7 @@ class Selection(Protocol):
     def chunk(self) -> int: ...
 
     @property
-    def kept(self) -> int: ...
+    def k(self) -> int: ...
 
     @property
     def shared(self) -> bool: ...
@@ -32,9 +32,9 @@ class Selection(Protocol):
         """Steps after which every coordinate was told at least once; 0 where that depends on the data."""
         ...
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, kept] int64
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
 
-    def part(self, first: int, rows: int) -> "Selection":
+    def for_rows(self, first: int, rows: int) -> "Selection":
         """The same for a part of the rows: those from row `first` on, of `rows` in all."""
         ...
 
@@ -44,14 +44,14 @@ class Everything:
     """All coordinates, every time."""
 
     chunk: int = 1
-    kept: int = 1
+    k: int = 1
     shared: bool = True
     period: int = 1
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         return _same_for_all_rows(torch.zeros(1, dtype=torch.long, device=coefficients.device), coefficients)
 
-    def part(self, first: int, rows: int) -> "Everything":
+    def for_rows(self, first: int, rows: int) -> "Everything":
         return self
 
 
@@ -74,16 +74,16 @@ class TopK:
         if not 1 <= self.topk <= self.chunk:
             raise ValueError(f"topk is {self.topk}, must be from 1 to chunk ({self.chunk})")
 
-    @property
-    def kept(self) -> int:
+    @cached_property
+    def k(self) -> int:
         return self.topk
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        if self.chunk in CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
-            return largest(coefficients, self.topk, max(1, BLOCK // self.chunk))
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
+            return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
 
-    def part(self, first: int, rows: int) -> "TopK":
+    def for_rows(self, first: int, rows: int) -> "TopK":
         return self
 
 
@@ -103,22 +103,22 @@ class Rotation:
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate is {self.rate}, must be above 0 and at most 1")
 
-    @property
+    @cached_property
     def period(self) -> int:
         return math.ceil(1 / self.rate - 1e-9)
 
-    @property
-    def kept(self) -> int:
+    @cached_property
+    def k(self) -> int:
         return 1 if self.period == 1 else max(self.run, 64 // self.period)  # at rate 1 rows of one: no padding is sent
 
-    @property
+    @cached_property
     def chunk(self) -> int:
-        return self.period * self.kept
+        return self.period * self.k
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         raise NotImplementedError
 
-    def part(self, first: int, rows: int) -> "Rotation":
+    def for_rows(self, first: int, rows: int) -> "Rotation":
         return self
 
 
@@ -134,14 +134,14 @@ class Random(Rotation):
     first: int = 0
     rows: int = 0
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         cycle, phase = divmod(step, self.period)
         device = coefficients.device
-        table = _permutations(self.chunk, seed, cycle, device)[:, phase * self.kept : (phase + 1) * self.kept]
+        table = _permutations(self.chunk, seed, cycle, device)[:, phase * self.k : (phase + 1) * self.k]
         choices = _choices(self.rows or len(coefficients), seed, cycle, device)
         return table[choices[self.first : self.first + len(coefficients)].long()]
 
-    def part(self, first: int, rows: int) -> "Random":
+    def for_rows(self, first: int, rows: int) -> "Random":
         return replace(self, first=first, rows=rows)
 
 
@@ -149,7 +149,7 @@ class Random(Rotation):
 class Striding(Rotation):
     """A comb: every `period`-th coordinate, its offset moving by one each step."""
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         comb = torch.arange(step % self.period, self.chunk, self.period, device=coefficients.device)
         return _same_for_all_rows(comb, coefficients)
 
@@ -160,13 +160,13 @@ class Slicing(Rotation):
 
     run = 16
 
-    def columns(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        start = step % self.period * self.kept
-        return _same_for_all_rows(torch.arange(start, start + self.kept, device=coefficients.device), coefficients)
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        start = step % self.period * self.k
+        return _same_for_all_rows(torch.arange(start, start + self.k, device=coefficients.device), coefficients)
 
 
-def _same_for_all_rows(columns: Tensor, coefficients: Tensor) -> Tensor:
-    return columns.expand(len(coefficients), -1)
+def _same_for_all_rows(indices: Tensor, coefficients: Tensor) -> Tensor:
+    return indices.expand(len(coefficients), -1)
 
 
 def _generator(device: torch.device, *key: int) -> torch.Generator:

@@ -1,13 +1,14 @@
-"""Bits: small whole numbers packed without gaps, in a number of bytes that is known beforehand."""
+"""Small whole numbers packed without gaps, in a number of bytes that is known beforehand."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from detonation.kernels import native
+from detonation.core.compute import library
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -20,10 +21,50 @@ def packed_bytes(count: int, width: int) -> int:
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """`numbers` (1-D, each from 0 to below 2**width, width from 1 to 16) as bytes, lowest bits first."""
-    library = native.load_for(numbers)  # exact, so it does not matter which replicas have it
-    if library:
-        return library.pack(numbers.to(torch.int64), width, packed_bytes(len(numbers), width))
+    """Packs numbers of `width` bits, lowest bits first.
+
+    Args:
+        numbers: Each from 0 to below 2**width.
+        width: From 1 to 16.
+
+    Shapes: `[n]` integer -> `[packed_bytes(n, width)]` uint8.
+    """
+    return pack_all([numbers], width)[0]
+
+
+def pack_all(lines: Sequence[Tensor], width: int) -> list[Tensor]:
+    """`pack` of each of `lines`.
+
+    Shapes: `[n]` integer each -> `[packed_bytes(n, width)]` uint8 each.
+    """
+    if all(numbers.device.type == "cpu" for numbers in lines):
+        kernel = library.load_library()  # exact, so it does not matter which replicas have it
+        if kernel:
+            return [kernel.pack(n.to(torch.int64).contiguous(), width, -(-len(n) * width // 8)) for n in lines]
+    return [_pack(numbers, width) for numbers in lines]
+
+
+def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The inverse of `pack`.
+
+    Shapes: `[packed_bytes(count, width)]` uint8 -> `[count]` of `dtype`.
+    """
+    return unpack_all([packed], count, width, dtype)[0]
+
+
+def unpack_all(lines: Sequence[Tensor], count: int, width: int, dtype: torch.dtype = torch.int64) -> list[Tensor]:
+    """`unpack` of each of `lines`.
+
+    Shapes: `[packed_bytes(count, width)]` uint8 each -> `[count]` of `dtype` each.
+    """
+    if all(packed.device.type == "cpu" and packed.is_contiguous() for packed in lines):
+        kernel = library.load_library()
+        if kernel:
+            return [kernel.unpack(packed, count, width).to(dtype) for packed in lines]
+    return [_unpack(packed, count, width, dtype) for packed in lines]
+
+
+def _pack(numbers: Tensor, width: int) -> Tensor:
     lane = 8 if width <= 8 else 16
     filled = pad(numbers, (0, -len(numbers) % 8)).to(_UNITS[lane // 8])
     words = filled.view(torch.int64)
@@ -40,11 +81,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     return octets.view(-1).view(torch.uint8)[: packed_bytes(len(numbers), width)]
 
 
-def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The `count` numbers that `pack` made bytes of, as `dtype`."""
-    library = native.load_for(packed)
-    if library:
-        return library.unpack(packed, count, width).to(dtype)
+def _unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
     if width == 1:
         octets = _octets(packed.device).index_select(0, packed.to(torch.int32))
         return octets.view(torch.uint8)[:count].to(dtype)
@@ -63,7 +100,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.in
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What holds a number of bytes."""
+"""The integer type of a number of bytes."""
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Largest: which coefficients of every row are the largest, a block of rows at a time that stays in a cache.
+"""Top-k of every row on a CPU, a block of rows at a time that stays in a cache.
 
 On a CPU torch.topk sorts row by row. Here a coefficient of all rows is one line, and an operation takes many lines:
 where few are asked for, one maximum of all after the other, else a sorting network. That lies ready as calls on memory
@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
+TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
 FEW = 8
 
 Call = tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]
 """An operation, the two that it is done to, and where the result goes."""
 
 
-class Largest:
+class TopKFinder:
     """Finds the `count` largest magnitudes of every row, of `rows` rows of `chunk`, one of CHUNKS.
 
     Magnitudes that agree but for `chunk` units in the last place count as equal: the lowest bits of a key are its
@@ -72,14 +72,14 @@ class Largest:
             found.bitwise_and_(self._column)
 
 
-def largest(coefficients: Tensor, count: int, some: int) -> Tensor:
+def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     """The columns of the `count` largest magnitudes of every row, rising, found `some` rows at a time."""
     # [rows, chunk] fp32 -> [rows, count] int64
     found = torch.empty(len(coefficients), count, dtype=torch.int64)
-    finder: Largest | None = None
+    finder: TopKFinder | None = None
     for rows, columns in zip(torch.split(coefficients, some), torch.split(found, some), strict=True):
         if finder is None or len(rows) < some:
-            finder = Largest(coefficients.shape[1], count, len(rows))
+            finder = TopKFinder(coefficients.shape[1], count, len(rows))
         columns.copy_(finder.find(rows.t().contiguous())[0])
     return found
 

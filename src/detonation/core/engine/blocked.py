@@ -1,4 +1,4 @@
-"""Blocked: DCT x top-k with memory by ordinary torch on a CPU, all done to some rows while they are in a cache."""
+"""The blocked engine: DCT x top-k with memory in ordinary torch on a CPU, block by block within a cache."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -6,76 +6,63 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Agreed
+from detonation.core.codec.aggregate import Received
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import Packed
-from detonation.core.codec.precision import Float
-from detonation.core.compute.topk_cpu import Largest
-from detonation.core.engine.reference import Plain
+from detonation.core.codec.indices import PackedIndices
+from detonation.core.compute.library import SignRate
+from detonation.core.compute.topk_cpu import TopKFinder
+from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
+from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
-from detonation.core.schemes.buckets import Bucket
-from detonation.kernels.native import Pace
+from detonation.core.runtime import Runtime
 
 
-class Blocked(Plain):
-    """The steps of `Plain` in another order: it costs a CPU more to reach for memory than to compute."""
+class BlockedEngine(ReferenceEngine):
+    """The steps of `ReferenceEngine` in another order: a CPU computes faster than it reaches for memory."""
 
-    def __init__(self, codec: Codec, layout: Layout, memory: Memory, device: torch.device, seed: int) -> None:
-        super().__init__(codec, layout, memory, device, seed)
+    def __init__(self, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime) -> None:
+        super().__init__(codec, layout, memory, runtime)
         assert isinstance(codec.basis, DCT)
-        self._basis = codec.basis
-        self._released_at_once = told_as_selected(codec, memory)
+        self._basis, self.releases_at_once = codec.basis, self._exact
         firsts = range(0, layout.rows, self._some)
         self._blocks = [Bucket.of(layout, first, min(first + self._some, layout.rows)) for first in firsts]
-        self._memories = [memory.part(block.layout, block.first) for block in self._blocks]
+        self._memories = [memory.of_rows(block.layout, block.first) for block in self._blocks]
 
-    def select(self, signals: Sequence[Tensor | None], step: int) -> Selected:
-        values = torch.empty(self.layout.rows, self.codec.selection.kept)
-        columns = torch.empty(values.shape, dtype=torch.uint8)
-        finder = cache(partial(Largest, self.codec.selection.chunk, self.codec.selection.kept))  # not kept: megabytes
+    def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
+        k, coding = self.codec.selection.k, self.codec.index_coding
+        values = torch.empty(self.layout.rows, k, dtype=torch.float32)
+        indices = torch.empty(values.shape, dtype=torch.uint8)
+        finder = cache(partial(TopKFinder, self.codec.selection.chunk, k))  # made anew each step: megabytes
         for block, memory in zip(self._blocks, self._memories, strict=True):
-            rows = slice(block.first, block.first + block.layout.rows)
-            residual = memory.absorb(block.cut(signals))
-            self._select(memory, residual, finder(block.layout.rows), values[rows], columns[rows])
-        encoded = [self.codec.columns.encode(some) for some in torch.split(columns, 8 * self._some)]
-        return Selected(values, Packed(self.codec.columns, torch.cat(encoded), self.layout.rows), owned=True)
+            residual, some = memory.absorb(block.cut(signals)), values[block.rows]
+            lines = self._basis.forward_lines(residual)
+            found, places = finder(block.layout.rows).find(lines)
+            torch.index_select(lines.view(-1), 0, places.view(-1), out=some.view(-1))
+            indices[block.rows].copy_(found)
+            if self._exact:
+                memory.release([self._basis.inverse_sparse(some, found, residual.shape[1])])
+        encoded = coding.encode(torch.split(indices, 8 * self._some))
+        return Selected(values, PackedIndices(coding, torch.cat(encoded), self.layout.rows), owned=True)
 
-    def _select(self, memory: Memory, residual: Tensor, finder: Largest, values: Tensor, columns: Tensor) -> None:
-        """Fills in values and columns of what is told of some rows, and lets go of it."""
-        lines = self._basis.lines(residual)
-        found, places = finder.find(lines)
-        torch.index_select(lines.view(-1), 0, places.view(-1), out=values.view(-1))
-        columns.copy_(found)
-        if self._released_at_once:
-            memory.release([self._basis.spread(values, found, residual.shape[1])])
-
-    def release(self, selected: Selected, read: Tensor) -> None:
-        if not self._released_at_once:
-            super().release(selected, read)
-
-    def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
-        if agreed.combine == "clipped" or not all(target.is_contiguous() for target in targets):
-            super().write(agreed, targets)
+    def write(self, received: Received, targets: Sequence[Tensor]) -> None:
+        if not received.aggregation.rowwise or not all(target.is_contiguous() for target in targets):
+            super().write(received, targets)
             return
-        for block, part in zip(self._blocks, self._parts(agreed), strict=False):
+        for block, part in zip(self._blocks, self._decoded_parts(received), strict=False):
             copy(block.cut(targets), block.layout.views(part))
 
-    def can_follow(self, agreed: Agreed, weights: Sequence[Tensor]) -> bool:
-        return agreed.combine != "clipped" and all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+        plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+        return plain and received.aggregation.rowwise
 
-    def follow(self, agreed: Agreed, weights: Sequence[Tensor], paces: Sequence[Pace]) -> None:
-        for block, part in zip(self._blocks, self._parts(agreed), strict=False):
-            mine = [paces[piece.index] for piece in block.pieces]
+    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        for block, part in zip(self._blocks, self._decoded_parts(received), strict=False):
+            mine = [rates[piece.index] for piece in block.pieces]
             moved, signs = block.cut(weights), block.layout.views(part.sign_())
             for shrink, lr in dict.fromkeys(mine):
-                same = [i for i, pace in enumerate(mine) if pace == (shrink, lr)]
+                same = [i for i, rate in enumerate(mine) if rate == (shrink, lr)]
                 if shrink != 1:
                     torch._foreach_mul_([moved[i] for i in same], shrink)
                 torch._foreach_add_([moved[i] for i in same], [signs[i] for i in same], alpha=-lr)
-
-
-def told_as_selected(codec: Codec, memory: Memory) -> bool:
-    """Whether what goes out of memory is known when it is selected: the others read it as it is, or all of it goes."""
-    return codec.precision == Float(torch.float32) or memory.feedback.error == "drop"

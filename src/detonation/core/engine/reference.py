@@ -1,84 +1,114 @@
-"""Plain: the arithmetic of one replica's step in ordinary torch, the reference that other engines are held to."""
+"""The reference engine: the arithmetic of one replica's step in ordinary torch, to which all other engines are held."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Agreed, combined
+from detonation.core.codec.aggregate import Received, aggregate
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import numbers
-from detonation.core.flat.layout import BLOCK, Layout, copy
+from detonation.core.codec.indices import as_int64
+from detonation.core.codec.precision import Float
+from detonation.core.compute.library import SignRate
+from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
 from detonation.core.memory import Memory
-from detonation.kernels.native import Pace
+from detonation.core.runtime import Runtime
 
 
-class Plain:
-    """Ordinary torch, on any device."""
+class ReferenceEngine:
+    """Encodes signals, releases memory and decodes messages in ordinary torch, on any device."""
 
     name = "torch"
 
-    def __init__(self, codec: Codec, layout: Layout, memory: Memory | None, device: torch.device, seed: int) -> None:
+    def __init__(self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime) -> None:
         self.codec, self.layout, self.memory = codec, layout, memory
-        self._device, self._seed = device, seed
-        self._some = max(8, BLOCK // codec.selection.chunk // 8 * 8)  # rows
+        self.device, self._seed = runtime.device, runtime.seed
+        self._some = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)  # rows
+        # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
+        self._exact = codec.precision == Float(torch.float32) or not (memory and memory.feedback.error_feedback)
+        self.needs_own_values = not self._exact
+        """Whether `release` must know the sent values as everyone reads them."""
+        self.releases_at_once = memory is None
+        """Whether `encode` already takes out of memory what is sent, so that `release` has nothing to do."""
 
-    def select(self, signals: Sequence[Tensor | None], step: int) -> Selected:
-        """Takes in a signal and selects what to tell of it."""
-        flat = self.memory.absorb(signals) if self.memory else self.layout.flatten(signals, self._device)
-        if self.codec.selection.shared or self._device.type != "cpu" or not len(flat):
+    def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
+        """Adds a signal to the memory and selects the coefficients to send.
+
+        Args:
+            finite: On a device that decides by itself, `[]` bool: where it is False zeros are selected, and the memory
+                stays as it is.
+
+        Shapes: one local shape per parameter -> values `[rows, k]`.
+        """
+        flat = self.memory.absorb(signals, finite) if self.memory else self.layout.flatten(signals, self.device)
+        if finite is not None:
+            selected = self.codec.select(flat, step, self._seed)
+            return Selected(selected.values.masked_fill(finite.logical_not(), 0.0), selected.indices, owned=True)
+        if self.codec.selection.shared or self.device.type != "cpu" or not len(flat):
             return self.codec.select(flat, step, self._seed)
         blocks = [self.codec.select(block, step, self._seed) for block in torch.split(flat, self._some)]
-        columns = torch.cat([numbers(block.columns) for block in blocks if block.columns is not None])
-        return Selected(torch.cat([block.values for block in blocks]), columns, owned=True)
+        indices = torch.cat(as_int64([block.indices for block in blocks if block.indices is not None]))
+        return Selected(torch.cat([block.values for block in blocks]), indices, owned=True)
 
-    def select_where(self, fine: Tensor, signals: Sequence[Tensor | None], step: int) -> Selected:
-        """The same where `fine` (`[]` bool) says so; else zeros, and the memory stays as it is. Nobody waits for it."""
-        flat = self.memory.absorb_where(fine, signals) if self.memory else self.layout.flatten(signals, self._device)
-        selected = self.codec.select(flat, step, self._seed)
-        return Selected(selected.values.masked_fill(fine.logical_not(), 0.0), selected.columns, owned=True)
+    def empty(self, step: int) -> Selected:
+        """The selection of a replica that has nothing to send: zeros, and the memory stays as it is.
 
-    def silence(self, step: int) -> Selected:
-        """What is selected where there is nothing to tell: zeros, and the memory stays as it is."""
-        return self.codec.silence(self.layout.rows, step, self._seed, self._device)
+        Shapes: -> values `[rows, k]`.
+        """
+        return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
-    def release(self, selected: Selected, read: Tensor) -> None:
-        """Takes out of memory what was told: what everyone reads, or the selected coefficients themselves."""
+    def release(self, selected: Selected, own: Tensor | None) -> None:
+        """Takes out of memory what was sent: the values as everyone reads them (`own`), or the selected coefficients.
+
+        Shapes: own `[rows, k]`.
+        """
         if self.memory:
-            out = selected.values if self.memory.feedback.error == "drop" else read
-            self.memory.release(self._parts(Agreed.one(out, selected.columns)))
+            out = selected.values if self._exact or own is None else own
+            self.memory.release(self._decoded_parts(Received([out], [selected.indices])))
 
-    def update(self, agreed: Agreed) -> Tensor:
-        """What was agreed on, in the coordinates of the parameters; the padding means nothing."""  # [rows, chunk]
-        parts = list(self._parts(agreed))
+    def decode(self, received: Received) -> Tensor:
+        """The update in the coordinates of the parameters; its padding means nothing.
+
+        Shapes: -> `[rows, chunk]` fp32.
+        """
+        parts = list(self._decoded_parts(received))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _parts(self, agreed: Agreed) -> Iterator[Tensor]:
-        """The same, some rows at a time: on a CPU it costs more to reach for memory than to compute."""
-        own = not self.codec.selection.shared and agreed.combine != "clipped"  # whose norms are of all rows
-        if own and self._device.type == "cpu" and self.layout.rows:
-            return map(self._decoded, agreed.split(self._some))
-        return iter([self._decoded(agreed)])
+    def write(self, received: Received, targets: Sequence[Tensor]) -> None:
+        """Decodes the update into `targets`.
 
-    def _decoded(self, agreed: Agreed) -> Tensor:
-        chunk = self.codec.selection.chunk
-        if isinstance(self.codec.basis, DCT) and agreed.sparse(chunk):
-            values, columns = agreed.together()
-            return self.codec.basis.spread(values, columns, chunk)
-        return self.codec.basis.inverse(combined(agreed, chunk))
-
-    def write(self, agreed: Agreed, targets: Sequence[Tensor]) -> None:
-        """Makes `targets`, one tensor a parameter in its local shape, what was agreed on."""
+        Shapes: one local shape per parameter.
+        """
         if self.layout.tiled or not all(target.is_contiguous() for target in targets):
-            copy(targets, self.layout.parts(self.update(agreed)))
+            copy(targets, self.layout.parts(self.decode(received)))
         else:
-            self.layout.spread(self._parts(agreed), targets)
+            self.layout.scatter(self._decoded_parts(received), targets)
 
-    def can_follow(self, agreed: Agreed, weights: Sequence[Tensor]) -> bool:
-        """Whether `follow` can be called with these."""
+    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+        """Whether `apply_signs` can be called with these.
+
+        Shapes: any.
+        """
         return False
 
-    def follow(self, agreed: Agreed, weights: Sequence[Tensor], paces: Sequence[Pace]) -> None:
-        """Moves `weights`, one a parameter, by the signs of what was agreed on, which is itself not written down."""
+    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        """Moves `weights` by the signs of the update, which itself is not written down.
+
+        Shapes: one local shape per parameter.
+        """
         raise NotImplementedError
+
+    def _decoded_parts(self, received: Received) -> Iterable[Tensor]:
+        """The update some rows at a time: on a CPU it costs more to reach for memory than to compute."""
+        own_indices = not self.codec.selection.shared and received.aggregation.rowwise
+        if own_indices and self.device.type == "cpu" and self.layout.rows:
+            return map(self._decoded, received.split(self._some))
+        return [self._decoded(received)]
+
+    def _decoded(self, received: Received) -> Tensor:
+        chunk = self.codec.selection.chunk
+        if isinstance(self.codec.basis, DCT) and received.is_sparse_mean(chunk):
+            values, indices = received.concatenated()
+            return self.codec.basis.inverse_sparse(values, indices, chunk)
+        return self.codec.basis.inverse(aggregate(received, chunk))

@@ -1,36 +1,19 @@
 """Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix."""
 
-import ctypes
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from detonation.core.flat.tiles import Tiles
 
-BLOCK = 330_000
+CACHE_BLOCK = 330_000
 """Coordinates that plain torch works on at once on a CPU: few enough for its cache, enough to be worth an operation.
 
 No power of two: lines that are one apart would fight for the same places in the cache.
 """
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that lives on this rank: the local shard of a DTensor, any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device."""
-    content = hashlib.sha256()
-    for tensor in tensors:
-        raw = local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu()
-        content.update((ctypes.c_char * raw.numel()).from_address(raw.data_ptr()) if raw.numel() else b"")
-    return content.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -43,8 +26,9 @@ class Slot:
     rows: int
     tiles: Tiles | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
+        """Coordinates without the padding."""
         return torch.Size(self.shape).numel()
 
 
@@ -53,8 +37,8 @@ class Layout:
     """Which rows of the flat matrix belong to which parameter.
 
     A row is `chunk` neighbouring coordinates of one parameter or, with `tile`, a square of tile x tile of them where
-    the parameter is a matrix that fills one; `chunk` is then tile * tile. What is left over at the end of a parameter
-    is zero-padded, never shrunk to a divisor. An empty local shard has no rows, a scalar has one.
+    the parameter is a matrix that fills one; `chunk` is then tile * tile. The end of a parameter is zero-padded, never
+    shrunk to a divisor. An empty local shard has no rows, a scalar has one.
     """
 
     chunk: int
@@ -80,8 +64,9 @@ class Layout:
         """The layout of every `count`-th parameter, from number `index` on."""
         return Layout.of({slot.name: slot.shape for slot in self.slots[index::count]}, self.chunk, self.tile)
 
-    @property
+    @cached_property
     def rows(self) -> int:
+        """Rows of the flat."""
         return self.slots[-1].row + self.slots[-1].rows if self.slots else 0
 
     @cached_property
@@ -95,66 +80,101 @@ class Layout:
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros: fp32, because decay * bf16 changes nothing when decay is close to 1."""
-        return torch.zeros(self.rows, self.chunk, device=device)
+        """A flat matrix of zeros: fp32, because decay * bf16 changes nothing when decay is close to 1.
+
+        Shapes: -> `[rows, chunk]` fp32.
+        """
+        return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat`, one a parameter and in its local shape, sharing memory; not where one is in tiles."""
+        """The parts of `flat` in the local shape of each parameter, sharing memory; impossible where one is in tiles.
+
+        Shapes: `[rows, chunk]` -> one local shape per parameter.
+        """
         assert not self.tiled, "tiles have no view in the shape of their parameter: read `parts`, and `write` them"
-        return [self._of(slot, flat) for slot in self.slots]
+        line = flat.view(-1)
+        return [line[start:stop].view(slot.shape) for slot, start, stop in self._spans]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` to read, one a parameter and in its local shape: views, or copies of what is in tiles."""
-        parts = [(slot, self._of(slot, flat)) for slot in self.slots]
-        return [slot.tiles.join(part).view(slot.shape) if slot.tiles else part for slot, part in parts]
+        """The parts of `flat` to read in the local shape of each parameter: views, or copies of parameters in tiles.
 
-    def spread(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
-        """Makes `targets`, contiguous and one a parameter, what `parts` of a flat say, from the first row on."""
+        Shapes: `[rows, chunk]` -> one local shape per parameter.
+        """
+        if not self.tiled:
+            return self.views(flat)
+        pairs = zip(self.slots, self._row_views(flat), strict=True)
+        return [slot.tiles.join(part).view(slot.shape) if slot.tiles else part for slot, part in pairs]
+
+    def scatter(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
+        """Writes `parts`, consecutive rows of a flat, into `targets`.
+
+        Shapes: parts `[some rows, chunk]` each; targets contiguous, one local shape per parameter.
+        """
         lines, at = [t.view(-1) for t in targets], 0
-        starts = [slot.row * self.chunk for slot in self.slots]
         for part in parts:
             line, pairs, end = part.reshape(-1), [], at + part.numel()
-            for slot, start, target in zip(self.slots, starts, lines, strict=True):
-                low, high = max(at, start), min(end, start + slot.numel)
+            for (_, start, stop), target in zip(self._spans, lines, strict=True):
+                low, high = max(at, start), min(end, stop)
                 if low < high:
                     pairs.append((target[low - start : high - start], line[low - at : high - at]))
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Makes `tensors` the parts of `flat`; what is absent and the padding stay as they are."""
+        """Writes `tensors` into their parts of `flat`; an absent tensor's part and the padding stay.
+
+        Shapes: one local shape per parameter -> `[rows, chunk]`.
+        """
+        if not self.tiled:
+            copy(self.views(flat), tensors)
+            return
         pairs = zip(self.slots, tensors, strict=True)
         sources = [slot.tiles.cut(t) if slot.tiles and t is not None else t for slot, t in pairs]
-        copy([self._of(slot, flat) for slot in self.slots], sources)
+        copy(self._row_views(flat), sources)
 
     def padding(self, device: torch.device) -> Tensor:
-        """Positions in the flattened matrix that belong to no parameter."""  # [padded] int64
-        found = [_padding(slot, self.chunk, device) for slot in self.slots]
+        """Positions in the flattened matrix that belong to no parameter.
+
+        Shapes: -> `[padded]` int64.
+        """
+        found = []
+        for slot, start, stop in self._spans:
+            if slot.tiles:
+                outside = slot.tiles.cut(torch.ones(slot.shape)).view(-1).eq(0).nonzero().view(-1)
+                found.append(outside.to(device) + start)
+            else:
+                found.append(torch.arange(stop, start + slot.rows * self.chunk, device=device))
         return torch.cat(found or [torch.empty(0, dtype=torch.long, device=device)])
 
     def flatten(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """A new flat matrix that holds `tensors`; an absent one is zero."""
+        """A new flat matrix that holds `tensors`; an absent tensor is zero.
+
+        Shapes: one local shape per parameter -> `[rows, chunk]` fp32.
+        """
         flat = self.zeros(device)
         self.write(flat, tensors)
         return flat
 
-    def _of(self, slot: Slot, flat: Tensor) -> Tensor:
-        """The rows of `slot`, or its coordinates in the shape of the parameter where they lie one after the other."""
-        if slot.tiles:
-            return flat[slot.row : slot.row + slot.rows]
-        start = slot.row * self.chunk
-        return flat.view(-1)[start : start + slot.numel].view(slot.shape)
+    @cached_property
+    def _spans(self) -> list[tuple[Slot, int, int]]:
+        """Each slot, and the positions in the flattened matrix where its coordinates begin and end."""
+        starts = [slot.row * self.chunk for slot in self.slots]
+        return [(slot, start, start + slot.numel) for slot, start in zip(self.slots, starts, strict=True)]
 
-
-def _padding(slot: Slot, chunk: int, device: torch.device) -> Tensor:
-    start = slot.row * chunk
-    if slot.tiles:
-        return slot.tiles.cut(torch.ones(slot.shape)).view(-1).eq(0).nonzero().view(-1).to(device) + start
-    return torch.arange(start + slot.numel, start + slot.rows * chunk, device=device)
+    def _row_views(self, flat: Tensor) -> list[Tensor]:
+        """The rows of each slot in tiles, and the coordinates of the others in the shape of their parameter."""
+        line = flat.view(-1)
+        return [
+            flat[slot.row : slot.row + slot.rows] if slot.tiles else line[start:stop].view(slot.shape)
+            for slot, start, stop in self._spans
+        ]
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
-    """Copies each source that is there and not empty into its target, converting the dtype."""
+    """Copies each source that is there and not empty into its target, converting the dtype.
+
+    Shapes: each source as its target.
+    """
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if s is not None and s.numel()]
     if pairs:
         torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])

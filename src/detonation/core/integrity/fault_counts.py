@@ -1,11 +1,11 @@
-"""Ledger: what each replica failed to tell, counted and logged, and when that is reason to stop."""
+"""Faults of each replica: counted, logged, and turned into a reason to stop."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from detonation.core.integrity.readback import Later
+from detonation.core.integrity.readback import Readback
 
 Policy = Literal["stop", "skip"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -13,29 +13,29 @@ STRIKES = 3
 """Refused messages of one replica after which all stop."""
 IN_A_ROW = 10
 """Contributions that one replica may skip, one after the other, before all stop."""
-_NON_FINITE, _REFUSED, _DRIFT = 1, 2, 3
+_NON_FINITE, _REFUSED, _DESYNC = 1, 2, 3
 _log = logging.getLogger("detonation")
 
 
 class NonFiniteGradient(ArithmeticError):
-    """A gradient holds NaN, infinity or more than `guard.LIMIT`; it was caught before it reached a memory."""
+    """A gradient holds NaN, infinity or more than `nonfinite.LIMIT`; it was caught before it reached a memory."""
 
 
 class BadPeer(RuntimeError):
     """The messages of a replica were refused too often."""
 
 
-class Drift(RuntimeError):
-    """Replicas do not hold the same where they must."""
+class Desync(RuntimeError):
+    """Replicas hold different tensors where they must be equal."""
 
 
-class Ledger:
-    """Counts what the replicas of one level could not tell, from what all of them see alike.
+class FaultCounts:
+    """Counts the contributions that the replicas of one level could not make, from messages that all of them see alike.
 
-    skipped: contributions left out because a gradient was not finite, by_parameter: those of each; refused: messages
-    that were not what they had to be; all over all replicas. fatal: 0, or a number that says why all must stop, which
-    `error` reads on any rank.
-    What the host does not know yet, because it would have to wait for a device, is counted when somebody catches up.
+    skipped: contributions left out because a gradient was not finite; by_parameter: of each parameter; refused:
+    messages that failed validation; all over all replicas. fatal: 0, or a number for the reason why all must stop,
+    which `error` reads on any rank. due: steps at which messages are to arrive, until `take_due` asks. Counts that the
+    host would have to wait for follow in `catch_up`.
     """
 
     def __init__(
@@ -44,45 +44,44 @@ class Ledger:
         replica: int,
         policy: Policy = "stop",
         repairs: bool = False,
-        what: str = "the gradient",
+        signal: str = "the gradient",
     ) -> None:
         self.skipped = self.refused = self.fatal = 0
         self.by_parameter: Counter[str] = Counter()
-        self._due: set[int] = set()
-        self._names, self._replica, self._what = list(names), replica, what
+        self.due: set[int] = set()
+        self._names, self._replica, self._signal = list(names), replica, signal
         self._policy, self._repairs = policy, repairs
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
-        self._said: set[tuple[int, int]] = set()
-        self._reports: list[tuple[int, Later, Callable[[list[Any]], object]]] = []
+        self._warned: set[tuple[int, int]] = set()
+        self._reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
 
-    def expect(self, step: int) -> None:
-        """Something is to arrive at `step`."""
-        self._due.add(step)
-
-    def news(self, until: float) -> bool:
-        """Whether anything was to arrive at steps up to `until` since somebody asked; the same on all ranks."""
-        came = {step for step in self._due if step <= until}
-        self._due -= came
-        return bool(came)
-
-    def hear(self, due: int, numbers: Later, report: Callable[[list[Any]], object]) -> None:
-        """Lets `report` count what `numbers` say of what was to arrive at step `due`, when they are read."""
+    def report_later(self, due: int, numbers: Readback, report: Callable[[list[Any]], object]) -> None:
+        """Calls `report` with `numbers`, about a message that was to arrive at step `due`, when they are read."""
         self._reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
-        """Counts what was to arrive at steps up to `until`: all ranks know the same, whoever looked before its time."""
+        """Counts the messages that were to arrive at steps up to `until`, so that all ranks know the same."""
         ready = [each for each in self._reports if each[0] <= until]
         self._reports = [each for each in self._reports if each[0] > until]
         for _, numbers, report in ready:
             report(numbers.read())
 
-    def fine(self, sender: int, place: int) -> None:
-        """A message of `sender` was taken in; place: which of those that it sends in a step."""
-        self._row[sender, place] = 0
+    def take_due(self, until: float) -> bool:
+        """Whether a message was to arrive at steps up to `until` since the last call; the same on all ranks."""
+        if self._reports:
+            self.catch_up(until)
+        arrived = {step for step in self.due if step <= until}
+        self.due -= arrived
+        return bool(arrived)
+
+    def accept(self, senders: Iterable[int], place: int) -> None:
+        """Messages of `senders` were taken in; place: which of the messages that a replica sends per step."""
+        for sender in senders:
+            self._row[sender, place] = 0
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """`sender` tells nothing there at `step`, because what it has of `name` is not finite."""
+        """`sender` sends an empty message there at `step`, because its `name` is not finite."""
         self.skipped += 1
         self.by_parameter[name] += 1
         self._row[sender, place] += 1
@@ -91,7 +90,7 @@ class Ledger:
             self._stop(_NON_FINITE, sender, name)
         else:
             count = f"{self._row[sender, place]} of {allowed} allowed in a row"
-            text = f"{self._what} of {name} is not finite on replica {sender} at step {step}"
+            text = f"{self._signal} of {name} is not finite on replica {sender} at step {step}"
             self._warn(step, sender, f"{text}; contribution skipped ({count})")
 
     def refuse(self, sender: int, fault: str, step: int) -> None:
@@ -103,37 +102,39 @@ class Ledger:
             self._stop(_REFUSED, sender)
 
     def refuse_sum(self, step: int) -> None:
-        """What the network added up at `step` is not finite, though what each replica gave was."""
+        """The sum that the network made at `step` is not finite, though each replica's part was."""
         self.refuse(self._replica, "added up to what is not finite: a link damages what it carries", step)
 
     def differ(self, sender: int, step: int) -> None:
-        """`sender` heard something else before `step` than the others did."""
-        self._warn(step, sender, f"replica {sender} heard something else than the others before step {step}")
+        """`sender` received other messages before `step` than the other replicas did."""
+        self._warn(step, sender, f"replica {sender} received other messages than the others before step {step}")
         if not self._repairs:
-            self._stop(_DRIFT, sender)
+            self._stop(_DESYNC, sender)
 
-    def drift(self, sender: int, name: str) -> None:
-        """`sender` holds something else than the others in `name`."""
-        self._stop(_DRIFT, sender, name)
+    def desync(self, sender: int, name: str) -> None:
+        """`sender` holds another `name` than the other replicas."""
+        self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error that the number `fatal` of any rank's ledger of this level stands for, at `step`."""
+        """The error that the number `fatal` of any rank of this level stands for, at `step`."""
         kind, sender, name = fatal >> 56, fatal >> 32 & 0xFFFFFF, self._names[fatal & 0xFFFFFFFF]
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
-            return NonFiniteGradient(f"{self._what} of {name} is not finite on replica {sender} at step {step}{often}")
+            return NonFiniteGradient(
+                f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
+            )
         if kind == _REFUSED:
             text = f"{STRIKES} messages of replica {sender} were refused, the last at step {step}"
             return BadPeer(f"{text}: the log says why")
-        return Drift(f"replica {sender} differs from the others in {name} after step {step}")
+        return Desync(f"replica {sender} differs from the others in {name} after step {step}")
 
     def _stop(self, kind: int, sender: int, name: str = "") -> None:
         parameter = name.partition(" (")[0]
-        what = self._names.index(parameter) if parameter in self._names else 0
-        self.fatal = max(self.fatal, kind << 56 | sender << 32 | what)
+        number = self._names.index(parameter) if parameter in self._names else 0
+        self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
-        """Once a step and sender, on the first replica and the one that it is about."""
-        if (step, sender) not in self._said and self._replica in (0, sender):
-            self._said = {(step, sender), *(said for said in self._said if said[0] == step)}
+        """Logs once per step and sender, on the first replica and the one that it is about."""
+        if (step, sender) not in self._warned and self._replica in (0, sender):
+            self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)

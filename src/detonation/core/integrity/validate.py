@@ -1,88 +1,94 @@
-"""Verdict: which messages may be used. The host says why not; the device, where nobody waits for it, only that."""
+"""Validation: which messages may be used, decided once in tensor arithmetic; the host only explains why not."""
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from detonation.core.integrity.header import Facts, Stamp, faultless
-from detonation.core.integrity.nonfinite import LIMIT
+from detonation.core.compute.checksum import checksums
+from detonation.core.compute.nonfinite import LIMIT
+from detonation.core.integrity.header import IDENTITY, MAGIC, VERSION, Header
 
 LOUDER = 1000.0
-"""How often the median of all norms one may be: momentum at decay 0.999 cannot be more times a single gradient."""
+"""How often the median of all norms one norm may be: momentum at decay 0.999 cannot be more times a single gradient."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What all messages of an exchange must be, whoever sends them.
+    """The properties that all messages of an exchange must have, whoever sends them.
 
-    signals: whether each tells what is new on it, so that they are about as loud as one another; not what it makes of
-    the others' messages.
+    Args:
+        header: Of replica 0; status and received digest are free.
+        nbytes: After the header.
+        parameters: The largest status.
+        signals: Whether each message carries its sender's own signal, so that all are about as loud as one another; not
+            so an owner's aggregate.
     """
 
-    stamp: Stamp
+    header: Header
     nbytes: int
     parameters: int
     signals: bool
 
 
-@dataclass(frozen=True)
-class Inspected:
-    """What was found in a message."""
+def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expected: Expected) -> Tensor:
+    """Which messages have no fault and are not to be skipped, and the facts that say so.
 
-    header: Facts
-    columns: int  # 0, or what `Columns.fault` found
-    lawful: bool
-    norm: float
+    Args:
+        messages: One sealed message per replica: header and parts.
+        content: What `Codec.open` found in each.
 
-    @classmethod
-    def of(cls, row: Sequence[int]) -> "Inspected":
-        (norm,) = struct.unpack("d", struct.pack("q", row[11]))
-        return cls(Facts(row[:9]), row[9], bool(row[10]), norm)
-
-    def fault(self, sender: int, expected: Expected) -> str:
-        """Why the message is not to be used, whatever the others say; "" where it is."""
-        if fault := self.header.fault(replace(expected.stamp, sender=sender), expected.nbytes, expected.parameters):
-            return fault
-        if self.columns:
-            return ("has a column outside of its row", "has a column twice or out of order")[self.columns - 1]
-        if not self.lawful:
-            return "has statistics that no encoder makes"
-        if not self.norm <= LIMIT:
-            return f"has values that are not finite, or above {LIMIT:g}"
-        return ""
-
-
-def faults(table: Sequence[Inspected], expected: Expected) -> list[str]:
-    """Why each message is not to be used, in replica order; "" where it is."""
-    found = [each.fault(sender, expected) for sender, each in enumerate(table)]
-    return _too_loud(table, found) if expected.signals else found
-
-
-def usable(table: Tensor, expected: Expected) -> Tensor:
-    """Which messages have no fault and are not to be skipped, in arithmetic where `table` lies."""
-    columns, lawful, bits = table[:, 9:].unbind(1)  # [replicas, 12] int64 -> [replicas] bool
-    norms = bits.view(torch.float64)
-    fine = faultless(table[:, :9], expected.stamp, expected.nbytes, expected.parameters)
-    fine = fine & (columns == 0) & (lawful != 0) & (norms <= LIMIT)
-    if expected.signals:
-        telling = fine & (norms > 0)
-        rising = norms.masked_fill(telling.logical_not(), torch.inf).sort().values  # without any, nothing is too loud
-        middle = rising.gather(0, telling.sum(0, keepdim=True) // 2)
-        fine = fine & (norms <= LOUDER * middle)
-    return fine & (table[:, 5] == 0)
-
-
-def _too_loud(table: Sequence[Inspected], faults: Sequence[str]) -> list[str]:
-    """`faults`, and where there is none that a message is far louder than the upper median of those that say anything.
-
-    With two replicas nobody can tell which of them is wrong.
+    Shapes: content `[replicas, 3]` int64 -> `[replicas, 13]` int64: the eight words of the header, the checksum of the
+    content, the columns of `content`, and 1 where the message may be used.
     """
-    norms = sorted(t.norm for t, fault in zip(table, faults, strict=True) if not fault and t.norm > 0)
-    if not norms:
-        return list(faults)
-    bound = LOUDER * norms[len(norms) // 2]
+    sums = checksums([[header[:-1], *parts] for header, *parts in messages])
+    table = torch.cat([torch.stack([header for header, *_ in messages]), sums.unsqueeze(1), content], 1)
+    identity, schema, step, origin, length, status, _, stated, added, indices, lawful, bits = table.unbind(1)
+    header, norms = expected.header, bits.view(torch.float64)
+    senders = torch.arange(len(table), device=table.device) << 32
+    fine = (identity == IDENTITY) & (schema == header.schema) & (step == header.step)
+    fine &= (origin == (senders | header.place)) & (length == expected.nbytes)
+    fine &= (status >= 0) & (status <= expected.parameters) & (stated == added)
+    fine &= (indices == 0) & (lawful != 0) & (norms <= LIMIT)
+    if expected.signals:
+        sending = fine & (norms > 0)
+        rising = norms.masked_fill(sending.logical_not(), torch.inf).sort().values  # without any, nothing is too loud
+        middle = rising.gather(0, sending.sum(0, keepdim=True) // 2)
+        fine = fine & (norms <= LOUDER * middle)
+    return torch.cat([table, (fine & (status == 0)).unsqueeze(1)], 1)
+
+
+def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
+    """Why each message of `table` (see `decide_usable`) is not to be used, in replica order; "" where it is."""
+    norms = [struct.unpack("d", struct.pack("q", row[11]))[0] for row in table]
+    found = [_fault(sender, row, norms[sender], expected) for sender, row in enumerate(table)]
+    sending = sorted(norm for norm, fault in zip(norms, found, strict=True) if not fault and norm > 0)
+    if not expected.signals or not sending:
+        return found
+    # the upper median of the norms of those that send anything; with two replicas nobody can tell which is wrong
+    bound = LOUDER * sending[len(sending) // 2]
     loud = f"is more than {LOUDER:g} times as loud as most"
-    return [fault or (loud if t.norm > bound else "") for t, fault in zip(table, faults, strict=True)]
+    return [fault or (loud if norm > bound else "") for norm, fault in zip(norms, found, strict=True)]
+
+
+def _fault(replica: int, row: Sequence[int], norm: float, expected: Expected) -> str:
+    identity, schema, step, origin, length, status, _, stated, added, indices, lawful, _, _ = row
+    sender, place, header = origin >> 32, origin & 0xFFFFFFFF, expected.header
+    reasons = {
+        "is no message of this library": identity & 2**56 - 1 != MAGIC,
+        "does not add up: it was damaged on its way": stated != added,
+        f"is in version {identity >> 56} of the format, here it is {VERSION}": identity >> 56 != VERSION,
+        "follows another schema: its sender has other settings": schema != header.schema,
+        f"is of step {step}, expected was step {header.step}": step != header.step,
+        f"says that it is from replica {sender}": sender != replica,
+        "is of another level, part or phase of the step": place != header.place,
+        f"says that it has {length} bytes, expected were {expected.nbytes}": length != expected.nbytes,
+        f"has status {status}, which does not exist": not 0 <= status <= expected.parameters,
+        "has an index outside of its row": indices == 1,
+        "has an index twice or out of order": indices == 2,
+        "has statistics that no encoder makes": not lawful,
+        f"has values that are not finite, or above {LIMIT:g}": not norm <= LIMIT,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

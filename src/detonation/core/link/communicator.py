@@ -1,4 +1,4 @@
-"""Wire: what carries bytes between the replicas of one axis, a process group or something that plays one."""
+"""Communicators carry bytes between the replicas of one axis: a process group, or something that plays one."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,37 +12,49 @@ from torch.distributed.device_mesh import DeviceMesh
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Wire(Protocol):
+class Communicator(Protocol):
     """One replica's end of an axis: three collectives, which all replicas start in the same order.
 
-    What they are given belongs to them from there on; each returns a waiter. Sizes are the same on all replicas.
+    A tensor that is handed over belongs to the communicator from there on; each collective returns a function that
+    waits. Sizes are the same on all replicas.
     """
 
     @property
-    def replica(self) -> int: ...
+    def replica(self) -> int:
+        """The number of this replica on the axis."""
+        ...
 
     def size(self) -> int:
-        """How many replicas the axis has."""
+        """The number of replicas on the axis."""
         ...
 
-    def reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """The sum over all replicas, bitwise the same on each."""
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        """The sum over all replicas, bitwise the same on each.
+
+        Shapes: any -> the same.
+        """
         ...
 
-    def gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        """Everyone's bytes, in replica order."""  # [bytes] -> [replicas, bytes]
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        """Every replica's bytes, in replica order.
+
+        Shapes: `[bytes]` -> `[replicas, bytes]` uint8.
+        """
         ...
 
-    def swap(self, mine: Tensor) -> Callable[[], Tensor]:
-        """What each replica has for this one; `mine` is what this one has for each."""  # [n * bytes] -> [n, bytes]
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        """Slice r of `mine` goes to replica r; returns the slice that each replica has for this one.
+
+        Shapes: `[replicas * bytes]` -> `[replicas, bytes]` uint8.
+        """
         ...
 
 
-Axis = DeviceMesh | Wire
-"""What replicas can be joined along."""
+Axis = DeviceMesh | Communicator
+"""The axes along which replicas can be joined."""
 
 
-class Group:
+class ProcessGroupCommunicator:
     """The process group of one mesh axis."""
 
     def __init__(self, axis: DeviceMesh) -> None:
@@ -52,40 +64,55 @@ class Group:
         self._size, self.replica = axis.size(), axis.get_local_rank()
         # a gloo group reads host memory only: a message from an accelerator takes a detour
         self._transport = torch.device("cpu") if dist.get_backend(self._group) == "gloo" else None
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     def size(self) -> int:
         return self._size
 
-    def reduce(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         buffer = values.to(self._transport or values.device)
-        return _waiter(dist.all_reduce(buffer, group=self._group, async_op=True), buffer, values)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
-    def gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        given = mine.to(self._transport or mine.device)
-        everyones, self._room = self._room, None
-        if everyones is None or everyones.shape != (self._size, len(given)):
-            everyones = given.new_empty(self._size, len(given))
-        work = _all_gather(everyones.view(-1), given, group=self._group, async_op=True)
-        return _waiter(work, everyones, mine)
+        def wait() -> Tensor:
+            work.wait()
+            return buffer.to(values.device)
 
-    def take_back(self, arrived: Tensor) -> None:
-        """Room that `gather` returned on a CPU, for its next call: the pages of a large message cost more than it."""
-        if arrived.device.type == "cpu":
-            self._room = arrived
+        return wait
 
-    def swap(self, mine: Tensor) -> Callable[[], Tensor]:
-        given = mine.to(self._transport or mine.device)
-        theirs = torch.empty_like(given)
-        work = dist.all_to_all_single(theirs, given, group=self._group, async_op=True)
-        return _waiter(work, theirs.view(self._size, -1), mine)
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        sent = mine.to(self._transport or mine.device)
+        gathered, self._buffer = self._buffer, None
+        if gathered is None or gathered.shape != (self._size, len(sent)):
+            gathered = sent.new_empty(self._size, len(sent))
+        work = _all_gather(gathered.view(-1), sent, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return gathered.to(mine.device)
+
+        return wait
+
+    def recycle(self, gathered: Tensor) -> None:
+        """Takes back a buffer that `all_gather` returned on a CPU, for its next call: the pages of a large message cost
+        more than the message.
+
+        Shapes: `[replicas, bytes]` uint8.
+        """
+        if gathered.device.type == "cpu":
+            self._buffer = gathered
+
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        sent = mine.to(self._transport or mine.device)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return received.view(self._size, -1).to(mine.device)
+
+        return wait
 
 
-def _waiter(work: dist.Work, result: Tensor, like: Tensor) -> Callable[[], Tensor]:
-    """Waits for `work` and returns its `result` on the device of `like`."""
-
-    def wait() -> Tensor:
-        work.wait()
-        return result.to(like.device)
-
-    return wait
+def communicator_of(axis: Axis) -> Communicator:
+    """`axis` itself, or the communicator of a mesh axis."""
+    return ProcessGroupCommunicator(axis) if isinstance(axis, DeviceMesh) else axis

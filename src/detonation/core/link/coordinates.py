@@ -1,4 +1,4 @@
-"""Place: which replica, and which shard of it, this rank is."""
+"""The coordinates of a rank: its replica, and its shard of that replica."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from detonation.core.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """Shard `shard` of replica `replica`, both counted from 0."""
 
     replica: int
@@ -23,13 +23,16 @@ class Place:
 
     @property
     def name(self) -> str:
+        """How the rank is called in saved states."""
         return f"replica{self.replica}-shard{self.shard}"
 
 
-def place_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor]) -> Place:
-    """The place of this rank: its replica by the axes of `levels`, its shard by the mesh that the parameters lie on.
+def coordinates_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor]) -> Coordinates:
+    """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh that the parameters lie on.
 
     Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1.
+
+    Shapes: any.
     """
     replica, replicas = 0, 1
     axes = dict(_axis(axis) for axis, _ in levels)  # two levels may share an axis
@@ -37,13 +40,13 @@ def place_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor]
         replica, replicas = replica * size + here, replicas * size
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
     if not meshes:
-        return Place(replica, replicas, 0, 1)
+        return Coordinates(replica, replicas, 0, 1)
     (_, (shard, shards)) = _axis(max(meshes, key=lambda mesh: mesh.size()))
-    return Place(replica, replicas, shard, shards)
+    return Coordinates(replica, replicas, shard, shards)
 
 
 def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
-    """What tells this axis from others, and where on it this rank is, of how many."""
+    """The identity of an axis, and this rank's place on it, of how many."""
     if not isinstance(axis, DeviceMesh):
         return id(axis), (axis.replica, axis.size())
     ranks = tuple(axis.mesh.flatten().tolist())

@@ -1,189 +1,232 @@
-"""Exchanges: the ways in which what one replica selected becomes what all agree on."""
+"""Exchanges: the collectives that turn every replica's message into the messages that all received alike.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+An exchange seals a message, starts a collective and opens the messages that arrive; through owners it does so twice.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Agreed, Combine, combined
+from detonation.core.codec.aggregate import Mean, Received, aggregate, scatter_sum
 from detonation.core.codec.codec import Codec, Message, Selected
-from detonation.core.codec.indices import Packed, numbers
-from detonation.core.integrity.guard import Guard, Opened
-from detonation.core.link.link import Arrived, Link
-from detonation.core.link.owners import Owners
-from detonation.core.schemes.buckets import run
+from detonation.core.codec.indices import PackedIndices, as_int64
+from detonation.core.codec.precision import Float
+from detonation.core.integrity.guard import Guard
+from detonation.core.link.link import Arriving, Link
+from detonation.core.link.owners import RowOwners
+from detonation.core.schemes.buckets import aligned_rows
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import kind
+from detonation.core.schemes.traffic import collective_for
 
-Waiter = Callable[[], Agreed]
-"""Waits for what was agreed on, the same bits on every replica."""
-
-Relay = Callable[[], Waiter]
-"""Waits for what others need this replica to pass on, and starts to; all relays run before the first waiter."""
+Indices = Tensor | PackedIndices | None
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A message that is ready to leave.
+@dataclass
+class InFlight:
+    """One message on its way.
 
-    read: its values as everyone will read them, `[rows, kept]`; to be called before `start` and good until then.
-    start: sends it.
+    Args:
+        arriving: The collective that was started last.
+        shared: The indices of each replica's values where all replicas know them, `[rows, k]`, or None.
+        shape: Of the selected values.
+        own: This replica's values as everyone will read them, `[rows, k]` fp32, where they were asked for.
     """
 
-    read: Callable[[], Tensor]
-    start: Callable[[], Relay]
+    arriving: Arriving | Callable[[], Tensor]
+    shared: Sequence[Indices]
+    shape: torch.Size
+    step: int
+    own: Tensor | None = None
 
 
 class Exchange(Protocol):
-    @property
-    def secluded(self) -> bool:
-        """Whether a replica is told what the others do not see."""
+    """The way of messages through one or two collectives. All replicas call its methods in the same order."""
+
+    secluded: bool
+    """Whether a replica receives messages that the others do not see."""
+
+    def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
+        """Encodes and sends what was selected.
+
+        Args:
+            status: See `Header`.
+            read_own: Whether `InFlight.own` is needed.
+        """
         ...
 
-    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
-        """The message of `step`; status: see `Stamp`."""
+    def forward(self, flight: InFlight) -> None:
+        """Sends on what others need of this replica; all flights are forwarded before the first is received."""
         ...
 
-    def part(self, first: int, rows: int, guard: Guard) -> "Exchange":
-        """The same for a bucket: `rows` rows from row `first` on, sharing what it keeps."""
+    def receive(self, flight: InFlight) -> Received:
+        """Waits for the messages that all replicas received alike."""
+        ...
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
+        """The same for a bucket: `rows` rows from row `first` on, sharing the state."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What it must keep to go on."""
+        """The tensors that it keeps between steps, by name.
+
+        Shapes: `[owned, chunk]` each.
+        """
         ...
 
 
-class Reduced:
-    """The network adds the messages up: all tell the same coordinates, in a type that can be added."""
+class AllReduce:
+    """The network adds the messages up: all carry the same coordinates, in a type that can be added."""
 
     secluded = False
 
     def __init__(self, codec: Codec, link: Link, guard: Guard) -> None:
-        self._codec, self._link, self._guard = codec, link, guard
+        assert isinstance(codec.precision, Float)
+        self._codec, self._link, self._guard, self._dtype = codec, link, guard, codec.precision.dtype
 
-    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
-        buffer = self._guard.seal_sum(selected.values, self._link.replicas, status)
-        rows, count = len(selected.values), selected.values.numel()
+    def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
+        values = selected.values
+        buffer = self._guard.seal_sum(values, self._dtype, self._link.replicas, status)
+        own = None
+        if read_own:  # a copy: the network is about to add into the buffer
+            own = buffer[: values.numel()].view_as(values).to(torch.float32, copy=True)
+        return InFlight(self._link.all_reduce(buffer), [selected.indices], values.shape, step, own)
 
-        def start() -> Relay:
-            total = self._link.reduce(buffer)
-            return lambda: lambda: Agreed.one(mean(total()), selected.columns)
+    def forward(self, flight: InFlight) -> None:
+        pass
 
-        def mean(total: Tensor) -> Tensor:
-            values = self._guard.open_sum(total, count, step).view_as(selected.values)
-            return values.to(torch.float32) / self._link.replicas
+    def receive(self, flight: InFlight) -> Received:
+        assert not isinstance(flight.arriving, Arriving)
+        total = self._guard.open_sum(flight.arriving(), flight.shape.numel(), flight.step)
+        return Received([total.view(flight.shape).to(torch.float32) / self._link.replicas], flight.shared)
 
-        return Prepared(lambda: self._codec.read(Message(buffer[:count].view_as(selected.values)), rows), start)
-
-    def part(self, first: int, rows: int, guard: Guard) -> "Reduced":
-        return Reduced(self._codec, self._link, guard)
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "AllReduce":
+        return AllReduce(self._codec, self._link, guard)
 
     def state(self) -> dict[str, Tensor]:
         return {}
 
 
-class Gathered:
-    """Everyone receives everyone's message and combines them."""
+class AllGather:
+    """Every replica receives every message."""
 
     secluded = False
 
-    def __init__(self, codec: Codec, link: Link, combine: Combine, guard: Guard) -> None:
-        self._codec, self._link, self._combine, self._guard = codec, link, combine, guard
+    def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard) -> None:
+        self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
 
-    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
-        message, rows = self._codec.encode(selected), len(selected.values)
-        shared = selected.columns if self._codec.selection.shared else None
+    def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
+        (message,) = self._codec.encode(selected)
+        own = self._codec.read(message, len(selected.values)) if read_own else None
+        shared = selected.indices if self._codec.selection.shared else None
+        (sealed,) = self._guard.seal([message.parts], step, status)
+        arriving = self._link.all_gather(sealed)
+        return InFlight(arriving, [shared] * self._link.replicas, selected.values.shape, step, own)
 
-        def start() -> Relay:
-            everyone = self._link.gather(self._guard.seal(message, step, status))
-            return lambda: lambda: agreed(everyone())
+    def forward(self, flight: InFlight) -> None:
+        pass
 
-        def agreed(arrived: Arrived) -> Agreed:
-            opened = self._guard.open(arrived.parts, rows, [shared] * self._link.replicas, step)
-            return Agreed(opened.values, opened.columns, self._combine, arrived.spent)
+    def receive(self, flight: InFlight) -> Received:
+        assert isinstance(flight.arriving, Arriving)
+        received = opened(self._codec, self._guard, flight, flight.shape[0])
+        return replace(received, aggregation=self._scheme.aggregation, release=flight.arriving.release)
 
-        return Prepared(lambda: self._codec.read(message, rows), start)
-
-    def part(self, first: int, rows: int, guard: Guard) -> "Gathered":
-        return Gathered(self._codec, self._link, self._combine, guard)
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "AllGather":
+        return AllGather(self._scheme, self._codec, self._link, guard)
 
     def state(self) -> dict[str, Tensor]:
         return {}
 
 
-class Owned:
-    """Each replica owns some of the rows: it receives theirs from all, combines them, and tells all the result.
+class TwoStage:
+    """A two-stage all-reduce: each replica owns some of the rows, receives them from all, aggregates them, and sends
+    the result to all.
 
-    What a replica sends does not grow with their number. The result is selected and encoded again; what that leaves
-    out stays in a memory of the owner's and is told later, so that nothing is lost (law 1) between the two.
+    The bytes that a replica sends do not grow with their number. The result is selected and encoded again; the rest
+    stays in the server residual of the owner and is sent later, so that nothing is lost (law 1) between the two.
     """
 
     secluded = True
 
     def __init__(
-        self, codec: Codec, link: Link, combine: Combine, owners: Owners, residual: Tensor, guard: Guard
+        self, scheme: Scheme, codec: Codec, link: Link, owners: RowOwners, residual: Tensor, guard: Guard
     ) -> None:
-        self._codec, self._link, self._combine, self._guard = codec, link, combine, guard
+        self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self.owners, self.residual = owners, residual  # [owned, chunk]
 
-    def prepare(self, selected: Selected, step: int, status: int | Tensor) -> Prepared:
+    def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
         dealt = self._deal(selected)
-        messages = [self._codec.encode(part) for part in dealt]
-        shared = [part.columns if self._codec.selection.shared else None for part in dealt]
+        messages = self._codec.encode(*dealt)
+        own = None
+        if read_own:
+            own = self.owners.collect([self._codec.read(message, self.owners.owned) for message in messages])
+        shared = [part.indices if self._codec.selection.shared else None for part in dealt]
+        slices = self._guard.seal([message.parts for message in messages], step, status, phase=1)
+        return InFlight(self._link.all_to_all(slices), shared, selected.values.shape, step, own)
 
-        def start() -> Relay:
-            told_to_me = self._link.swap([self._guard.seal(m, step, status, phase=1) for m in messages])
-            return lambda: self._tell(told_to_me(), shared, step)
+    def forward(self, flight: InFlight) -> None:
+        owned, chunk, own = self.owners.owned, self._codec.selection.chunk, flight.shared[self._link.replica]
+        dealt = replace(flight, shared=[own] * self._link.replicas)
+        received = replace(
+            opened(self._codec, self._guard, dealt, owned, phase=1), aggregation=self._scheme.aggregation
+        )
+        self.residual += aggregate(received, chunk)
+        selected = self._codec.pick(self.residual, own)
+        (message,) = self._codec.encode(selected)
+        sent, indices = self._codec.read(message, owned), selected.indices
+        self.residual -= scatter_sum([sent], [indices], chunk) if isinstance(indices, Tensor) else sent
+        (sealed,) = self._guard.seal([message.parts], flight.step, 0)
+        flight.arriving = self._link.all_gather(sealed)
 
-        def read() -> Tensor:
-            return self.owners.collect([self._codec.read(message, self.owners.owned) for message in messages])
+    def receive(self, flight: InFlight) -> Received:
+        received = opened(self._codec, self._guard, flight, self.owners.owned, signals=False)
+        indices = as_int64([i for i in received.indices if i is not None])
+        return Received(
+            [self.owners.collect(received.values)], [self.owners.collect(indices) if indices else None], Mean()
+        )
 
-        return Prepared(read, start)
-
-    def part(self, first: int, rows: int, guard: Guard) -> "Owned":
-        owners = Owners(rows, self.owners.replicas, self.owners.run)
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
+        owners = RowOwners(rows, self.owners.replicas, self.owners.run)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return Owned(self._codec, self._link, self._combine, owners, residual, guard)
+        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard)
 
     def state(self) -> dict[str, Tensor]:
-        return {"owned": self.residual}
+        return {"server_residual": self.residual}
 
     def _deal(self, selected: Selected) -> list[Selected]:
-        """What is selected of the rows of each owner. Filling is zeros, at columns that differ as in any row."""
-        values = self.owners.deal(selected.values, selected.values.new_zeros(self._codec.selection.kept))
-        if selected.columns is None:
-            return [Selected(v, None) for v in values]
-        told = numbers(selected.columns)
-        columns = self.owners.deal(told, torch.arange(self._codec.selection.kept, device=told.device))
-        return [Selected(v, c) for v, c in zip(values, columns, strict=True)]
+        """The selection of the rows of each owner. Padding is zeros, at indices that differ as in any row."""
+        k, indices = self._codec.selection.k, list[Tensor | None]([None] * self._link.replicas)
+        if selected.indices is not None:
+            (sent,) = as_int64([selected.indices])
+            indices = list(self.owners.deal(sent, torch.arange(k, device=sent.device)))
+        values = self.owners.deal(selected.values, selected.values.new_zeros(k))
+        return [Selected(v, i, owned=True) for v, i in zip(values, indices, strict=True)]
 
-    def _tell(self, arrived: list[list[Tensor]], shared: list[Tensor | Packed | None], step: int) -> Waiter:
-        """Combines what this replica owns, and starts to tell all of it."""
-        owned, chunk, here = self.owners.owned, self._codec.selection.chunk, shared[self._link.replica]
-        mine = self._guard.open(arrived, owned, [here] * self._link.replicas, step, phase=1)
-        self.residual += combined(Agreed(mine.values, mine.columns, self._combine), chunk)
-        selected = self._codec.take(self.residual, here)
-        message = self._codec.encode(selected)
-        self.residual -= combined(Agreed.one(self._codec.read(message, owned), selected.columns), chunk)
-        everyone = self._link.gather(self._guard.seal(message, step, 0))
-        return lambda: self._agreed(self._guard.open(everyone().parts, owned, shared, step, signals=False))
 
-    def _agreed(self, told: Opened) -> Agreed:
-        values = self.owners.collect(told.values)
-        columns = [numbers(c) for c in told.columns if c is not None]
-        return Agreed.one(values, self.owners.collect(columns) if columns else None)
+def opened(codec: Codec, guard: Guard, flight: InFlight, rows: int, phase: int = 0, signals: bool = True) -> Received:
+    """Waits for one sealed message per replica: inspected, counted and read, with zeros where one must not be used.
+
+    Args:
+        phase, signals: See `Guard.seal` and `Expected`.
+    """
+    assert isinstance(flight.arriving, Arriving)
+    sealed = flight.arriving()
+    messages = [Message(*parts[1:]) for parts in sealed]
+    received, facts = codec.open(messages, rows, flight.shared)
+    use = guard.admit(sealed, facts, flight.step, phase, signals)
+    return received if use is None else codec.blank(received, use)
 
 
 def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device, guard: Guard) -> Exchange:
-    """The exchange that the arithmetic of traffic chooses, or the scheme says."""
-    chosen = kind(scheme, rows, link.replicas, link.lanes)
+    """The exchange that the scheme asks for or, where it leaves it open, the one that sends least."""
+    chosen = collective_for(scheme, rows, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
-        return Reduced(scheme.codec, link, guard)
+        return AllReduce(scheme.codec, link, guard)
     if chosen == "all-gather":
-        return Gathered(scheme.codec, link, scheme.combine, guard)
-    owners = Owners(rows, link.replicas, run(scheme.codec))
-    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, device=device)
-    return Owned(scheme.codec, link, scheme.combine, owners, residual, guard)
+        return AllGather(scheme, scheme.codec, link, guard)
+    owners = RowOwners(rows, link.replicas, aligned_rows(scheme.codec))
+    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=device)
+    return TwoStage(scheme, scheme.codec, link, owners, residual, guard)

@@ -1,4 +1,4 @@
-"""Lanes: the ranks of a node share what all of them have to say, so that it crosses the slow link once a node."""
+"""Hierarchical collectives: a message that all ranks of a node hold crosses the slow link once per node."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,74 +8,81 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from detonation.core.link.communicator import Wire
+from detonation.core.link.communicator import Communicator
 
 
-class Laned:
-    """A wire that carries one message a node: each rank of the node takes its part of it over, then all swap parts.
+class HierarchicalCommunicator:
+    """Carries one message per node: each rank of the node takes its part over the slow link, then all swap parts.
 
-    slow: between the nodes. fast: between the ranks of this node, its lanes. What is given to it must be the same on
-    all lanes; what arrives is then what `slow` alone would have brought, bit for bit where it adds two numbers only
-    (an all-reduce among more may add in another order).
+    A message must be the same on all ranks of the node. The result is that of `inter_node` alone, bit for bit where
+    that adds two numbers only (an all-reduce among more may add in another order).
+
+    Args:
+        inter_node: Between the nodes.
+        intra_node: Between the ranks of this node.
     """
 
-    def __init__(self, slow: Wire, fast: Wire) -> None:
-        self._slow, self._fast = slow, fast
-        self.replica = slow.replica
+    def __init__(self, inter_node: Communicator, intra_node: Communicator) -> None:
+        self._slow, self._fast = inter_node, intra_node
+        self.replica = inter_node.replica
 
     def size(self) -> int:
         return self._slow.size()
 
-    def reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        arrived = self._slow.reduce(self._part(values.reshape(1, -1)).view(-1))
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        arriving = self._slow.all_reduce(self._own_part(values.reshape(1, -1)).view(-1))
 
         def wait() -> Tensor:
-            lanes = self._fast.gather(arrived().view(torch.uint8))()
-            return lanes.view(-1).view(values.dtype)[: values.numel()].view(values.shape)
+            parts = self._fast.all_gather(arriving().view(torch.uint8))()
+            return parts.view(-1).view(values.dtype)[: values.numel()].view(values.shape)
 
         return wait
 
-    def gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self._joined(self._slow.gather(self._part(mine.view(1, -1)).view(-1)), len(mine))
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self._joined(self._slow.all_gather(self._own_part(mine.view(1, -1)).view(-1)), len(mine))
 
-    def swap(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         slices = mine.view(self.size(), -1)
-        return self._joined(self._slow.swap(self._part(slices).reshape(-1)), slices.shape[1])
+        return self._joined(self._slow.all_to_all(self._own_part(slices).reshape(-1)), slices.shape[1])
 
-    def _part(self, lines: Tensor) -> Tensor:
-        """What this lane carries of every line: an equal share, the last ones filled up with zeros."""
+    def _own_part(self, lines: Tensor) -> Tensor:
+        """The part of every line that this rank carries: an equal share, zero-padded."""  # [lines, n]
         share = -(-lines.shape[1] // self._fast.size())
-        filled = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
-        return filled[:, self._fast.replica * share : (self._fast.replica + 1) * share]
+        padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
+        return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]
 
-    def _joined(self, arrived: Callable[[], Tensor], nbytes: int) -> Callable[[], Tensor]:
-        """Waits for this lane's part of what every replica sent, and returns the whole."""  # -> [replicas, nbytes]
+    def _joined(self, arriving: Callable[[], Tensor], nbytes: int) -> Callable[[], Tensor]:
+        """Waits for this rank's part of every replica's message, and returns the whole."""  # -> [replicas, nbytes]
 
         def wait() -> Tensor:
-            part = arrived()  # [replicas, share]
-            lanes = self._fast.gather(part.reshape(-1))().view(self._fast.size(), self.size(), -1)
-            return lanes.transpose(0, 1).reshape(self.size(), -1)[:, :nbytes]
+            part = arriving()  # [replicas, share]
+            parts = self._fast.all_gather(part.reshape(-1))().view(self._fast.size(), self.size(), -1)
+            return parts.transpose(0, 1).reshape(self.size(), -1)[:, :nbytes]
 
         return wait
 
 
-def ways(parameters: Mapping[str, Tensor], lanes: DeviceMesh | None) -> list[tuple[dict[str, Tensor], int]]:
-    """`parameters` by the way that their messages go: first those of which each lane holds a shard, then the others.
+def split_by_sharding(
+    parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
+) -> list[tuple[dict[str, Tensor], int]]:
+    """`parameters` by the way of their messages: first those of which each rank of the node holds a shard.
 
-    With each goes how many lanes carry one message: 1, and as many as `lanes` has.
+    With each goes the number of local ranks that carry one message: 1, or as many as `intra_node` has.
+
+    Shapes: any.
     """
-    if lanes is None:
+    if intra_node is None:
         return [(dict(parameters), 1)]
-    split = {name: p for name, p in parameters.items() if _split(p, lanes)}
-    whole = {name: p for name, p in parameters.items() if name not in split}
-    return [way for way in ((split, 1), (whole, lanes.size())) if way[0]]
+    others = set(dist.get_process_group_ranks(intra_node.get_group())) - {dist.get_rank()}
+    sharded = {name: p for name, p in parameters.items() if _is_sharded(p, others)}
+    whole = {name: p for name, p in parameters.items() if name not in sharded}
+    return [way for way in ((sharded, 1), (whole, intra_node.size())) if way[0]]
 
 
-def _split(parameter: Tensor, lanes: DeviceMesh) -> bool:
-    """Whether `parameter` is sharded over ranks that are lanes of this one."""
+def _is_sharded(parameter: Tensor, others: set[int]) -> bool:
+    """Whether `parameter` is sharded over one of the ranks `others`."""
     if not isinstance(parameter, DTensor):
         return False
-    others = set(dist.get_process_group_ranks(lanes.get_group())) - {dist.get_rank()}
     mesh = parameter.device_mesh
-    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    return any(others & set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in sharded)
+    dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return any(others & set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in dims)

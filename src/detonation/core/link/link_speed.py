@@ -1,10 +1,10 @@
-"""Pace: how fast one tier of the network is. Pure arithmetic, shared by planner, emulation and probe."""
+"""The speed of one tier of the network. Pure arithmetic, shared by planner, throttling and probe."""
 
 import math
 import re
 from dataclasses import dataclass
 
-from detonation.core.schemes.traffic import Kind
+from detonation.core.schemes.traffic import CollectiveKind
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
@@ -12,7 +12,7 @@ _FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?bit)\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s
 
 
 @dataclass(frozen=True)
-class Pace:
+class LinkSpeed:
     """What a node can send at once, in both directions at the same time, and how long a bit is on its way.
 
     rate_bits_per_s: above 0, may be infinite; shared by all local ranks of the node. latency_s: one way, at least 0.
@@ -28,11 +28,11 @@ class Pace:
             raise ValueError(f"the latency of a link is {self.latency_s} s, must be at least 0")
 
     @classmethod
-    def parse(cls, text: str) -> "Pace":
+    def parse(cls, text: str) -> "LinkSpeed":
         """The pace that `text` spells, a rate and, if you like, a latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
 
-        >>> Pace.parse("100mbit,5ms")
-        Pace(rate_bits_per_s=100000000.0, latency_s=0.005)
+        >>> LinkSpeed.parse("100mbit,5ms")
+        LinkSpeed(rate_bits_per_s=100000000.0, latency_s=0.005)
         """
         found = _FORM.fullmatch(text)
         try:
@@ -56,7 +56,7 @@ class Pace:
         return f"{rate},{self.latency_s * 1e3:.4g}ms" if self.latency_s else rate
 
 
-def hops(kind: Kind, replicas: int) -> int:
+def hops(kind: CollectiveKind, replicas: int) -> int:
     """Messages of one exchange that have to wait for one another, on a ring.
 
     R - 1 for an all-gather and twice that for an all-reduce; through owners one for all slices at once, then R - 1.

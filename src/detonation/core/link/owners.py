@@ -1,15 +1,16 @@
-"""Owners: which rows each replica combines for all."""
+"""Row owners: the rows that each replica aggregates for all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Owners:
-    """`rows` rows dealt out to `replicas` in turns, `run` at a time; what is left over goes in equal parts.
+class RowOwners:
+    """`rows` rows dealt out to `replicas` in turns, `run` at a time; the remainder goes in equal parts.
 
     So the rows up to the end of any turn have the same owners by themselves as in the whole.
     """
@@ -18,27 +19,32 @@ class Owners:
     replicas: int
     run: int
 
-    @property
+    @cached_property
     def owned(self) -> int:
-        """Rows that each owns; the last ones may be filling."""
+        """Rows that each replica owns; the last ones may be padding."""
         return -(-self.rows // self.replicas)
 
-    def deal(self, lines: Tensor, filling: Tensor) -> list[Tensor]:
-        """The lines of each owner, in order; `filling` is the line that stands where there is none."""
-        # [rows, n], [n] -> replicas x [owned, n]
+    def deal(self, lines: Tensor, padding: Tensor) -> list[Tensor]:
+        """The lines of each owner, in order.
+
+        Shapes: lines `[rows, n]`, padding `[n]` -> replicas x `[owned, n]`.
+        """
         missing = self.owned * self.replicas - self.rows
-        full = torch.cat([lines, filling.expand(missing, -1)]) if missing else lines
+        full = torch.cat([lines, padding.expand(missing, -1)]) if missing else lines
         n, dealt = lines.shape[1], self._turns * self.replicas * self.run
         turns = full[:dealt].reshape(self._turns, self.replicas, self.run, n)
         rest = full[dealt:].reshape(self.replicas, self.owned - self._turns * self.run, n)
         return [torch.cat([turns[:, r].flatten(0, 1), rest[r]]) for r in range(self.replicas)]
 
     def collect(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `deal`, without the filling."""  # replicas x [owned, n] -> [rows, n]
+        """The inverse of `deal`, without the padding.
+
+        Shapes: replicas x `[owned, n]` -> `[rows, n]`.
+        """
         own = self._turns * self.run
         turns = torch.stack([part[:own].reshape(self._turns, self.run, part.shape[1]) for part in parts], 1)
         return torch.cat([turns.flatten(0, 2), *[part[own:] for part in parts]])[: self.rows]
 
-    @property
+    @cached_property
     def _turns(self) -> int:
         return self.rows // (self.replicas * self.run)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from detonation.core.flat.layout import local
+from detonation.core.flat.tensors import local
 from detonation.core.optim.closure import evaluated
 
 

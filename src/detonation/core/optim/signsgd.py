@@ -1,27 +1,54 @@
-"""SignSGD: every weight moves by lr in the direction of its update's sign."""
+"""SignSGD: every weight moves by lr against the sign of its update."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from detonation.core.flat.layout import local
+from detonation.core.compute.library import SignRate
+from detonation.core.compute.sign_step import sign_step
+from detonation.core.flat.tensors import local
 from detonation.core.optim.closure import evaluated
-from detonation.kernels import native
 
-Move = Callable[[Sequence[native.Pace]], None]
-"""Moves parameters, given how each follows signs."""
+
+class SignedUpdate(Protocol):
+    """An update that moves weights by its signs while it is decoded, so that nobody writes it down."""
+
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        """Whether it can move these weights."""
+        ...
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
+        ...
 
 
 class SignSGD(Optimizer):
-    """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`.
+    """`p = (1 - lr * weight_decay) * p - lr * sign(m)`, where `m = momentum * m + gradient`: the optimizer of DeMo.
 
-    Bernstein et al., arXiv 1802.04434. The optimizer of DeMo, whose momentum lives in the scheme: leave it 0 there.
+    DeMo's momentum lives in the scheme: leave `momentum` 0 there.
 
-    lr: at least 0, the distance that every weight moves in a step. momentum: from 0 to below 1.
-    weight_decay: decoupled, at least 0.
+    Args:
+        params: Parameters or groups of them, as in torch.
+        lr: The distance that every weight moves per step, at least 0.
+        momentum: From 0 to below 1.
+        weight_decay: Decoupled, at least 0.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+        >>> optimizer = SignSGD([weight], lr=0.5)
+        >>> weight.grad = torch.tensor([0.3, -7.0, 0.0])
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.5, -1.5, 3.0]
+
+    Reference: Bernstein et al., signSGD, arXiv 1802.04434.
     """
 
     def __init__(
@@ -38,47 +65,47 @@ class SignSGD(Optimizer):
         if weight_decay < 0:
             raise ValueError(f"weight_decay is {weight_decay}, must be at least 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self._deferred: dict[int, tuple[Sequence[Tensor], Move]] = {}
+        self._updates: dict[int, tuple[Sequence[Tensor], Sequence[Tensor], SignedUpdate]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._deferred = {}
+        self._updates = {}
 
-    @property
-    def plain(self) -> bool:
-        """Whether the next step is signs alone, and nobody looks at the gradients before it."""
-        return not self._optimizer_step_pre_hooks and not any(group["momentum"] for group in self.param_groups)
+    def take(self, parameters: Sequence[Tensor], update: SignedUpdate) -> bool:
+        """Moves `parameters` by `update` in the next step, whatever their gradients are.
 
-    def defer(self, parameters: Sequence[Tensor], move: Move) -> None:
-        """Lets `move` be what the next step does to `parameters`, whatever their gradients are."""
-        self._deferred[id(parameters[0])] = (parameters, move)  # instead of one that no step came for
+        Returns whether it will: only where the step is signs alone, nobody looks at the gradients before it, and the
+        update can.
+        """
+        if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
+            return False
+        weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        if not update.can_apply_signs(weights):
+            return False
+        self._updates[id(parameters[0])] = (parameters, weights, update)  # replaces an update that no step came for
+        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all parameters that have a gradient; returns what `closure` returns."""
-        loss = evaluated(closure)
-        moved = self._move_deferred()
+        """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
+        loss = evaluated(closure) if closure else None
+        moved: set[int] = set()
+        if self._updates:
+            groups = [(p, group) for group in self.param_groups for p in group["params"]]
+            rates = {id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups}
+            updates, self._updates = self._updates, {}
+            for parameters, weights, update in updates.values():
+                update.apply_signs(weights, [rates[id(p)] for p in parameters])
+                moved |= {id(p) for p in parameters}
         for group in self.param_groups:
-            rest = [p for p in group["params"] if id(p) not in moved]
-            parameters = [p for p in rest if p.grad is not None and local(p).numel()]
-            if not parameters:
-                continue
-            directions = [local(p.grad) for p in parameters]
-            if group["momentum"]:
-                directions = self._momentum(parameters, directions, group["momentum"])
-            _move([local(p) for p in parameters], directions, float(group["lr"]), group["weight_decay"])
+            rest = [p for p in group["params"] if p.grad is not None and id(p) not in moved]
+            rest = [p for p in rest if local(p).numel()]
+            if rest:
+                directions = [local(p.grad) for p in rest]
+                if group["momentum"]:
+                    directions = self._momentum(rest, directions, group["momentum"])
+                sign_step([local(p) for p in rest], directions, float(group["lr"]), group["weight_decay"])
         return loss
-
-    def _move_deferred(self) -> set[int]:
-        """Does what was deferred; returns the identities of the parameters that moved."""
-        if not self._deferred:
-            return set()
-        groups = [(p, group) for group in self.param_groups for p in group["params"]]
-        paces = {id(p): (1 - float(g["lr"]) * g["weight_decay"], float(g["lr"])) for p, g in groups}
-        deferred, self._deferred = self._deferred, {}
-        for parameters, move in deferred.values():
-            move([paces[id(p)] for p in parameters])
-        return {id(p) for parameters, _ in deferred.values() for p in parameters}
 
     def _momentum(self, parameters: list[Tensor], gradients: list[Tensor], momentum: float) -> list[Tensor]:
         for p in parameters:
@@ -88,16 +115,3 @@ class SignSGD(Optimizer):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, gradients)
         return buffers
-
-
-def _move(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
-    """`weights` shrunk, then moved by lr against the sign of `directions`."""
-    shrink = 1 - lr * weight_decay
-    library = native.load_for(*weights, *directions)
-    if library and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
-        for weight, direction in zip(weights, directions, strict=True):
-            library.sign_step(weight, direction, shrink, lr)  # one pass, and no temporary of the model's size
-        return
-    if weight_decay:
-        torch._foreach_mul_(weights, shrink)
-    torch._foreach_add_(weights, torch._foreach_sign(directions), alpha=-lr)

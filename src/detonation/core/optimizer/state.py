@@ -1,60 +1,169 @@
-"""Checkpoint state: what a replica must keep to itself between runs, and how other tools may save it.
+"""The state of a replicated optimizer: its replica's private part, and how other tools may save it.
 
-Memory, and in DiLoCo mid-round parameters and inner optimizer state, differ per replica. torch.distributed.checkpoint
+Memory and, in DiLoCo, mid-round parameters and inner optimizer state differ per replica. torch.distributed.checkpoint
 takes equal keys on different ranks for one tensor and silently keeps one of them, so here they never are equal.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from detonation.core.link.coordinates import alike
-from detonation.core.optimizer.replicated import Replicated
+
+if TYPE_CHECKING:
+    from detonation.core.optimizer.replicated import Replicated
 
 
-def replica_state(optimizer: Replicated) -> dict[str, Tensor]:
-    """Copies of the private state of this replica and shard: flat keys, tensors in the local shape of a parameter.
+def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
+    """Copies of the state that is private to this replica and shard: flat keys such as `0.residual.<parameter>`.
 
     Together with the model's and the base optimizer's state of the same rank it resumes exactly.
+
+    Args:
+        optimizer: Made by `replicate`.
+
+    Shapes: -> the local shape of a parameter per key; `step` is `[]` int64.
+
+    Raises:
+        OverlapError: A step is half done.
+
+    Example:
+        >>> import detonation as dt
+        >>> from detonation.cluster.network.loopback import LoopbackCommunicator
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(), dt.demo(topk=1, chunk=2))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(replica_state(optimizer))
+        ['0.residual.bias', '0.residual.weight', 'step']
     """
-    return optimizer.replica_state()
+    state = {"step": torch.tensor(optimizer.step_count)}
+    return state | {key: tensor.clone() for key, tensor in optimizer.local_state().items()}
 
 
-def load_replica_state(optimizer: Replicated, state: dict[str, Tensor]) -> None:
-    """Goes on from `state`, after the model's weights were loaded. Raises `ValueError` where it does not fit."""
-    optimizer.load_replica_state(state)
+@torch.no_grad()
+def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> None:
+    """Continues from `state`, on all ranks at once, after the model's weights were loaded.
+
+    Args:
+        optimizer: Made by `replicate`, for the same model and scheme.
+        state: The result of `replica_state`.
+
+    Shapes: as `replica_state`.
+
+    Raises:
+        ValueError: The state does not fit this model and scheme.
+
+    Example:
+        >>> import detonation as dt
+        >>> from detonation.cluster.network.loopback import LoopbackCommunicator
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(), dt.none())
+        >>> load_replica_state(optimizer, {"step": torch.tensor(7)})
+        >>> optimizer.step_count
+        7
+    """
+    optimizer.refuse_overlap()
+    saved = {key: tensor for key, tensor in state.items() if key != "step"}
+    if saved or optimizer.is_built:
+        optimizer.build()
+        local = optimizer.local_state()
+        if local.keys() != saved.keys():
+            odd = sorted(local.keys() ^ saved.keys())
+            raise ValueError(f"the saved state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+        for key, tensor in local.items():
+            if tensor.shape != saved[key].shape:
+                shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"
+                raise ValueError(f"{key} was saved with shape {shapes}: another number of shards?")
+        for index, replicator in enumerate(optimizer.build()):
+            mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
+            replicator.local_state().load(mine)
+    optimizer.resume_at(int(state["step"]))
+
+
+def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
+    """See `Replicated.state_dict`."""
+    saved = optimizer.base.state_dict()
+    if not alike(optimizer.levels):
+        mark = f"replica{optimizer.coordinates.replica}."
+        saved["state"] = {
+            parameter: {mark + key: value for key, value in values.items()}
+            for parameter, values in saved["state"].items()
+        }
+    return {**saved, "replication": {optimizer.coordinates.name: replica_state(optimizer)}}
+
+
+def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> None:
+    """See `Replicated.load_state_dict`."""
+    rest = {key: value for key, value in state_dict.items() if key != "replication"}
+    coordinates = optimizer.coordinates
+    mark = "" if alike(optimizer.levels) else f"replica{coordinates.replica}."
+    for values in rest["state"].values():
+        if any(not key.startswith(mark) for key in values):
+            other = next(iter(values))
+            raise ValueError(f"the saved optimizer state has {other}, not {mark}...: it is of another replica")
+    own = {p: {key.removeprefix(mark): value for key, value in v.items()} for p, v in rest["state"].items()}
+    optimizer.base.load_state_dict({**rest, "state": own})
+    if "replication" in state_dict:
+        saved = state_dict["replication"]
+        if coordinates.name not in saved:
+            odd = f"the saved state is of {', '.join(saved)}, this rank is {coordinates.name}"
+            raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
+        load_replica_state(optimizer, saved[coordinates.name])
 
 
 class TrainingState(Stateful):
     """A model and its replicated optimizer as one `Stateful`: `dcp.save({"app": TrainingState(model, optimizer)})`.
 
-    What all replicas share stands under shared keys, which torch.distributed.checkpoint writes once; what differs,
-    under keys that name replica and shard. A world with other replicas or shards misses its keys and is refused by
-    name. All ranks call save and load. For reading and writing torch's format only: it unpickles its own metadata, and
-    is neither atomic nor checked; `detonation.save_checkpoint` is.
+    The state that all replicas share stands under shared keys, which torch.distributed.checkpoint writes once; private
+    state stands under keys that name replica and shard. A world with other replicas or shards misses its keys and is
+    refused by name. All ranks call save and load. For reading and writing torch's format only: it unpickles its own
+    metadata, and is neither atomic nor checked; `detonation.save_checkpoint` is.
+
+    Args:
+        model: The trained model.
+        optimizer: Made by `replicate`.
+
+    Raises:
+        KeyError: While loading, where the saved world had other replicas or shards.
+
+    Example:
+        >>> import detonation as dt
+        >>> from detonation.cluster.network.loopback import LoopbackCommunicator
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(), dt.full())
+        >>> sorted(TrainingState(model, optimizer).state_dict())
+        ['model', 'optimizer', 'replication']
     """
 
-    def __init__(self, model: nn.Module, optimizer: Replicated) -> None:
+    def __init__(self, model: nn.Module, optimizer: "Replicated") -> None:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
+        """The state under keys that torch.distributed.checkpoint may merge. Collective."""
         optimizer = self._optimizer
         optimizer.set_up()
-        with optimizer.settled():
+        with optimizer.agreed_weights():
             model, base = get_state_dict(self._model, optimizer)
             copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
         training = {"model": copies, "optimizer": base}
-        place = optimizer.place
-        shared = training if alike(optimizer.levels) else {f"replica{place.replica}": training}
-        return {**shared, "replication": {place.name: optimizer.replica_state()}}
+        coordinates = optimizer.coordinates
+        shared = training if alike(optimizer.levels) else {f"replica{coordinates.replica}": training}
+        return {**shared, "replication": {coordinates.name: replica_state(optimizer)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the result of `state_dict` of the same world. Collective."""
         optimizer = self._optimizer
-        place = optimizer.place
-        training = state_dict if alike(optimizer.levels) else state_dict[f"replica{place.replica}"]
+        coordinates = optimizer.coordinates
+        training = state_dict if alike(optimizer.levels) else state_dict[f"replica{coordinates.replica}"]
         set_state_dict(
             self._model, optimizer, model_state_dict=training["model"], optim_state_dict=training["optimizer"]
         )
-        optimizer.load_replica_state(state_dict["replication"][place.name])
+        load_replica_state(optimizer, state_dict["replication"][coordinates.name])

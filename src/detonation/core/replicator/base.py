@@ -1,47 +1,81 @@
-"""Replicator: where a scheme meets the training step. Gradients before the local step, parameters after H of them."""
+"""A replicator is one level of replication around the step of the base optimizer."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.local_state import Private
+from detonation.core.replicator.local_state import LocalState
 
 
-class Replicator(Protocol):
-    """One level of replication around the step of the base optimizer."""
+class Replicator(ABC):
+    """Where a scheme meets the training step: gradients before the local step, parameters after it.
 
-    channel: Channel
+    Args:
+        parameters: By name, in the order of the channel's layout.
+        channel: To the other replicas.
+    """
 
-    def before(self, step: int) -> None: ...
+    acts_before = acts_after = True
+    """Whether `before` and `after` do anything."""
 
-    def after(self, step: int) -> None: ...
+    def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
+        self.parameters, self.channel = parameters, channel
+        self.overlapping = False  # whether gradients were sent, or are to be, in buckets, and their step has not come
+        self.scheme, self.layout, self.link, self.counts = channel.scheme, channel.layout, channel.link, channel.counts
 
-    def settle(self, step: int) -> None:
-        """Ends after `step` steps what is still open, so that the replicas hold the same weights."""
-        ...
+    def before(self, step: int) -> None:
+        """Runs before the local step."""
+        return
 
-    def back(self) -> None:
-        """To the weights that the replicas agreed on last, from where the next gradient is to be taken."""
-        ...
+    def after(self, step: int) -> None:
+        """Runs after the local step."""
+        return
 
-    def ahead(self) -> None:
-        """Undoes `back`."""
-        ...
+    @abstractmethod
+    def synchronize(self, step: int) -> None:
+        """Ends everything that is open after `step` steps, so that the replicas hold the same weights."""
 
-    def shared(self) -> list[Tensor]:
-        """One tensor a parameter that must be bitwise equal on all replicas between steps."""
-        ...
+    def enter_agreed(self) -> None:
+        """Moves to the weights that the replicas agreed on last, from which the next gradient is to be taken."""
+        return
 
-    def equal(self) -> dict[str, Tensor]:
-        """All that must be bitwise equal on all replicas between steps, by name; to read."""
-        ...
+    def leave_agreed(self) -> None:
+        """Undoes `enter_agreed`."""
+        return
 
-    def mend(self, tensors: Mapping[str, Tensor]) -> None:
-        """Makes some of what `equal` returned anew."""
-        ...
+    @contextmanager
+    def overlap(self, step: int) -> Iterator[None]:
+        """Within it backward sends the gradients of `step`, where the level can."""
+        yield
 
-    def private(self) -> Private:
-        """What this replica must keep to go on."""
-        ...
+    def refuse_overlap(self) -> None:
+        """Raises `OverlapError` while a step is half done."""
+        return
+
+    @abstractmethod
+    def shared_weights(self) -> list[Tensor]:
+        """One tensor per parameter that must be bitwise equal on all replicas between steps.
+
+        Shapes: one local shape per parameter.
+        """
+
+    @abstractmethod
+    def replicated(self) -> dict[str, Tensor]:
+        """All tensors that must be bitwise equal on all replicas between steps, by name; to read.
+
+        Shapes: local shapes.
+        """
+
+    @abstractmethod
+    def repair(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces some of the tensors that `replicated` returned.
+
+        Shapes: as `replicated`.
+        """
+
+    @abstractmethod
+    def local_state(self) -> LocalState:
+        """The state that is private to this replica."""

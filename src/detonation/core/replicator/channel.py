@@ -1,188 +1,225 @@
-"""Channel: memory, codec and link joined. A signal goes in, what all replicas agreed on comes out."""
+"""The channel: the only caller on the way of a signal through memory, codec, guard and link to an update."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Agreed
-from detonation.core.codec.codec import Selected
-from detonation.core.engine.native import engine_for
-from detonation.core.engine.reference import Plain
+from detonation.core.codec.aggregate import Received
+from detonation.core.compute.library import SignRate
+from detonation.core.compute.nonfinite import first_nonfinite
+from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
-from detonation.core.integrity import readback
-from detonation.core.integrity.fault_counts import Ledger
+from detonation.core.flat.rows import Bucket
+from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.guard import Guard
-from detonation.core.link.exchange import Exchange, Relay, exchange_for
+from detonation.core.link.exchange import Exchange, InFlight, exchange_for
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
-from detonation.core.replicator.local_state import Private
-from detonation.core.schemes.buckets import Bucket, codec_of, cut
+from detonation.core.replicator.local_state import LocalState
+from detonation.core.runtime import Runtime
+from detonation.core.schemes.buckets import codec_of, cut_into_buckets
 from detonation.core.schemes.scheme import Scheme
-from detonation.kernels.native import Pace
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """A bucket, or the whole, with what encodes and sends it, and what stands between it and the network."""
+class BucketPipeline:
+    """A bucket, or the whole flat, with the engine that encodes it and the exchange that sends it."""
 
     bucket: Bucket
-    engine: Plain
+    engine: ReferenceEngine
     exchange: Exchange
-    guard: Guard
 
 
-class Flight:
-    """What one replica tells at one step, on its way in one message or in several, and what all agree on.
+@dataclass
+class Transfer:
+    """The message of one replica at one step, under way in one piece or in buckets, until it becomes an update.
 
-    silent: whether any of it is zeros in the place of what is not finite; `[]` bool where the host does not know.
-    told: what the update would be if all had told what this replica did; only for a scheme that needs it.
+    own_update: what the update would be if all replicas had sent this replica's message; only for a scheme that needs
+    it. is_empty: whether any of it is zeros in the place of values that are not finite; `[]` bool where the host does
+    not know.
     """
 
-    def __init__(self, scheme: Scheme, layout: Layout, step: int) -> None:
-        self.told: Tensor | None = None
-        self.silent: bool | Tensor = False
-        self._layout, self._step = layout, step
-        self._tells = scheme.lookahead or scheme.follow != "anchor"
-        self._drops = scheme.feedback is None or scheme.feedback.error == "drop"  # then what others read is not needed
-        self._relays: list[tuple[Carrier, Relay]] = []
+    layout: Layout
+    step: int
+    own_update: Tensor | None = None
+    is_empty: bool | Tensor = False
+    flights: list[tuple[BucketPipeline, InFlight]] = field(default_factory=list)
 
-    def send(self, carrier: Carrier, signals: Sequence[Tensor | None]) -> None:
-        """Takes in the carrier's part of a signal (one tensor a parameter), sends what the codec makes of it, and takes
-        it out of memory.
+    def receive(self) -> "Update":
+        """Waits for the update that all replicas agree on."""
+        for pipeline, flight in self.flights:
+            pipeline.exchange.forward(flight)
+        return Update(self.layout, [(each, each.exchange.receive(flight)) for each, flight in self.flights])
 
-        A part that is not finite stays out of the memory, which keeps what it had; zeros are sent, and why.
+    def decode(self) -> Tensor:
+        """Waits for the update and decodes it: the same bits on every replica.
+
+        Shapes: -> `[rows, chunk]` fp32.
         """
-        pieces = carrier.bucket.cut(signals)
-        status = carrier.guard.status(pieces)
-        self.silent |= status > 0
-        selected = self._selected(carrier, pieces, status)
-        prepared = carrier.exchange.prepare(selected, self._step, status)
-        if self._tells:
-            # a copy: what is read of an uncompressed message is the buffer that the link is about to add into
-            told = carrier.engine.update(Agreed.one(prepared.read().clone(), selected.columns))
-            self.told = self._placed(self.told, carrier.bucket, told)
-        if isinstance(status, Tensor) or not status:
-            carrier.engine.release(selected, selected.values if self._drops else prepared.read())
-        self._relays.append((carrier, prepared.start()))
+        return self.receive().decode()
 
-    def _selected(self, carrier: Carrier, pieces: Sequence[Tensor | None], status: int | Tensor) -> Selected:
-        if isinstance(status, Tensor):
-            return carrier.engine.select_where(status == 0, pieces, self._step)
-        return carrier.engine.silence(self._step) if status else carrier.engine.select(pieces, self._step)
 
-    def update(self) -> Tensor:
-        """Waits for what all replicas agree on, the same bits on each."""  # [rows, chunk]
-        flat = None
-        for carrier, wait in [(carrier, relay()) for carrier, relay in self._relays]:
-            flat = self._placed(flat, carrier.bucket, carrier.engine.update(wait()))
-        assert flat is not None
+@dataclass(frozen=True)
+class Update:
+    """The messages that all replicas received alike, bucket by bucket: decoded to where the update is needed."""
+
+    layout: Layout
+    received: Sequence[tuple[BucketPipeline, Received]]
+
+    def decode(self) -> Tensor:
+        """The update as a flat.
+
+        Shapes: -> `[rows, chunk]` fp32.
+        """
+        # the result may share memory with the receive buffer, which is therefore not returned
+        if len(self.received) == 1:
+            pipeline, received = self.received[0]
+            return pipeline.engine.decode(received)
+        flat = self.layout.zeros(self.received[0][0].engine.device)
+        for pipeline, received in self.received:
+            flat[pipeline.bucket.rows] = pipeline.engine.decode(received)
         return flat
-
-    def land(self) -> "Landed":
-        """The same as messages, to be decoded to where it is needed."""
-        return Landed([(carrier, wait()) for carrier, wait in [(carrier, relay()) for carrier, relay in self._relays]])
-
-    def _placed(self, flat: Tensor | None, bucket: Bucket, part: Tensor) -> Tensor:
-        """`flat` (made where there is none) with `part` in its place."""
-        if bucket.layout is self._layout:
-            return part
-        flat = self._layout.zeros(part.device) if flat is None else flat
-        flat[bucket.first : bucket.first + bucket.layout.rows] = part
-        return flat
-
-
-class Landed:
-    """What all replicas agree on, bucket by bucket, before it is decoded."""
-
-    def __init__(self, agreed: Sequence[tuple[Carrier, Agreed]]) -> None:
-        self._agreed = agreed
 
     def write(self, targets: Sequence[Tensor]) -> None:
-        """Decodes it into one tensor a parameter."""
-        whole = list(targets) if len(self._agreed) == 1 else [target.contiguous() for target in targets]
-        for carrier, agreed in self._agreed:
-            carrier.engine.write(agreed, carrier.bucket.cut(whole))
-        odd = [i for i, target in enumerate(targets) if whole[i] is not target]
-        copy([targets[i] for i in odd], [whole[i] for i in odd])
-        self._spend()
+        """Decodes the update into `targets`.
 
-    def can_follow(self, weights: Sequence[Tensor]) -> bool:
-        """Whether `follow` can be called with these: not where it came in several buckets."""
-        return len(self._agreed) == 1 and all(each.engine.can_follow(agreed, weights) for each, agreed in self._agreed)
+        Shapes: one local shape per parameter.
+        """
+        whole = list(targets) if len(self.received) == 1 else [target.contiguous() for target in targets]
+        for pipeline, received in self.received:
+            bucket = pipeline.bucket
+            pipeline.engine.write(received, whole if bucket.is_whole else bucket.cut(whole))
+            if received.release:  # nobody looks at the messages again
+                received.release()
+        if len(self.received) > 1:
+            copied = [i for i, target in enumerate(targets) if whole[i] is not target]
+            copy([targets[i] for i in copied], [whole[i] for i in copied])
 
-    def follow(self, weights: Sequence[Tensor], paces: Sequence[Pace]) -> None:
-        """Moves `weights`, one a parameter, by its signs."""
-        for carrier, agreed in self._agreed:
-            carrier.engine.follow(agreed, weights, paces)
-        self._spend()
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        """Whether `apply_signs` can be called with these: not where the update came in several buckets.
 
-    def _spend(self) -> None:
-        for _, agreed in self._agreed:
-            if agreed.spent:
-                agreed.spent()
+        Shapes: one local shape per parameter.
+        """
+        if len(self.received) > 1:
+            return False
+        pipeline, received = self.received[0]
+        return pipeline.engine.can_apply_signs(received, weights)
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        """Moves `weights` by the signs of the update while it is decoded.
+
+        Shapes: one local shape per parameter.
+        """
+        for pipeline, received in self.received:
+            pipeline.engine.apply_signs(received, weights, rates)
+            if received.release:  # nobody looks at the messages again
+                received.release()
 
 
 class Channel:
-    """What one replica tells the others, all of it in one message or bucket by bucket: the same bits either way."""
+    """Sends one replica's signals in one message or bucket by bucket: the same bits either way.
+
+    Args:
+        scheme: How.
+        layout: Of the parameters.
+        link: To the other replicas.
+        runtime: Where it runs.
+        counts: Of the faults of the level; its own when left out.
+        place: Which channel of its level it is.
+    """
 
     def __init__(
         self,
         scheme: Scheme,
         layout: Layout,
         link: Link,
-        device: torch.device,
-        seed: int,
-        kernels: bool = True,
-        ledger: Ledger | None = None,
+        runtime: Runtime,
+        counts: FaultCounts | None = None,
         place: int = 0,
     ) -> None:
-        self.scheme, self.layout, self.link, self.device = scheme, layout, link, device
-        self.memory = Memory(layout, scheme.feedback, device) if scheme.feedback else None
-        self.engine = engine_for(scheme.codec, layout, self.memory, device, seed, kernels)
-        self.ledger = ledger or Ledger([slot.name for slot in layout.slots], link.replica)
-        self._seed, self._kernels, self.place = seed, kernels, place
-        guard = self._guard(layout, 0)
-        self.exchange = exchange_for(scheme, link, layout.rows, device, guard)
-        self._whole = Carrier(Bucket.whole(layout), self.engine, self.exchange, guard)
+        self.scheme, self.layout, self.link, self.runtime, self.place = scheme, layout, link, runtime, place
+        self._needs_own_update = scheme.needs_own_update
+        self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
+        self.engine = engine_for(scheme.codec, layout, self.memory, runtime)
+        self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
+        self.exchange = exchange_for(scheme, link, layout.rows, runtime.device, self._guard(layout, 0))
+        self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property
-    def carriers(self) -> list[Carrier]:
-        """One for each bucket, in the order in which all replicas send them: backward makes the last rows first."""
-        buckets = cut(self.layout, self.scheme, self.link.replicas * self.link.lanes)
+    def pipelines(self) -> list[BucketPipeline]:
+        """One per bucket, in the order in which all replicas send them: backward makes the last rows first."""
+        buckets = cut_into_buckets(self.layout, self.scheme, self.link.replicas * self.link.local_ranks)
         if len(buckets) == 1:
             return [self._whole]
-        return [self._carrier(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]
+        return [self._pipeline(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]
 
-    def flight(self, step: int) -> Flight:
-        """The message of `step`, with nothing in it yet: to be sent by one carrier after another."""
-        self.ledger.expect(step + self.scheme.round.delay)
-        return Flight(self.scheme, self.layout, step)
+    def start(self, step: int) -> Transfer:
+        """The transfer of `step`, with nothing in it yet: `send_bucket` fills it."""
+        self.counts.due.add(step + self.scheme.round.delay)
+        return Transfer(self.layout, step)
 
-    def send(self, signals: Sequence[Tensor | None], step: int) -> Flight:
-        """Sends a signal (one tensor a parameter) in one message."""
-        flight = self.flight(step)
-        flight.send(self._whole, signals)
-        return flight
+    def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
+        """Sends a signal in one message.
 
-    def private(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> Private:
-        """What memory and exchange must keep to go on, with a replicator's own `flats` and `others`."""
+        Shapes: one local shape per parameter.
+        """
+        transfer = self.start(step)
+        self.send_bucket(transfer, self._whole, signals)
+        return transfer
+
+    def send_bucket(self, transfer: Transfer, pipeline: BucketPipeline, signals: Sequence[Tensor | None]) -> None:
+        """Encodes the bucket's part of a signal, takes it out of memory and sends it.
+
+        A part that is not finite stays out of the memory, which keeps its content; zeros are sent, with the reason.
+
+        Shapes: one local shape per parameter.
+        """
+        bucket, engine, step = pipeline.bucket, pipeline.engine, transfer.step
+        pieces = signals if bucket.is_whole else bucket.cut(signals)
+        status = first_nonfinite(pieces, self.runtime)
+        if isinstance(status, Tensor):
+            selected = engine.encode(pieces, step, finite=status == 0)
+        else:
+            selected = engine.empty(step) if status else engine.encode(pieces, step)
+        read_own = self._needs_own_update or engine.needs_own_values
+        flight = pipeline.exchange.start(selected, step, status, read_own)
+        if self._needs_own_update:
+            assert flight.own is not None
+            update = engine.decode(Received([flight.own], [selected.indices]))
+            if bucket.is_whole:
+                transfer.own_update = update
+            else:
+                if transfer.own_update is None:
+                    transfer.own_update = self.layout.zeros(update.device)
+                transfer.own_update[bucket.rows] = update
+        if not engine.releases_at_once and (isinstance(status, Tensor) or not status):
+            engine.release(selected, flight.own)
+        transfer.is_empty |= status > 0
+        transfer.flights.append((pipeline, flight))
+
+    def local_state(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> LocalState:
+        """The state of memory and exchange, with a replicator's own `flats` and `others`.
+
+        Shapes: flats `[rows, chunk]`.
+        """
         memory = {"residual": self.memory.residual} if self.memory else {}
-        return Private(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
+        return LocalState(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
     def _guard(self, layout: Layout, number: int) -> Guard:
-        """The guard of carrier `number`, 0 for the whole."""
-        scheme, replicas = self.scheme, self.link.replicas
-        schema = (scheme.name, dict(scheme.arguments), layout.slots, self._seed, self.engine.name, replicas)
+        """The guard of pipeline `number`, 0 for the whole."""
+        scheme, runtime = self.scheme, self.runtime
+        arguments = (scheme.name, dict(scheme.arguments))
+        schema = repr((*arguments, layout.slots, runtime.seed, self.engine.name, self.link.replicas))
         names, place = [slot.name for slot in layout.slots], self.place << 10 | number
-        late = readback.late(self.device)
-        return Guard(scheme.codec, names, repr(schema), place, self.link.replica, scheme.round.delay, self.ledger, late)
+        delay, on_device = scheme.round.delay, runtime.decides_on_device
+        return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device)
 
-    def _carrier(self, bucket: Bucket, number: int) -> Carrier:
+    def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
-        memory = self.memory.part(bucket.layout, bucket.first) if self.memory else None
-        engine = engine_for(codec, bucket.layout, memory, self.device, self._seed, self._kernels)
+        memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
+        engine = engine_for(codec, bucket.layout, memory, self.runtime)
         guard = self._guard(bucket.layout, number)
-        return Carrier(bucket, engine, self.exchange.part(bucket.first, bucket.layout.rows, guard), guard)
+        return BucketPipeline(bucket, engine, self.exchange.for_rows(bucket.first, bucket.layout.rows, guard))

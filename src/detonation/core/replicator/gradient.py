@@ -1,94 +1,101 @@
-"""GradientReplicator: every step's gradients, replaced by what the replicas agreed on, before the local step."""
+"""GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on, before the local
+step."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.core.flat.gradients import gradient
-from detonation.core.flat.layout import copy, local
-from detonation.core.integrity.readback import Later
+from detonation.core.flat.layout import copy
+from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of
+from detonation.core.integrity.readback import Readback
 from detonation.core.optim.signsgd import SignSGD
-from detonation.core.replicator.channel import Channel, Flight, Landed
-from detonation.core.replicator.local_state import Private
-from detonation.core.replicator.overlap import Overlap, OverlapError, Side, refuse_unequal
-from detonation.core.replicator.pending import LookAhead, Pending, apply, gradients
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.replicator.base import Replicator
+from detonation.core.replicator.channel import Channel, Transfer
+from detonation.core.replicator.local_state import LocalState
+from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
+from detonation.core.replicator.pending import LookAhead, Pending, step_on
+from detonation.core.schemes.scheme import GradientScheme
 
 
-class GradientReplicator:
+class GradientReplicator(Replicator):
     """Replaces each gradient by the update that all replicas agreed on, before the base optimizer sees it.
 
     With a delay it is the update of an earlier step, and with `lookahead` the gradient was taken where this replica
     expected to be. A parameter that requires a gradient and has none counts as zero, on every replica alike.
 
-    last: whether nothing else wants to know the update. SignSGD then takes it straight from the messages where it can,
-    and the gradients stay this replica's own: to write the update down and read it again would cost more than to
-    decode it.
+    Args:
+        last: Whether no later level exchanges gradients. SignSGD then takes the update straight from the messages where
+            it can, and the gradients stay this replica's own: to write the update down and read it again would cost
+            more than to decode it.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: Scheme, last: bool
+        self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: GradientScheme, last: bool
     ) -> None:
-        self.channel = channel
-        self._parameters, self._base, self.last = parameters, base, last
-        self._delayed = scheme.round.delay > 0
-        self._pending = Pending(channel.layout, scheme.round.delay, channel.device)
-        self._told = Pending(channel.layout, scheme.round.delay if scheme.lookahead else 0, channel.device)
+        super().__init__(parameters, channel)
+        self._base, self.last, delay, device = base, last, scheme.round.delay, channel.runtime.device
+        self._delayed = delay > 0
+        self._updates = Pending(channel.layout, delay, device)
+        self._own_updates = Pending(channel.layout, delay if scheme.lookahead else 0, device)
         self._overlap: Overlap | None = None
-        self._equal: Later | None = None  # whether gradients stayed as they were sent, of the last step that overlapped
-        self._side: Side | None = None
+        self._equal: Readback | None = None  # whether gradients stayed as they were sent in the last overlapped step
+        self._stream: CommStream | None = None
         self._lookahead = LookAhead(parameters, base, channel.layout) if scheme.lookahead else None
+        self.acts_after = scheme.lookahead
 
     def before(self, step: int) -> None:
-        self.back()
-        sent = self._send(step)
-        if sent.told is not None:
-            self._told.exchange(sent.told)
+        if self._lookahead:
+            self._lookahead.back()
+        transfer = self._send(step)
+        if transfer.own_update is not None:
+            self._own_updates.exchange(transfer.own_update)
         if self._delayed:
-            copy(gradients(self._parameters), self.channel.layout.parts(self._pending.exchange(sent.update)))
-        else:
-            self._land(sent.land())
+            due = self._updates.exchange(transfer.decode)
+            copy(gradients_to_fill(self.parameters), self.layout.parts(due))
+            return
+        update = transfer.receive()
+        taken = (
+            self.last and isinstance(self._base, SignSGD) and self._base.take(list(self.parameters.values()), update)
+        )
+        if not taken:
+            update.write(gradients_to_fill(self.parameters))
 
-    def _land(self, landed: Landed) -> None:
-        base, weights = self._base, [local(p) for p in self._parameters.values()]
-        if self.last and isinstance(base, SignSGD) and base.plain and landed.can_follow(weights):
-            base.defer(list(self._parameters.values()), partial(landed.follow, weights))
-        else:
-            landed.write(gradients(self._parameters))
+    def after(self, step: int) -> None:
+        self.leave_agreed()
 
-    def _send(self, step: int) -> Flight:
-        if self._overlap:
-            flight, self._equal = self._overlap.finish()
-            self._overlap = None
-            return flight
-        self._refuse_unequal()
-        signals = [gradient(name, parameter) for name, parameter in self._parameters.items()]
-        return self.channel.send(signals, step)
+    def synchronize(self, step: int) -> None:
+        self.enter_agreed()
+        step_on(self._updates.arrived(), self.parameters, self._base, self.layout)
+        self._updates.clear()
+        self._own_updates.clear()
+
+    def enter_agreed(self) -> None:
+        if self._lookahead:
+            self._lookahead.back()
+
+    def leave_agreed(self) -> None:
+        if self._lookahead:
+            self._lookahead.move(self._own_updates.arrived())
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Within it backward sends the gradients of `step`, of which `before` then sends what is left."""
+        """Within it backward sends the gradients of `step`, of which `before` then sends the rest."""
         self.refuse_overlap()
-        self._side = self._side or Side(self.channel.device)
-        overlap = self._overlap = Overlap(self._parameters, self.channel, step, self._side)
+        self._stream = self._stream or CommStream(self.channel.runtime.device)
+        overlap = self._overlap = Overlap(self.parameters, self.channel, step, self._stream)
+        self.overlapping = True
         try:
             with overlap.listening():
                 yield
         except BaseException:
             if not overlap.began:  # then nothing has happened
-                self._overlap = None
+                self._overlap, self.overlapping = None, False
             raise
 
-    @property
-    def overlapping(self) -> bool:
-        """Whether gradients were sent, or are to be, bucket by bucket and their step has not come."""
-        return self._overlap is not None
-
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` while a step is half done, or where what one sent changed."""
+        """Raises `OverlapError` while a step is half done, or where gradients changed after they were sent."""
         self._refuse_unequal()
         if self._overlap:
             raise OverlapError(
@@ -96,45 +103,37 @@ class GradientReplicator:
                 "after every overlap(); a GradScaler, which skips steps, cannot be used with it"
             )
 
+    def shared_weights(self) -> list[Tensor]:
+        return locals_of(self.parameters)
+
+    def replicated(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.parameters.items():
+            found[name] = local(parameter).detach()
+            for key, state in sorted(self._base.state.get(parameter, {}).items()):
+                if isinstance(state, Tensor):
+                    found[f"{name} ({key})"] = local(state)
+        return found
+
+    def repair(self, tensors: Mapping[str, Tensor]) -> None:
+        replicated = self.replicated()
+        copy([replicated[name] for name in tensors], list(tensors.values()))
+
+    def local_state(self) -> LocalState:
+        updates = {f"update{i}": update for i, update in enumerate(self._updates.arrived())}
+        own = {f"own_update{i}": update for i, update in enumerate(self._own_updates.arrived())}
+        return self.channel.local_state(updates | own)
+
+    def _send(self, step: int) -> Transfer:
+        if self._overlap:
+            transfer, self._equal = self._overlap.finish()
+            self._overlap, self.overlapping = None, False
+            return transfer
+        if self._equal:
+            self._refuse_unequal()
+        return self.channel.send(local_gradients(self.parameters), step)
+
     def _refuse_unequal(self) -> None:
         equal, self._equal = self._equal, None
         if equal:
             refuse_unequal(*equal.read())
-
-    def after(self, step: int) -> None:
-        self.ahead()
-
-    def settle(self, step: int) -> None:
-        self.back()
-        apply(self._pending.landed(), self._parameters, self._base, self.channel.layout)
-        self._pending.clear()
-        self._told.clear()
-
-    def back(self) -> None:
-        if self._lookahead:
-            self._lookahead.back()
-
-    def ahead(self) -> None:
-        if self._lookahead:
-            self._lookahead.move(self._told.landed())
-
-    def shared(self) -> list[Tensor]:
-        return [local(parameter) for parameter in self._parameters.values()]
-
-    def equal(self) -> dict[str, Tensor]:
-        equal = {}
-        for name, parameter in self._parameters.items():
-            equal[name] = local(parameter).detach()
-            for key, kept in sorted(self._base.state.get(parameter, {}).items()):
-                if isinstance(kept, Tensor):
-                    equal[f"{name} ({key})"] = local(kept)
-        return equal
-
-    def mend(self, tensors: Mapping[str, Tensor]) -> None:
-        equal = self.equal()
-        copy([equal[name] for name in tensors], list(tensors.values()))
-
-    def private(self) -> Private:
-        updates = {f"update{i}": update for i, update in enumerate(self._pending.landed())}
-        told = {f"told{i}": update for i, update in enumerate(self._told.landed())}
-        return self.channel.private(updates | told)

@@ -1,4 +1,4 @@
-"""Private: what a replica keeps to itself between steps, by name and in the coordinates of its parameters."""
+"""Local state: the tensors that a replica keeps to itself between steps, in the coordinates of its parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +10,13 @@ from detonation.core.flat.layout import Layout
 
 
 @dataclass(frozen=True)
-class Private:
-    """Tensors that share memory with what they are the state of.
+class LocalState:
+    """Tensors that share memory with the objects whose state they are.
 
-    flats: by kind (`residual`, `anchor`, ...), laid out as `layout`. others: by name, in no parameter's coordinates.
+    Args:
+        layout: Of the flats.
+        flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
+        others: By name, in no parameter's coordinates.
     """
 
     layout: Layout
@@ -21,7 +24,10 @@ class Private:
     others: Mapping[str, Tensor]
 
     def named(self) -> dict[str, Tensor]:
-        """All of it to read: `kind.parameter` in the local shape of the parameter, then the others."""
+        """All of it to read: `kind.parameter` in the local shape of the parameter, then the others.
+
+        Shapes: -> one local shape per kind and parameter.
+        """
         parts = {
             f"{kind}.{slot.name}": part
             for kind, flat in self.flats.items()
@@ -31,7 +37,10 @@ class Private:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Makes all of it what `named` returned once."""
+        """Restores what `named` returned earlier.
+
+        Shapes: as `named`.
+        """
         for kind, flat in self.flats.items():
             self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
         for name, tensor in self.others.items():

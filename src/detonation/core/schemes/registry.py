@@ -1,60 +1,116 @@
-"""Schemes by name: the only thing that the command line, recipes and the library exchange."""
+"""Schemes by name: the one thing that recipes, the command line, the planner and the library exchange."""
 
+import functools
+import inspect
+import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from detonation.choices import make
-from detonation.core.schemes.gradients import (
-    decoupled_adamw,
-    demo,
-    distro,
-    full,
-    none,
-    random,
-    random_sign,
-    slicing,
-    striding,
-)
-from detonation.core.schemes.parameters import (
-    demo_diloco,
-    diloco,
-    eager_diloco,
-    local_sgd,
-    muloco,
-    sparseloco,
-    sparta,
-    streaming_diloco,
-)
+from detonation.choices import entry_points, find_function, make, unknown
 from detonation.core.schemes.scheme import Scheme
 
-SCHEMES: dict[str, Callable[..., Scheme]] = {
-    "full": full,
-    "none": none,
-    "demo": demo,
-    "decoupled_adamw": decoupled_adamw,
-    "demo_diloco": demo_diloco,
-    "distro": distro,
-    "random": random,
-    "random_sign": random_sign,
-    "striding": striding,
-    "slicing": slicing,
-    "diloco": diloco,
-    "eager_diloco": eager_diloco,
-    "local_sgd": local_sgd,
-    "muloco": muloco,
-    "sparseloco": sparseloco,
-    "sparta": sparta,
-    "streaming_diloco": streaming_diloco,
-}
+P = ParamSpec("P")
+S = TypeVar("S", bound=Scheme)
+
+SCHEMES: dict[str, Callable[..., Scheme]] = {}
+"""Every registered scheme, in the order of registration."""
+
+_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def register(function: Callable[P, S]) -> Callable[P, S]:
+    """Registers the scheme that `function` makes, under the function's name.
+
+    Registered, it stands in recipes, `--help`, `compare` and `plan`, and `detonation.testing.check_scheme` holds it to
+    the laws. The decorator records name and arguments, defaults included, and checks each argument's type.
+
+    Args:
+        function: Returns a `GradientScheme` or a `ParameterScheme`; every parameter is annotated with `int`, `float`,
+            `bool`, `str` or a `Literal`, and has a default.
+
+    Returns:
+        The function, which now raises `ValueError` for an argument of another type.
+
+    Raises:
+        ValueError: Another function has this name already.
+
+    Example:
+        >>> from detonation.extend import DCT, TopK, momentum, register
+        >>> @register
+        ... def half(chunk: int = 64) -> Scheme:
+        ...     return momentum(DCT(), TopK(chunk // 2, chunk), decay=0.9)
+        >>> half(chunk=8).arguments, scheme("half", {"chunk": 8}) == half(chunk=8)
+        ({'chunk': 8}, True)
+        >>> del SCHEMES["half"]
+    """
+    name = function.__name__
+    if name in SCHEMES and SCHEMES[name].__module__ != function.__module__:
+        raise ValueError(f"scheme {name} is registered already, by {SCHEMES[name].__module__}")
+    SCHEMES[name] = recorded = _recorded(function, name)
+    return recorded
+
+
+def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
+    """`function`, whose arguments are checked, and whose scheme knows them and its `name`."""
+    signature, hints = inspect.signature(function), get_type_hints(function)
+
+    @functools.wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> S:
+        for argument in kwargs:
+            if argument not in signature.parameters:
+                raise TypeError(str(unknown(f"argument of scheme {name}", argument, signature.parameters)))
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        for argument, value in bound.arguments.items():
+            _require_type(argument, value, hints.get(argument))
+        found = function(*args, **kwargs)
+        if not isinstance(found, Scheme):
+            raise ValueError(f"scheme {name} is {found!r}, must be made by momentum(...), outer_sgd(...) or the like")
+        return replace(found, name=name, arguments=dict(bound.arguments))
+
+    return made
+
+
+def schemes() -> Mapping[str, Callable[..., Scheme]]:
+    """Every scheme by name, those of installed packages (entry points `detonation.schemes`) included."""
+    for name, load in entry_points("detonation.schemes").items():
+        if name not in SCHEMES:
+            SCHEMES[name] = _recorded(load(), name)
+    return SCHEMES
 
 
 def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
-    """The scheme called `name` with `arguments`, as a recipe says it.
+    """Makes a scheme by its name, as a recipe spells it.
 
-    Raises `ValueError` for a name or an argument that does not exist (listing those that do), and for a value out of
-    range.
+    Args:
+        name: A registered scheme, or "package.module:function" for a function that returns one.
+        arguments: The function's own arguments; the rest take their defaults.
 
-    >>> scheme("demo", {"topk": 2}).arguments["chunk"]
-    64
+    Raises:
+        ValueError: A name or an argument does not exist (the message lists the valid ones), or a value is out of range.
+
+    Example:
+        >>> scheme("demo", {"topk": 2}).arguments["chunk"]
+        64
     """
-    return make("scheme", SCHEMES, name, arguments or {})
+    function = find_function("scheme", name, SCHEMES, "detonation.schemes")
+    made: Scheme = make(
+        "scheme", {name: function if name in SCHEMES else _recorded(function, name)}, name, arguments or {}
+    )
+    return made
+
+
+def _require_type(name: str, value: object, hint: Any) -> None:
+    """Raises `ValueError` unless `value` is of a plain type that `hint` names; an int is a float, a bool is no int."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(str, get_args(hint)))}")
+        return
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+    if not kinds <= {*_PLAIN, type(None)}:
+        return
+    accepted = kinds | ({int} if float in kinds else set())
+    if type(value) not in accepted:
+        allowed = " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind in _PLAIN))
+        raise ValueError(f"{name} is {value!r}, must be {allowed}")

@@ -1,10 +1,11 @@
-"""Scheme: a frozen, serialisable description of one level of replication. It knows codec and round, no link."""
+"""A scheme is a frozen, serialisable description of one level of replication. It knows codec and round, but no link."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from detonation.core.codec.aggregate import COMBINES, Combine
+from detonation.choices import RENAMED, unknown
+from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Precision
@@ -14,12 +15,20 @@ from detonation.core.round import Round
 
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
-Follow = Literal["anchor", "share", "told"]
 
 
 @dataclass(frozen=True)
 class Outer:
-    """SGD on the anchor: DiLoCo's outer optimizer. lr above 0; momentum from 0 to below 1."""
+    """DiLoCo's outer optimizer: SGD on the anchor.
+
+    Args:
+        lr: Above 0.
+        momentum: From 0 to below 1.
+        nesterov: Whether the momentum is Nesterov's.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
 
     lr: float
     momentum: float
@@ -34,67 +43,111 @@ class Outer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One level: what is told (`signal`), how (`codec`, `feedback`, `combine`) and when (`round`).
+    """The part that all schemes share: how a signal becomes a message (`codec`, `feedback`), how messages become one
+    update (`aggregation`), when (`round`) and by which collective (`link`).
 
-    Made by `demo(...)`, `diloco(...)` and so on, or from a recipe by `scheme(name, arguments)`; `name` and `arguments`
-    are its spelling there, defaults included.
-
-    follow: where parameters go when the anchor moved. "anchor": to it, but for the share `keep` of where they are.
-    "share": a round starts where this replica's own share of the outer step that is on its way leads. "told": to it in
-    what this replica told; the rest stays where it is.
+    `name` and `arguments` are the spelling in a recipe, defaults included; `register` fills them in.
     """
 
-    name: str
-    signal: Literal["gradients", "parameters", "nothing"]
+    signal: ClassVar[Literal["gradients", "parameters", "nothing"]] = "nothing"
+
     codec: Codec = field(default=Codec(Identity(), Everything(), PRECISIONS["fp32"]))
     feedback: Feedback | None = None
-    combine: Combine = "replicas"
+    aggregation: Aggregation = field(default=Mean())
     round: Round = field(default=Round())
-    outer: Outer | None = None
-    lookahead: bool = False
     link: LinkKind = "auto"
-    fragments: int = 1
-    keep: float = 0.0
-    follow: Follow = "anchor"
+    name: str = "unnamed"
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
+    def fragments(self) -> int:
+        """Parts of the parameters that are exchanged at different steps."""
+        return 1
+
+    @property
     def rounds(self) -> list[Round]:
-        """The round of each fragment: they take turns."""
+        """The round of each fragment: fragments take turns."""
         every, count = self.round.every, self.fragments
         return [replace(self.round, offset=fragment * every // count) for fragment in range(count)]
 
     @property
     def worth_overlapping(self) -> bool:
-        """Whether it gains from sending during backward: gradients that the same step waits for."""
+        """Whether sending during backward hides the exchange: gradients that the same step waits for."""
         return self.signal == "gradients" and not self.round.delay
+
+    @property
+    def needs_own_update(self) -> bool:
+        """Whether the replicator asks what the update would be if every replica had sent this replica's message."""
+        return False
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
-        if self.link == "all-reduce" and not (self.codec.summable and self.combine == "replicas"):
-            raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared places and combine='replicas'")
+        if self.link == "all-reduce" and not self.summable:
+            raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared indices and aggregate='mean'")
+
+    @property
+    def summable(self) -> bool:
+        """Whether an all-reduce computes the update: summable messages, and a mean over all replicas."""
+        return self.codec.summable and isinstance(self.aggregation, Mean)
+
+
+@dataclass(frozen=True)
+class GradientScheme(Scheme):
+    """Exchanges at every step: gradients, or a momentum of them. `lookahead`: see `LookAhead`."""
+
+    signal = "gradients"
+    lookahead: bool = False
+
+    @property
+    def needs_own_update(self) -> bool:
+        return self.lookahead
+
+
+@dataclass(frozen=True)
+class ParameterScheme(Scheme):
+    """Exchanges once a round: how far the parameters moved from the anchor.
+
+    Args:
+        outer: The optimizer that moves the anchor.
+        fragments: Parts of the parameters whose rounds take turns; from 1 to `every`.
+        keep: The share of their own movement that parameters keep when they follow the anchor; from 0 to below 1.
+        resume_from: Where parameters go when the anchor has moved. "anchor": to it, but for `keep`. "own_share": to the
+            anchor plus this replica's share of the outer step on its way. "sent": to the anchor in the coordinates that
+            were sent; the rest stays.
+    """
+
+    signal = "parameters"
+    outer: Outer = Outer(1.0, 0.0, False)
+    fragments: int = 1
+    keep: float = 0.0
+    resume_from: Literal["anchor", "own_share", "sent"] = "anchor"
+
+    @property
+    def needs_own_update(self) -> bool:
+        return self.resume_from != "anchor"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.fragments <= self.round.every:
             raise ValueError(f"fragments is {self.fragments}, must be from 1 to every ({self.round.every})")
         if not 0 <= self.keep < 1:
             raise ValueError(f"keep is {self.keep}, must be from 0 to below 1")
-        if self.outer and self.follow != "share" and self.round.delay >= self.round.every:
+        if self.resume_from != "own_share" and self.round.delay >= self.round.every:
             raise ValueError(f"delay is {self.round.delay}, must be below every ({self.round.every})")
 
 
-def precision_of(name: str) -> Precision:
+def precision_named(name: str) -> Precision:
+    """The precision called `name`; `ValueError` for one that does not exist."""
     if name not in PRECISIONS:
         raise ValueError(f"precision is {name!r}, must be one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
-def whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}, must be a whole number")
-    return value
-
-
-def combine_of(name: Combine) -> Combine:
-    if name not in COMBINES:
-        raise ValueError(f"combine is {name!r}, must be one of {', '.join(COMBINES)}")
-    return name
+def aggregation_named(name: str) -> Aggregation:
+    """The aggregation called `name`; `ValueError` for one that does not exist."""
+    if name not in AGGREGATIONS:
+        if name in RENAMED:
+            raise unknown("aggregate", name, AGGREGATIONS)
+        raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
+    return AGGREGATIONS[name]

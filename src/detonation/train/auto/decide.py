@@ -1,4 +1,4 @@
-"""Decide: the scheme of a run, chosen at its start for the links that are there, the same on all ranks."""
+"""The choice of a run's scheme at its start, for the links that are there, the same on all ranks."""
 
 import json
 import tomllib
@@ -9,28 +9,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import detonation as dt
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Step
 from detonation.core.link.link import Link
 from detonation.plan.advice import advise, row
-from detonation.plan.auto import PROBE_S, everyone
+from detonation.plan.auto import PROBE_S, world_link
 from detonation.plan.choice import choose, why
 from detonation.plan.cost import Network, Work
 from detonation.plan.search import Option, options
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Followed
 from detonation.train.auto.asked import Asked
-from detonation.train.loop.session import Session, check, start
+from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output import directory
-from detonation.train.recipe.schema import Config, Table, to_table
+from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.sizes import shard_shapes
+from detonation.train.recipe.tables import to_table
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen. plan: as it stands in the run directory; followed: what was measured, to go on from."""
+    """The choice: its configuration, a line to show, the `plan` of the run directory, an adapter's first state."""
 
     config: Config
     line: str
@@ -39,30 +39,31 @@ class Chosen:
 
 
 def chosen_before(path: Path) -> Table | None:
-    """The scheme of the run in `path`; None where there is none yet, or none that can be read."""
+    """The scheme of the run in `path`; None where no configuration is there, or none that can be read."""
     try:
         scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
-    except (OSError, ValueError):  # on one rank only, where the others already wait for its answer
+    except (OSError, ValueError):  # the other ranks already wait for the answer of this one
         return None
     return scheme if isinstance(scheme, dict) and "name" in scheme else None
 
 
 def again(asked: Asked, path: Path | None, device: torch.device) -> Config | None:
-    """The configuration that the run in `path` has chosen, so that it goes on with it; None for a new one. Collective.
+    """The configuration that the run in `path` has chosen before; None for a new run. Collective.
 
-    The first rank looks; no other needs to see the directory yet.
+    Rank 0 reads it; no other rank needs to see the directory yet.
     """
     mine = chosen_before(path) if path is not None and dist.get_rank() == 0 else None
-    scheme: Table | None = everyone(device).tell(mine, device)[0]
+    scheme: Table | None = world_link(device).send_to_all(mine, device)[0]
     if scheme is None:
         return None
-    return check(asked.under(scheme["name"], {key: value for key, value in scheme.items() if key != "name"}))
+    arguments = {key: value for key, value in scheme.items() if key != "name"}
+    return check_config(asked.layers.under(scheme["name"], arguments))
 
 
 def decide(asked: Asked, device: torch.device) -> Chosen:
-    """Measures the link and a step's compute, and chooses; all ranks agree. Collective."""
+    """Measures the link and the compute of a step, and chooses; all ranks agree. Collective."""
     candidates = asked.candidates()
-    session = start(asked.check(), device)  # its weights are for measuring: a run starts with its own
+    session = start_session(asked.check(), device)  # for measuring only: the run makes its own weights
     axis, _ = session.optimizer.levels[0]
     measured = probe_axis(axis, device, PROBE_S)
     network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
@@ -70,7 +71,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     work = Work(shard_shapes(session.config), compute_s, {}, overlap=not session.config.train.clip)
     best, found, work = _search(asked.auto.budget, candidates, session, network, work)
     line = why(best, found, network, asked.auto.budget)
-    config = check(candidates[spelled(best.cost.scheme)])
+    config = check_config(candidates[spelled(best.cost.scheme)])
     plan = {
         "chosen": row(best),
         "why": line,
@@ -87,28 +88,28 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
 def _search(
     budget: float, candidates: Mapping[str, Config], session: Session, network: Network, work: Work
 ) -> tuple[Option, list[Option], Work]:
-    """The choice, all that it was made of, and the work with the optimizer steps that had to be measured for it.
+    """The choice, the options that it was made from, and the work with the optimizer steps measured for it.
 
-    Only of a scheme that would be chosen the step is measured: it may change the share that is waited for.
+    The step of a scheme is measured only when it would be chosen: its time changes the share that is spent waiting.
     """
-    device, world = session.device, everyone(session.device)
-    schemes = {name: dt.scheme(c.scheme.name, c.scheme.arguments) for name, c in candidates.items()}
+    device, world = session.device, world_link(session.device)
+    schemes = {name: scheme_of(config.levels[-1]) for name, config in candidates.items()}
     steps: dict[str, Step] = {}
     while True:
         work = Work(work.shards, work.compute_s, dict(steps), work.overlap)
         found = options(list(schemes.values()), work, network)
-        name = world.tell(spelled(choose(found, budget).cost.scheme), device)[0]  # the first rank decides
+        name = world.send_to_all(spelled(choose(found, budget).cost.scheme), device)[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             _agree(world, candidates[name], device)
             return best, found, work
         step = optimizer_step(session, candidates[name])
-        if step is None:  # it cannot be used with this optimizer
+        if step is None:  # the optimizer refuses it
             del schemes[name]
         else:
             steps[name] = step
 
 
 def _agree(world: Link, config: Config, device: torch.device) -> None:
-    """Raises `Mismatch` on all ranks where one makes another configuration of what was chosen."""
-    world.agree({"chosen": json.dumps(to_table(config), sort_keys=True)}, device, {})
+    """Raises `Mismatch` on all ranks where one has another configuration of the choice."""
+    world.require_same({"chosen": json.dumps(to_table(config), sort_keys=True)}, device, {})

@@ -1,25 +1,27 @@
-"""The seconds that a simulated step would take on a cluster that was measured with fewer replicas."""
+"""The seconds of a simulated step on a cluster that was measured with fewer replicas."""
 
 from dataclasses import replace
 from pathlib import Path
 
-import detonation as dt
 from detonation.cluster.network.profile import Profile
 from detonation.core.link.link_speed import hops
-from detonation.core.schemes.traffic import Kind
+from detonation.core.schemes.traffic import CollectiveKind
 from detonation.plan.cost import Cost, Network, Work, cost
+from detonation.train.loop.session import scheme_of
+from detonation.train.recipe.layers import read_layers
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.sizes import shard_shapes
-from detonation.train.run.run import Request, configure
 
-RINGS: tuple[Kind, ...] = ("all-reduce", "all-gather")
+RINGS: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
 
 
 def predict(config: Config, recipe: Path, path: Path) -> Cost:
-    """What one step of `config` costs by the profile at `path`, which was measured with `recipe` as it stands.
+    """The cost of one step of `config` by the profile at `path`, which was measured with `recipe` as it stands.
 
-    Forward and backward are taken to be in proportion to the batch. Raises `ValueError` where the profile cannot say:
-    of another recipe, without compute, of more than one shard or of a single replica.
+    Forward and backward are assumed to be in proportion to the batch.
+
+    Raises:
+        ValueError: The profile is of another recipe, of none, of more than one shard, or of a single replica.
     """
     profile = Profile.read(path)
     compute = profile.compute
@@ -29,16 +31,15 @@ def predict(config: Config, recipe: Path, path: Path) -> Cost:
     if profile.shards != 1 or profile.replicas < 2:
         world = f"{profile.replicas} replicas x {profile.shards} shards"
         raise ValueError(f"{path} was measured with {world}, but a simulated replica has one shard: probe with 2 x 1")
-    measured = configure(Request(recipe), None).train
+    measured = read_layers(recipe, (), mesh={}).config().train
     examples = config.train.batch_size * config.train.accumulate / (measured.batch_size * measured.accumulate)
     seconds = compute.forward_backward_s * examples
     work = Work(shard_shapes(config), seconds, compute.steps, overlap=not config.train.clip)
-    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    return cost(scheme, work, among(Network.of_profile(profile), config.mesh.replicas))
+    return cost(scheme_of(config.levels[-1]), work, among(Network.of_profile(profile), config.mesh.replicas))
 
 
 def among(network: Network, replicas: int) -> Network:
-    """The same wires joining `replicas` nodes: a ring has more messages in a row, and its latency grows with them."""
+    """The same links between `replicas` nodes: the latency of a ring grows with its messages in a row."""
     operations = dict(network.operations)  # an all-to-all sends to all at once
     for kind in RINGS:
         chain = hops(kind, replicas) / hops(kind, network.replicas)

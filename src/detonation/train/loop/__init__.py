@@ -1,1 +1,4 @@
-"""TODO."""
+"""The training loop of one rank: its session, a step, validation, checkpoints, and the summary at the end.
+
+Imports from `recipe` and `output`; `auto`, `run` and `verbs` may import from here.
+"""

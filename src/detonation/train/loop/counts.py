@@ -1,4 +1,4 @@
-"""Counts: what a run went on without, over all its starts: contributions by their parameter, and messages."""
+"""Counts of skipped contributions, by parameter, and of refused messages, over all starts of a run."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from detonation.train.loop.session import Session
 
 @dataclass(frozen=True)
 class Counts:
-    """skipped: contributions left out because a gradient was not finite, by parameter; refused: messages."""
+    """Contributions `skipped` because a gradient was not finite, by parameter, and messages `refused`."""
 
     skipped: dict[str, int] = field(default_factory=dict)
     refused: int = 0
@@ -22,19 +22,19 @@ NOTHING = Counts()
 
 
 def saved(extra: Mapping[str, Any]) -> Counts:
-    """What a checkpoint says of the starts before it; nothing where it says so in other than numbers."""
+    """The counts in a checkpoint's `extra`; values that are no whole numbers count as none."""
     skipped, refused = extra.get("skipped"), extra.get("refused")
     by_name = skipped.items() if isinstance(skipped, dict) else ()
     return Counts({name: n for name, n in by_name if type(n) is int}, refused if type(refused) is int else 0)
 
 
 def counted(session: Session, before: Counts) -> Counts:
-    """Those of this start and of those `before` it, the same on every rank. Collective."""
+    """The counts of this start and of those `before` it, the same on every rank. Collective."""
     names = [name for name, _ in session.model.named_parameters()]
-    skipped, refused = session.optimizer.skipped_by_parameter, session.optimizer.refused
+    skipped, refused = session.optimizer.stats.skipped_by_parameter, session.optimizer.stats.refused
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
-    everyone = torch.tensor(session.world.tell(mine)()).view(-1, session.config.mesh.shards, len(mine))
-    # what a shard tells all its replicas see, but for what an owner alone is told; shards tell for themselves
+    everyone = torch.tensor(session.world.all_gather(mine)()).view(-1, session.config.mesh.shards, len(mine))
+    # All replicas see the faults of a shard, except those that its owner alone sees: the maximum over replicas counts.
     *here, refused = everyone.amax(0).sum(0).tolist()
     together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
     return Counts(dict(together.most_common()), before.refused + refused)

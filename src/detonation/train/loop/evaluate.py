@@ -1,4 +1,4 @@
-"""Loss and accuracy on held-out examples, the same ones for every run of a recipe."""
+"""Validation: loss and accuracy on held-out examples, the same for every run of a recipe."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,7 +19,7 @@ def validate(session: Session) -> dict[str, float]:
     held_out = list(batches(session.data.validation, train.batch_size, train.validation_batches * train.batch_size))
     rounds = -(-len(held_out) // session.world_size)
     for i in range(rounds):
-        # FSDP gathers weights in every forward pass, so a rank without a batch computes one that does not count.
+        # FSDP gathers weights in every forward pass: a rank without a batch takes part with one that does not count.
         index = i * session.world_size + session.rank
         batch = to(held_out[index % len(held_out)], session.device)
         with autocast(session):
@@ -27,8 +27,8 @@ def validate(session: Session) -> dict[str, float]:
         if index < len(held_out):
             sums += _sums(session, batch, output.loss, output.logits)
     session.model.train()
-    reshard(session.model)  # look-ahead now moves the shards
-    loss, count, right = torch.tensor(session.world.tell(sums)(), dtype=sums.dtype).sum(0).tolist()
+    reshard(session.model)  # look-ahead moves the shards next
+    loss, count, right = torch.tensor(session.world.all_gather(sums)(), dtype=sums.dtype).sum(0).tolist()
     result = {"val_loss": loss / count}
     return {**result, "val_accuracy": right / count} if session.data.kind == "images" else result
 
@@ -42,7 +42,7 @@ def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tens
 
 
 def reshard(model: nn.Module) -> None:
-    """Shows the shards again after a forward pass: without a backward pass FSDP2 leaves the root gathered."""
+    """Frees the gathered weights after a forward pass: without a backward pass FSDP2 keeps those of the root."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""The training loop of one rank: a step is forward and backward, agreement that all went well, and the update."""
+"""The training loop of one rank: a step is forward and backward, agreement on loss and signals, and the update."""
 
 import math
 import signal
@@ -10,17 +10,17 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from detonation import data
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
-from detonation.core.integrity.fault_counts import BadPeer, Drift, NonFiniteGradient
+from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
+from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, reshard, to, validate
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.output.metrics import Record
 
 
 class Unsafe(RunError):
-    """What the optimizer will not go on with: poison, refused messages or drift; raised on all ranks."""
+    """The optimizer refuses to go on: non-finite gradients, refused messages or desync; raised on all ranks."""
 
 
 class NonFiniteLoss(RunError):
@@ -36,31 +36,38 @@ class Stopped(RunError):
 
 
 def fit(session: Session, done: int, until: int, report: Callable[[Record], None], stop: Stop) -> None:
-    """Trains from `done` finished steps to `until`, telling `report` each step's record on every rank. Collective.
+    """Trains from `done` finished steps to `until`. Collective.
 
-    After the last step of the recipe open rounds are settled, so that all replicas hold the same weights.
-    Raises `NonFiniteLoss` on all ranks with the weights that the step began with, and `Stopped` on all of them after a
-    step in which `stop` was set on one.
+    After the last step of the recipe the optimizer synchronizes, so that all replicas hold the same weights.
+
+    Args:
+        report: Called with the record of each step, on every rank.
+        stop: Set by a signal; the run then stops after the same step on all ranks.
+
+    Raises:
+        NonFiniteLoss: On all ranks, with the weights that the step began with.
+        Stopped: On all ranks, after a step in which `stop` was set on one.
+        Unsafe: On all ranks, where the optimizer refuses to go on.
     """
     train = session.config.train
     schedule = scheduler(session, done)
     for step in range(done, until):
         began = time.perf_counter()
-        before, waited = session.optimizer.bytes_sent_by_level, session.optimizer.waited_s
+        before, waited = session.optimizer.stats.bytes_sent_by_level, session.optimizer.stats.waited_s
         lr = float(session.optimizer.param_groups[0]["lr"])
         with _safely():
             loss, asked = _gradients(session, step, stop)
             computed = time.perf_counter()
             _update(session, schedule)
             if step + 1 == train.steps:
-                session.optimizer.settle()
+                session.optimizer.synchronize()
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
-        waited = session.optimizer.waited_s - waited
-        now = session.optimizer.bytes_sent_by_level
+        waited = session.optimizer.stats.waited_s - waited
+        now = session.optimizer.stats.bytes_sent_by_level
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
         held_out: dict[str, float] = {}
         if step + 1 == train.steps or (train.validate_every and (step + 1) % train.validate_every == 0):
-            with session.optimizer.settled():
+            with session.optimizer.agreed_weights():
                 held_out = validate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
         found = (held_out.get("val_loss"), held_out.get("val_accuracy"))
@@ -70,45 +77,46 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
 
 
 def backward(session: Session, step: int) -> None:
-    """Gradients of one step's examples, none of which leaves."""
+    """Computes the gradients of one step's examples, without any exchange."""
     for loss in _losses(session, step):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
-    """Gradients of one step's examples; returns what `_agreed` does.
+    """Computes the gradients of one step's examples; returns the mean loss and the signal as `_agreed` does.
 
-    What leaves during backward cannot be taken back, so the loss is agreed on before. Otherwise that takes no time:
-    backward computes meanwhile.
+    Gradients that are sent during backward cannot be taken back, so ranks agree on the loss first. Otherwise they agree
+    while backward computes.
     """
     losses: list[torch.Tensor] = []
     for loss in _losses(session, step):
         losses.append(loss.detach())
         if len(losses) < session.config.train.accumulate:
             loss.backward()  # type: ignore[no-untyped-call]
-    told = session.world.tell(_own(torch.stack(losses).sum(), stop))
+    total = torch.stack(losses).sum().float()
+    reports = session.world.all_gather(torch.stack([total, total.new_tensor(stop.number)]))  # [2] fp32: loss, signal
     if not _leave_early(session):
         loss.backward()  # type: ignore[no-untyped-call]
-        return _agreed(session, step, told())
-    agreed = _agreed(session, step, told())
+        return _agreed(session, step, reports())
+    agreed = _agreed(session, step, reports())
     with session.optimizer.overlap():
         loss.backward()  # type: ignore[no-untyped-call]
     return agreed
 
 
 def _leave_early(session: Session) -> bool:
-    """Whether gradients leave during backward; clipping needs all of them first."""
+    """Gradients are sent during backward, unless clipping needs all of them first."""
     _, innermost = session.optimizer.levels[0]
     return innermost.worth_overlapping and not session.config.train.clip
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
-    """The loss of each micro-batch of this rank's own, as a share of their mean: computed when it is asked for."""
+    """Yields the loss of each micro-batch of this rank, as a share of their mean."""
     train = session.config.train
     # Dropout is a function of seed, step and rank, so that a resumed run draws what an uninterrupted one does.
     torch.manual_seed((session.config.seed * 1_000_003 + step) * session.world_size + session.rank)
     for micro in range(train.accumulate):
-        batch = data.batch(
+        examples = batch(
             session.data.train,
             seed=session.config.seed,
             step=step * train.accumulate + micro,
@@ -117,26 +125,21 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
             size=train.batch_size,
         )
         with autocast(session):
-            loss = session.model(**to(batch, session.device)).loss / train.accumulate
+            loss = session.model(**to(examples, session.device)).loss / train.accumulate
         yield loss
 
 
-def _own(loss: torch.Tensor, stop: Stop) -> torch.Tensor:
-    """What this rank tells the others at each step."""  # [2] fp32: loss, signal
-    return torch.stack([loss.float(), loss.new_tensor(stop.number, dtype=torch.float32)])
-
-
-def _agreed(session: Session, step: int, told: list[list[float]]) -> tuple[float, int]:
+def _agreed(session: Session, step: int, reports: list[list[float]]) -> tuple[float, int]:
     """The mean loss over all ranks, and the signal that asked one of them to stop (0 for none).
 
-    Raises `NonFiniteLoss` on all of them when the loss is not finite on one.
+    Raises `NonFiniteLoss` on all of them where the loss is not finite on one.
     """
-    for rank, (value, _) in enumerate(told):
+    for rank, (value, _) in enumerate(reports):
         if not math.isfinite(value):
-            reshard(session.model)  # there may have been no backward pass, and what is saved now are the shards
+            reshard(session.model)  # there may have been no backward pass, and a checkpoint holds the shards
             replica, shard = divmod(rank, session.config.mesh.shards)
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
-    return sum(value for value, _ in told) / len(told), int(max(number for _, number in told))
+    return sum(value for value, _ in reports) / len(reports), int(max(number for _, number in reports))
 
 
 def _update(session: Session, schedule: LambdaLR) -> None:
@@ -149,8 +152,8 @@ def _update(session: Session, schedule: LambdaLR) -> None:
 
 @contextmanager
 def _safely() -> Iterator[None]:
-    """Within it what the optimizer will not go on with ends the run; on an accelerator it says so before backward."""
+    """Turns the errors with which the optimizer refuses to go on into `Unsafe`; accelerators raise in backward, too."""
     try:
         yield
-    except (NonFiniteGradient, BadPeer, Drift) as error:  # on all ranks at once, in the same words
+    except (NonFiniteGradient, BadPeer, Desync) as error:  # on all ranks at once, in the same words
         raise Unsafe(str(error)) from error

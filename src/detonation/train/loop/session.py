@@ -1,4 +1,4 @@
-"""Everything that a run needs on one rank, made from its configuration in an order that is the same on all ranks."""
+"""The session of one rank: model, optimizer and data, made from the configuration in the same order on all ranks."""
 
 import functools
 import inspect
@@ -13,31 +13,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-import detonation as dt
-from detonation import data, models
-from detonation.cluster.network.throttled import Emulated
+from detonation.choices import find_function
+from detonation.cluster.mesh import init_mesh, shard
+from detonation.cluster.network.throttled import ThrottledCommunicator
+from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
-from detonation.core.link.link_speed import Pace
-from detonation.core.optimizer.replicated import check_order
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.optimizer.replicate import check_order, replicate
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.schemes.registry import scheme, schemes
+from detonation.core.schemes.scheme import Scheme
+from detonation.data import Data, dataset_function, load_dataset
+from detonation.models import build_model, model_function
 from detonation.train.loop.world import Ranks, World
 from detonation.train.recipe import optimizers
-from detonation.train.recipe.schema import REPLICATE, Choice, Config, Level, require
+from detonation.train.recipe.schema import Choice, Config, LevelConfig, require
+from detonation.train.recipe.tables import REPLICATE
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
 
 
 @dataclass(frozen=True)
 class Session:
-    """One rank of a run: its model's shard, the optimizer that replicates, and the data that all draw from."""
+    """One rank of a run: its shard of the model, the replicating optimizer, and the data set that all ranks share."""
 
     config: Config
     world: World
     device: torch.device
-    data: data.Data
+    data: Data
     model: nn.Module
     base: torch.optim.Optimizer
-    optimizer: dt.Replicated
+    optimizer: Replicated
 
     @property
     def rank(self) -> int:
@@ -48,20 +54,26 @@ class Session:
         return self.world.size
 
 
-def check(config: Config) -> Config:
-    """`config` with all that depends on library code resolved, without processes and before anything is written.
+def check_config(config: Config) -> Config:
+    """`config` with the defaults of its scheme, and the sizes that the data fixes for the model.
 
-    Fills in the scheme's defaults and what the data says of the model. Raises `ValueError` for whatever would fail
-    later: names, arguments, ranges, missing data, sizes that do not fit.
+    Needs no processes and writes nothing.
+
+    Raises:
+        ValueError: Anything that would fail later: names, arguments, ranges, missing data, sizes that do not fit.
     """
-    check_types("model", models.MODELS.get(config.model.name), config.model.arguments)
-    check_types("data", data.TASKS.get(config.data.name), config.data.arguments)
+    check_types("model", model_function(config.model.name), config.model.arguments)
+    check_types("data", dataset_function(config.data.name), config.data.arguments)
     levels = check_levels(config.levels)
-    optimizers.check(config.optimizer)
+    optimizers.check_optimizer(config.optimizer)
     loaded = load_data(config.data)
+    if not isinstance(loaded, Data):
+        raise ValueError(f"data {config.data.name} makes a {type(loaded).__name__}, must make a detonation.data.Data")
     model = Choice(config.model.name, _agreeing(config.model, loaded))
     with torch.device("meta"):
-        models.build(model.name, model.arguments)
+        made = build_model(model.name, model.arguments)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model {model.name} makes a {type(made).__name__}, must make a torch.nn.Module")
     needed = config.train.batch_size * config.mesh.replicas * config.mesh.shards
     if needed > len(loaded.train):
         sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
@@ -69,28 +81,33 @@ def check(config: Config) -> Config:
     return replace(config, model=model, levels=levels)
 
 
-def start(config: Config, device: torch.device) -> Session:
-    """Model, optimizer and data on this rank. Collective; raises `ValueError` where replicas or sizes do not agree."""
-    mesh = dt.init_mesh(config.mesh.replicas, config.mesh.shards, device.type)
+def start_session(config: Config, device: torch.device) -> Session:
+    """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree."""
+    mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type)
     torch.manual_seed(config.seed)
-    model = models.build(config.model.name, config.model.arguments).to(device)
-    dt.shard(model, mesh)
-    base = optimizers.build(config.optimizer, model)
-    schemes = [dt.scheme(level.scheme.name, level.scheme.arguments) for level in config.levels]
-    levels = list(zip(axes(config, mesh), schemes, strict=True))
-    optimizer = dt.replicate(base, model, levels=levels, seed=config.seed, safety=safety(config))
+    model = build_model(config.model.name, config.model.arguments).to(device)
+    shard(model, mesh)
+    base = optimizers.build_optimizer(config.optimizer, model)
+    levels = list(zip(axes(config, mesh), map(scheme_of, config.levels), strict=True))
+    optimizer = replicate(base, model, levels=levels, seed=config.seed, safety=safety(config))
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
 
 
-def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """`levels` with the defaults of their schemes filled in. Raises `ValueError` for what they cannot be."""
+def check_levels(levels: Sequence[LevelConfig]) -> tuple[LevelConfig, ...]:
+    """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order."""
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
-        check_types(where, SCHEMES.get(level.scheme.name), level.scheme.arguments)
-    schemes = [dt.scheme(level.scheme.name, level.scheme.arguments) for level in levels]
-    check_order(schemes)
-    pairs = zip(levels, schemes, strict=True)
-    return tuple(replace(level, scheme=Choice(scheme.name, dict(scheme.arguments))) for level, scheme in pairs)
+        function = find_function("scheme", level.scheme.name, schemes(), "detonation.schemes")
+        check_types(where, function, level.scheme.arguments)
+    made = [scheme_of(level) for level in levels]
+    check_order(made)
+    pairs = zip(levels, made, strict=True)
+    return tuple(replace(level, scheme=Choice(chosen.name, dict(chosen.arguments))) for level, chosen in pairs)
+
+
+def scheme_of(level: LevelConfig) -> Scheme:
+    """The scheme of `level`."""
+    return scheme(level.scheme.name, level.scheme.arguments)
 
 
 def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
@@ -103,24 +120,27 @@ def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
     return [*inner, slowed(outermost, config.mesh.emulated)]
 
 
-def safety(config: Config) -> dt.Safety:
-    """What the recipe says of poison and drift."""
-    return dt.Safety(config.train.non_finite, config.train.verify_every, config.train.on_drift)  # type: ignore[arg-type]
+def safety(config: Config) -> Safety:
+    """The reaction to non-finite gradients and to desync, as [train] has it."""
+    return Safety(config.train.non_finite, config.train.verify_every, config.train.on_desync)  # type: ignore[arg-type]
 
 
 def between_replicas(mesh: DeviceMesh, link: str) -> Axis:
-    """The axis that joins the replicas, slowed down where `link` says so. Collective."""
+    """The axis that joins the replicas, slowed down to `link` unless that is "". Collective."""
     return slowed(mesh["replicate"], link)
 
 
 def slowed(axis: DeviceMesh, link: str) -> Axis:
-    """`axis`, no faster than `link` says. Collective."""
-    return Emulated(axis, Pace.parse(link)) if link else axis
+    """`axis`, no faster than `link`. Collective."""
+    return ThrottledCommunicator(axis, LinkSpeed.parse(link)) if link else axis
 
 
-def check_types(key: str, function: Callable[..., object] | None, arguments: Mapping[str, object]) -> None:
-    """Raises `ValueError` for an argument of another type than `function` says, where it says a plain one."""
-    hints = get_type_hints(function) if function is not None else {}
+def check_types(key: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
+    """Raises `ValueError` for an argument of another type than `function` is annotated with, where that is plain."""
+    try:
+        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except NameError:  # annotations of another package that only a type checker can resolve
+        return
     for name, value in arguments.items():
         plain = set(get_args(hints.get(name))) or {hints.get(name)}
         if not plain <= set(_PLAIN):
@@ -131,25 +151,25 @@ def check_types(key: str, function: Callable[..., object] | None, arguments: Map
 
 
 def scheduler(session: Session, done: int) -> LambdaLR:
-    """The schedule of `session`'s learning rate, `done` steps into the run."""
+    """The schedule of the learning rate, `done` steps into the run."""
     for group in session.optimizer.param_groups:
         group["initial_lr"] = session.config.optimizer.lr
     factor = optimizers.lr_factor(session.config.schedule, session.config.train.steps)
     return LambdaLR(session.optimizer, factor, last_epoch=done - 1)
 
 
-def load_data(chosen: Choice) -> data.Data:
+def load_data(chosen: Choice) -> Data:
     """The data set; loaded once in a process, and shared with the processes forked from it."""
     return _load_data(chosen.name, json.dumps(chosen.arguments, sort_keys=True))
 
 
 @functools.cache
-def _load_data(task: str, arguments: str) -> data.Data:
-    return data.load(task, json.loads(arguments))
+def _load_data(task: str, arguments: str) -> Data:
+    return load_dataset(task, json.loads(arguments))
 
 
-def _agreeing(model: Choice, loaded: data.Data) -> dict[str, object]:
-    known = inspect.signature(models.MODELS[model.name]).parameters if model.name in models.MODELS else {}
+def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
+    known = inspect.signature(model_function(model.name)).parameters
     needed = {key: value for key, value in loaded.model.items() if key in known}
     for key, value in needed.items():
         given = model.arguments.get(key, value)

@@ -1,4 +1,4 @@
-"""Timing: what a recipe's training step takes on this machine, without the network."""
+"""Timing of a recipe's training step on this machine, without the network."""
 
 import statistics
 import time
@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-import detonation as dt
-from detonation.cluster.network.loopback import Echo
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import slowest
 from detonation.cluster.network.profile import Step
+from detonation.core.optimizer.replicate import replicate
 from detonation.train.loop.fit import backward
-from detonation.train.loop.session import Session
+from detonation.train.loop.session import Session, scheme_of
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Config
 
@@ -27,13 +27,13 @@ def forward_backward(session: Session) -> tuple[float, float]:
 
 
 def optimizer_step(session: Session, config: Config) -> Step | None:
-    """The optimizer's step of `config` on the model of `session`, among replicas that all say the same. Collective.
+    """The time of the optimizer's step of `config` on the model of `session`, over a loopback. Collective.
 
-    None where that is refused: larger than dense, or look-ahead with an optimizer that cannot do it.
+    None where the optimizer refuses: larger than dense, or look-ahead with a base that cannot do it.
     """
-    scheme = dt.scheme(config.scheme.name, config.scheme.arguments)
-    base = optimizers.build(config.optimizer, session.model)
-    optimizer = dt.replicate(base, session.model, Echo(session.config.mesh.replicas), scheme)
+    scheme = scheme_of(config.levels[-1])
+    base = optimizers.build_optimizer(config.optimizer, session.model)
+    optimizer = replicate(base, session.model, LoopbackCommunicator(session.config.mesh.replicas), scheme)
     try:
         optimizer.step()
     except ValueError:
@@ -51,7 +51,7 @@ def optimizer_step(session: Session, config: Config) -> Step | None:
 
 
 def _times(function: Callable[[], object]) -> list[float]:
-    """How long `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
+    """The seconds that `function` takes, several times over; of all ranks, which begin together, the slowest counts."""
     times = []
     for _ in range(_REPEATS):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""World: who takes part in a run, as one of them sees it, and what the training loop asks of the others."""
+"""The world of a run, as one rank sees it: the collectives of the training loop."""
 
 import hashlib
 from collections.abc import Callable
@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import detonation as dt
-from detonation.core.flat.layout import digest
+from detonation.cluster.fingerprint import fingerprint
+from detonation.core import runtime
+from detonation.core.flat.tensors import digest
 from detonation.core.integrity import readback
-from detonation.core.link.communicator import Wire
-from detonation.core.replicator.overlap import Side
+from detonation.core.link.communicator import Communicator
+from detonation.core.replicator.overlap import CommStream
 
-Told = Callable[[], list[list[Any]]]
-"""Waits for what everyone told, a list each, in rank order."""
+Gathered = Callable[[], list[list[Any]]]
+"""Waits for the values of all ranks: a list of each, in rank order."""
 
 
 class World(Protocol):
@@ -29,8 +30,8 @@ class World(Protocol):
     @property
     def size(self) -> int: ...
 
-    def tell(self, values: Tensor) -> Told:
-        """Everyone's `values`, to be asked for later: until then neither host nor device waits."""  # [n]
+    def all_gather(self, values: Tensor) -> Gathered:
+        """The `values` of all ranks. Until they are asked for, neither host nor device waits."""  # [n]
         ...
 
     def over_shards(self, count: int) -> int:
@@ -47,21 +48,21 @@ class Ranks:
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._mesh, self._side = mesh, Side(device)
+        self._mesh, self._comm = mesh, CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
-            # counts of the host go from host to host: a device would first finish all that it has been given
+            # Counts of the host go from host to host: a device would first finish its queue.
             self._hosts, _ = dist.new_subgroups(mesh["shard"].size(), backend="gloo")  # type: ignore[no-untyped-call]
 
-    def tell(self, values: Tensor) -> Told:
-        self._side.follow(values)
-        with self._side.current():
+    def all_gather(self, values: Tensor) -> Gathered:
+        self._comm.wait_for_current(values)
+        with self._comm.active():
             everyone = [torch.empty_like(values) for _ in range(self.size)]
             work = dist.all_gather(everyone, values, async_op=True)
-            if not readback.late(values.device):
+            if not runtime.decides_on_device(values.device):
                 return partial(_arrived, work, everyone)
-            work.wait()  # the stream does
-            return readback.Later(torch.stack(everyone)).read
+            work.wait()  # makes the comm stream wait, not the host
+            return readback.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
         total = torch.tensor(count)
@@ -69,17 +70,17 @@ class Ranks:
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        return dt.fingerprint(model, self._mesh)
+        return fingerprint(model, self._mesh)
 
 
 class Alone:
-    """Replicas that are whole, of one shard each, and joined by a wire alone: those of a simulation."""
+    """The replicas of a simulation: whole, of one shard each, and joined by a communicator alone."""
 
-    def __init__(self, wire: Wire) -> None:
-        self.rank, self.size, self._wire = wire.replica, wire.size(), wire
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank, self.size, self._communicator = communicator.replica, communicator.size(), communicator
 
-    def tell(self, values: Tensor) -> Told:
-        arrived = self._wire.gather(values.contiguous().view(torch.uint8))
+    def all_gather(self, values: Tensor) -> Gathered:
+        arrived = self._communicator.all_gather(values.contiguous().view(torch.uint8))
         return lambda: arrived().view(values.dtype).tolist()
 
     def over_shards(self, count: int) -> int:
@@ -87,7 +88,7 @@ class Alone:
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
         mine = torch.tensor(list(bytes.fromhex(digest(model.parameters()))), dtype=torch.uint8)
-        digests = [bytes(told) for told in self.tell(mine)()]
+        digests = [bytes(each) for each in self.all_gather(mine)()]
         return hashlib.sha256(digests[0]).hexdigest(), all(other == digests[0] for other in digests)
 
 

@@ -1,1 +1,4 @@
-"""TODO."""
+"""The output of a run: its directory, `metrics.jsonl`, trackers, the lines and gauges of the terminal.
+
+Imports from `recipe` alone; `loop`, `auto`, `run` and `verbs` may import from here.
+"""

@@ -1,4 +1,4 @@
-"""The run directory: who writes to it, and how a file gets there whole or not at all."""
+"""The run directory: its lock, and files that are written whole or not at all."""
 
 import fcntl
 import json
@@ -23,9 +23,9 @@ class InUse(ValueError):
 
 
 def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
-    """Raises `ValueError` unless a run can start in `path` (or, with `resume`, continue there). Changes nothing.
+    """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`. Changes nothing.
 
-    may_start: `resume` may also find nothing, or a run that had not yet saved a checkpoint, and start.
+    may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
@@ -42,6 +42,14 @@ def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
     if held and not (resume and ours):
         remedy = "continue it with --resume, or choose" if (path / CONFIG).exists() else "choose"
         raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
+
+
+def fresh_directory(name: str) -> Path:
+    """A path in `runs` that is free."""
+    now, name = time.time(), name.replace(":", ".")
+    while (path := Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}").exists():
+        now += 1
+    return path
 
 
 class RunDirectory:
@@ -88,7 +96,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What `write_json` wrote."""
+    """Reads a file of `write_json`."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -97,7 +105,7 @@ class Unwritable(RunError):
 
 
 def unwritable(path: Path, error: Exception) -> Unwritable:
-    """What `error` means for the run, in one line: what could not be written, what was kept, what to do."""
+    """The error for a file that cannot be written, in one line with the remedy."""
     remedy = "free some space or choose another --out; what was written before is whole"
     return Unwritable(f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})")
 

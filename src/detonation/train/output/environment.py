@@ -1,11 +1,21 @@
-"""What a run ran on: versions, platform and threads. No host or user names."""
+"""The environment of a run: versions, platform and threads. No host or user names."""
 
 import os
 import platform
 from importlib import metadata
 from typing import Any
 
-_PACKAGES = ("detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "matplotlib")
+_PACKAGES = (
+    "detonation-torch",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "tyro",
+    "rich",
+    "tomli-w",
+    "matplotlib",
+)
 
 
 def environment() -> dict[str, Any]:

@@ -1,22 +1,28 @@
-"""What a run's last steps come to, in two lines of text for a terminal. Pure Python; imports no torch."""
+"""The gauges of a run: a progress bar, and a line of loss, speed, traffic and waiting."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from detonation.report.words import size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.constrain import Constrain
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+
+from detonation.report.words import size_text
 from detonation.train.output.metrics import Record
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-=+*%#"
 _WINDOW = 20
-_WIDEST = 40
+_WIDEST, _WIDEST_BAR = 40, 90
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What one step of the whole world takes in: `count` of `unit`, such as 4096 tokens."""
+    """The amount of data in one step of all ranks: `count` of `unit`, such as 4096 tokens."""
 
     count: int
     unit: str
@@ -46,59 +52,60 @@ class Curve:
 
 
 class Gauges:
-    """Loss and speed of the last steps; the curve of the loss, traffic and waiting since the start.
+    """Two lines for rich: a bar with the time left; loss and speed of the last steps, traffic and waiting of all.
 
-    Rounds may be longer than any number of last steps: all of them count for what is sent in rounds.
+    Rounds may be longer than any number of last steps, so traffic is the mean since the start.
+
+    Args:
+        done: Steps of earlier starts, of `steps` in all.
+        portion: The data in one step.
+        clock: Seconds of any clock.
     """
 
-    def __init__(self, done: int, steps: int, portion: Portion) -> None:
-        self._done, self._steps, self._portion = done, steps, portion
-        self._curve, self._last = Curve(), deque[Record](maxlen=_WINDOW)
-        self._began: tuple[int, float] | None = None
+    def __init__(self, done: int, steps: int, portion: Portion, clock: Callable[[], float]) -> None:
+        cropped = Column(no_wrap=True, overflow="crop")
+        columns = (
+            BarColumn(None, complete_style="cyan", finished_style="cyan"),
+            TextColumn("{task.completed}/{task.total} steps,", style="cyan", table_column=cropped),
+            TimeRemainingColumn(compact=True, table_column=cropped),
+            TextColumn("left", style="cyan", table_column=cropped),
+        )
+        # Never started: the screen draws it. The window is as long as rich keeps samples, for steps of any length.
+        self._bar = Progress(*columns, auto_refresh=False, expand=True, get_time=clock, speed_estimate_period=1e9)
+        self._task = self._bar.add_task("", completed=done, total=steps)
+        self._portion, self._curve, self._last = portion, Curve(), deque[Record](maxlen=_WINDOW)
         self._seconds = self._sent = self._waited = 0.0
 
-    def add(self, record: Record, now: float) -> None:
-        """Takes in a step that ended at `now`, in seconds of any clock."""
-        self._done = record.step
+    def add(self, record: Record) -> None:
+        """Takes in a step that ends now."""
+        self._bar.update(self._task, completed=record.step)
         self._curve.add(record.loss)
         self._last.append(record)
         self._seconds += record.seconds
         self._sent += record.bytes_sent
         self._waited += record.waited_s
-        if self._began is None:  # the first step sets up, and tells nothing about those to come
-            self._began = (record.step, now)
 
-    def lines(self, width: int, now: float, plain: bool = False) -> tuple[str, str]:
-        """A bar with the time that is left, and the gauges, each at most `width` wide; `plain`: in ASCII."""
-        return self._bar(width, now, plain), self._gauges(width, _PLAIN if plain else BLOCKS)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Constrain(self._bar.get_renderable(), min(options.max_width, _WIDEST_BAR))
+        text = self._line(options.max_width, _PLAIN if options.ascii_only else BLOCKS)
+        yield Text(text, "dim", no_wrap=True, overflow="crop", end="")
 
-    def _bar(self, width: int, now: float, plain: bool) -> str:
-        text = f" {self._done}/{self._steps} steps{self._left(now)}"
-        room = max(0, min(width - len(text), 60))
-        full = room * self._done // max(1, self._steps)
-        return (("=" * full + "." * (room - full) if plain else "━" * full + "─" * (room - full)) + text)[:width]
-
-    def _left(self, now: float) -> str:
-        if self._began is None or self._done <= self._began[0]:
-            return ""
-        first, began = self._began
-        return f", {clock((now - began) / (self._done - first) * (self._steps - self._done))} left"
-
-    def _gauges(self, width: int, blocks: str) -> str:
+    def _line(self, width: int, blocks: str) -> str:
+        """Loss, its curve, and as many rates as fit."""
         if not self._last:
-            return "the first step sets up"[:width]
+            return "the first step sets up"
         speed = len(self._last) * self._portion.count / sum(record.seconds for record in self._last)
         sent, waiting = self._sent / self._seconds, self._waited / self._seconds
         loss = f"loss {self._last[-1].loss:.4f} "
         rates = [
             f"  {f'{speed:,.0f}' if speed >= 100 else f'{speed:.3g}'} {self._portion.unit}/s",
-            f"  {size(sent)}/s between nodes" if sent else "  nothing sent",
+            f"  {size_text(sent)}/s between nodes" if sent else "  nothing sent",
             f"  {waiting:.0%} waiting",
         ]
         while rates and len(loss) + 8 + sum(map(len, rates)) > width:
             rates.pop()
         room = min(_WIDEST, width - len(loss) - sum(map(len, rates)))
-        return (loss + sparkline(self._curve.values(), max(1, room), blocks) + "".join(rates))[:width]
+        return loss + sparkline(self._curve.values(), max(1, room), blocks) + "".join(rates)
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
@@ -113,17 +120,6 @@ def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     low, high = min(means), max(means)
     per = (len(blocks) - 1) / (high - low) if high > low else 0.0
     return "".join(blocks[round((value - low) * per)] for value in means)
-
-
-def clock(seconds: float) -> str:
-    """A time that is left.
-
-    >>> clock(7), clock(754), clock(7384)
-    ('0:07', '12:34', '2:03:04')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _mean(values: Sequence[float]) -> float:

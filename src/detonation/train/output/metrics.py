@@ -1,4 +1,4 @@
-"""What a run measures: one record a step in `metrics.jsonl`, and the same in words for people."""
+"""The measurements of a run: one record per step in `metrics.jsonl`, and the same in words for people."""
 
 import contextlib
 import json
@@ -8,17 +8,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detonation.report.words import factor, size
+from detonation.report.words import factor, size_text
 from detonation.train.output.directory import unwritable, write_text
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step: mean `loss` over all ranks, `seconds` it took, `bytes_sent` by one replica, all its shards together.
+    """One step.
 
-    waited_s: the part of `seconds` for which rank 0 stood still because an exchange was not over; step_s: the part
-    spent in the optimizer's step, `waited_s` included. levels: `bytes_sent` over each axis. setting: the scheme from
-    the next step on, where it was changed.
+    Args:
+        loss: The mean over all ranks.
+        seconds: The duration of the step, without validation.
+        bytes_sent: By one replica, all its shards together.
+        waited_s: The part of `seconds` in which rank 0 waited for an exchange.
+        step_s: The part spent in the optimizer's step, `waited_s` included.
+        levels: `bytes_sent` over each axis.
+        setting: The scheme from the next step on, where it changes.
     """
 
     step: int
@@ -34,7 +39,7 @@ class Record:
     setting: str | None = None
 
     def values(self) -> dict[str, Any]:
-        """By name; what was not measured is left out, and what the only level sent."""
+        """The values by name, without those that were not measured, and without `levels` where there is only one."""
         found = {key: value for key, value in asdict(self).items() if value is not None}
         if len(self.levels) < 2:
             del found["levels"]
@@ -46,17 +51,17 @@ class Record:
 
 
 class MetricsFile:
-    """Records in a file, each line whole or absent: those `kept` of an earlier run, then those that are written."""
+    """Records in a file, each line whole or absent: those `kept` of an earlier start, then those that are written."""
 
     def __init__(self, path: Path, kept: Sequence[Record] = ()) -> None:
         self.path = path
-        write_text(path, "".join(record.line() for record in kept))  # whole or not at all: it replaces what is there
+        write_text(path, "".join(record.line() for record in kept))  # it replaces a file: whole or not at all
         self._file = path.open("ab", buffering=0)
         self._length = path.stat().st_size
         self._waiting = b""
 
     def write(self, record: Record) -> None:
-        """Appends one line; while the disk is full it waits for the next one, because no run should stop for it."""
+        """Appends one line. While the disk is full the line waits for the next one: no run should stop for it."""
         self._waiting += record.line().encode()
         with contextlib.suppress(OSError):
             self._append()
@@ -71,7 +76,7 @@ class MetricsFile:
             self._file.close()
 
     def _append(self) -> None:
-        """Appends what waits, or takes back what was written of it."""
+        """Appends the waiting lines, or removes the part that was written."""
         written = 0
         try:
             while written < len(self._waiting):
@@ -83,25 +88,25 @@ class MetricsFile:
         self._waiting = b""
 
 
-def read(path: Path) -> list[Record]:
+def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics file; a last line that a crash cut off is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def reduction(sent: float, full: float) -> float | None:
-    """How many times less than full synchronisation was sent; `None` when nothing was."""
+    """The bytes of full synchronisation over those sent; None when nothing was sent."""
     return full / sent if sent else None
 
 
 def log_line(records: Sequence[Record], steps: int, full_sync: int) -> str:
-    """One line about the steps since the last such line: latest loss and lr, mean bytes sent and mean time."""
+    """One line about `records`, the steps since the last such line: latest loss and lr, mean bytes and mean time."""
     last, count = records[-1], len(records)
     sent = sum(record.bytes_sent for record in records) / count
     milliseconds = 1000 * sum(record.seconds for record in records) / count
     less = factor(reduction(sent, full_sync))
     width = len(str(steps))
     text = f"step {last.step:{width}}/{steps}  loss {last.loss:.4f}  lr {last.lr:.2e}"
-    text += f"  sent {size(sent)}/step ({less} less)" if sent else "  sent nothing"
+    text += f"  sent {size_text(sent)}/step ({less} less)" if sent else "  sent nothing"
     text += f"  {milliseconds:.0f} ms/step"
     return text if last.val_loss is None else f"{text}  validation {last.val_loss:.4f}"

@@ -1,4 +1,4 @@
-"""Where a run's steps go besides `metrics.jsonl`: trackers that people know, behind one small protocol."""
+"""Trackers: TensorBoard, trackio and Weights & Biases behind one small protocol, besides `metrics.jsonl`."""
 
 import contextlib
 import importlib.util
@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from detonation.train.output.metrics import Record
-from detonation.train.recipe.schema import Config, to_table
+from detonation.train.recipe.schema import Config
+from detonation.train.recipe.tables import to_table
 
 
 class Logger(Protocol):
-    """Takes in a run's steps one after another. `MetricsFile` is one, too."""
+    """Takes in the steps of a run one after another. `MetricsFile` is a logger, too."""
 
     def write(self, record: Record) -> None:
         """Takes in one step more."""
         ...
 
     def close(self) -> None:
-        """Finishes what is open; nothing is written afterwards."""
+        """Flushes and closes; nothing is written afterwards."""
         ...
 
 
 Opener = Callable[[Path, Config, int], Logger]
-"""Opens a logger for the run in a directory, whose first steps, so many of them, were logged before."""
+"""Opens a logger for the run in a directory; the number is that of the steps that were logged before."""
 
 
 class TensorBoard:
@@ -34,7 +35,7 @@ class TensorBoard:
     def __init__(self, path: Path, config: Config, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What was logged of steps that are done again is shown no more. A run that is killed loses ten seconds.
+        # Steps that are done again replace their first values. A run that is killed loses ten seconds.
         folder, again = str(path / "tensorboard"), done + 1 if done else None
         self._writer: Any = SummaryWriter(folder, purge_step=again, flush_secs=10)
 
@@ -47,14 +48,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; sends nothing by itself.
-
-    What the user's environment says in WANDB_MODE comes first.
-    """
+    """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; offline, but for WANDB_MODE."""
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would look up a host even when offline
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it looks up a host even when offline
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
@@ -76,7 +74,7 @@ class Trackio:
         import trackio
 
         self._trackio: Any = trackio
-        with contextlib.redirect_stdout(io.StringIO()):  # its greetings, where only results may go
+        with contextlib.redirect_stdout(io.StringIO()):  # its greetings: only results may go to stdout
             self._run: Any = trackio.init(
                 project="detonation",
                 name=path.name,
@@ -92,7 +90,7 @@ class Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # not the run's own: at exit trackio would finish it again, aloud
+            self._trackio.finish()  # the module's finish: after the run's own, trackio finishes again at exit, aloud
 
 
 OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
@@ -100,7 +98,7 @@ OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "w
 
 
 class Forgiving:
-    """A logger that gives up, and says so once, where the one in it raises: no run should stop for it."""
+    """A logger that drops the logger inside it, with one warning, when that raises: no run should stop for it."""
 
     def __init__(self, name: str, open_it: Callable[[], Logger], warn: Callable[[str], None]) -> None:
         self._name, self._warn = name, warn
@@ -129,15 +127,15 @@ class Forgiving:
             self._warn(f"logger {self._name} failed and gets no more ({reason}); metrics.jsonl has every step")
 
 
-def check(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raises `ValueError` for a logger whose package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"logger {name} needs the package {name}: pip install {name}")
 
 
-def opened(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Logger]:
-    """The loggers that `config` names, for the run in `path`; what fails in them is told `warn`."""
+def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Logger]:
+    """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that fails."""
 
     def opener(name: str) -> Callable[[], Logger]:
         return lambda: OPENERS[name](path, config, done)
@@ -146,7 +144,7 @@ def opened(path: Path, config: Config, done: int, warn: Callable[[str], None]) -
 
 
 def values(record: Record) -> dict[str, float]:
-    """What was measured of a step, by name: `loss`, `bytes_sent`, and of several levels `bytes_sent/rack`."""
+    """The numbers of a step by name: `loss`, `bytes_sent`, and of several levels `bytes_sent/rack`."""
     found: dict[str, float] = {}
     for name, value in record.values().items():
         if name == "levels":

@@ -8,42 +8,52 @@ from typing import Any
 
 import torch
 
-import detonation as dt
-from detonation.choices import make
-from detonation.train.recipe.schema import Optimizer, Schedule
+from detonation.choices import find_function, make
+from detonation.core.optim.muon import Muon
+from detonation.core.optim.signsgd import SignSGD
+from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
 _REFUSED = {
-    "LBFGS": "it evaluates the loss several times a step, and replicas would not take the same number of evaluations",
+    "LBFGS": "it evaluates the loss several times per step, and replicas would not take the same number of evaluations",
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
 }
 
 
-def table() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Every optimizer that a recipe can name: the classes of torch.optim, SignSGD, and a Muon that takes all shapes."""
+def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """The optimizers by name: the classes of torch.optim, SignSGD, and a Muon that takes all shapes."""
     classes = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     usable = {n: c for n, c in classes.items() if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"}
-    return {**usable, "SignSGD": dt.SignSGD, "Muon": dt.Muon}
+    return {**usable, "SignSGD": SignSGD, "Muon": Muon}
 
 
-def check(chosen: Optimizer) -> None:
+def check_optimizer(chosen: OptimizerConfig) -> None:
     """Raises `ValueError` unless `chosen` names an optimizer that can be built with its arguments."""
-    build(chosen, torch.nn.Linear(1, 1, bias=False))
+    build_optimizer(chosen, torch.nn.Linear(1, 1, bias=False))
 
 
-def build(chosen: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `chosen` describes, over all parameters of `model`."""
+def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `chosen` describes, over all parameters of `model`.
+
+    Besides `optimizer_classes`, a name may be an entry point of `detonation.optimizers`, or "package.module:function"
+    for a class or a function that takes parameter groups and `lr`. Raises `ValueError` for a name or arguments that do
+    not exist.
+    """
     if chosen.name in _REFUSED:
         raise ValueError(f"optimizer {chosen.name} cannot be used: {_REFUSED[chosen.name]}")
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.arguments.items()}
-    usable = {name: partial(value, _groups(chosen, model)) for name, value in table().items() if name not in _REFUSED}
+    usable = {name: value for name, value in optimizer_classes().items() if name not in _REFUSED}
+    function = partial(find_function("optimizer", chosen.name, usable, "detonation.optimizers"), _groups(chosen, model))
     try:
-        return make("optimizer", usable, chosen.name, {"lr": chosen.lr, **arguments})
+        made = make("optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments})
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"optimizer {chosen.name} makes a {type(made).__name__}, must make a torch.optim.Optimizer")
+    return made
 
 
-def _groups(chosen: Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """All parameters in one group; for Muon, embeddings and the output layer in another, which go by AdamW."""
+def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """All parameters in one group; for Muon, embeddings and the output layer in another, which AdamW updates."""
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     apart = {id(p) for module in [*tables, head] if module is not None for p in module.parameters()}
@@ -53,10 +63,10 @@ def _groups(chosen: Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": inner}, {"params": [p for p in model.parameters() if id(p) in apart], "orthogonal": False}]
 
 
-def lr_factor(schedule: Schedule, steps: int) -> Callable[[int], float]:
-    """What lr is multiplied by at step 0 .. steps - 1; never 0 at the first step, `floor` at the last.
+def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
+    """The factor of lr at step 0 .. steps - 1; never 0 at the first step, `floor` at the last.
 
-    >>> [round(lr_factor(Schedule("linear", warmup=2, floor=0.0), 5)(step), 2) for step in range(5)]
+    >>> [round(lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)(step), 2) for step in range(5)]
     [0.5, 1.0, 0.67, 0.33, 0.0]
     """
 

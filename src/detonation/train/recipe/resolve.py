@@ -1,4 +1,4 @@
-"""From a recipe file and `--set` to one configuration. Pure Python; imports no torch."""
+"""From a recipe file and `--set` to one configuration."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from detonation.choices import unknown
-from detonation.train.recipe.schema import CHOSEN_BY, TABLES, Config, Table, from_table, require
+from detonation.core.schemes.registry import SCHEMES, schemes
+from detonation.train.recipe.schema import Config, Table, require
+from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table
 
 _TUNABLE = ("scheme", "optimizer", "schedule", "train")
 
@@ -14,8 +16,9 @@ _TUNABLE = ("scheme", "optimizer", "schedule", "train")
 def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """The configuration of `recipe` with `overrides`, both nested tables.
 
-    The scheme is chosen first; what the recipe holds under `[tuned.<scheme>]` is then laid over the recipe, and
-    `overrides` over both. A table that chooses something else by name keeps nothing of what was chosen before.
+    The scheme is chosen first; the recipe's `[tuned.<scheme>]` is then laid over the recipe, and `overrides` over both.
+    A table that chooses another name keeps nothing of the arguments below it. Raises `ValueError` for a key, a name in
+    [tuned], or a value that is not valid.
     """
     table = {key: value for key, value in recipe.items() if key != "tuned"}
     if isinstance(table.get("scheme"), list):
@@ -51,7 +54,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def merge_levels(levels: Sequence[Any], over: Mapping[str, Any]) -> list[Any]:
-    """`levels` with what `over` says of each, by its axis; another scheme keeps axis and replicas alone.
+    """`levels` with the tables of `over` laid over them, by axis; another scheme keeps axis and replicas alone.
 
     >>> merge_levels([{"axis": "rack", "replicas": 2, "name": "full"}], {"rack": {"name": "demo", "topk": 1}})
     [{'axis': 'rack', 'replicas': 2, 'name': 'demo', 'topk': 1}]
@@ -73,15 +76,15 @@ def _merge_level(level: Any, over: Table) -> Any:
 
 
 def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
-    """How many replicas the levels of `recipe` come to; None for a recipe of one scheme."""
+    """The number of replicas that the levels of `recipe` come to; None for a recipe of one scheme."""
     if not isinstance(recipe.get("scheme"), list):
         return None
     rest = {key: value for key, value in overrides.items() if key != "mesh"}
     return resolve(recipe, rest).mesh.replicas
 
 
-def read(path: Path) -> Table:
-    """The tables of a recipe file. Raises `ValueError` when it is not there or not TOML."""
+def read_recipe(path: Path) -> Table:
+    """The tables of a recipe file. Raises `ValueError` for a file that is missing or not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -91,7 +94,7 @@ def read(path: Path) -> Table:
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:
-    """The nested tables that `a.b=value` texts say; a value is TOML, and a bare word is text.
+    """The nested tables that `a.b=value` assignments spell; a value is TOML, and a bare word is text.
 
     >>> parse_sets(["scheme.topk=4", "scheme.name=demo", "seed=1"])
     {'scheme': {'topk': 4, 'name': 'demo'}, 'seed': 1}
@@ -115,6 +118,12 @@ def parse_sets(assignments: Iterable[str]) -> Table:
     return tables
 
 
+def require_scheme(kind: str, name: str) -> None:
+    """Raises `ValueError` unless `name` is a registered scheme, or spells a function of some module."""
+    if ":" not in name and name not in SCHEMES and name not in schemes():
+        raise unknown(kind, name, schemes())
+
+
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -132,6 +141,7 @@ def _checked_tuned(tuned: object) -> dict[str, Table]:
     require(isinstance(tuned, dict), "tuned", tuned, "a table with one table for each scheme")
     assert isinstance(tuned, dict)
     for scheme, tables in tuned.items():
+        require_scheme("scheme in [tuned]", scheme)
         require(isinstance(tables, dict), f"tuned.{scheme}", tables, "a table of tables")
         for key in tables:
             if key not in _TUNABLE:

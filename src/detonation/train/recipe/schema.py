@@ -1,39 +1,35 @@
-"""What a run is: frozen dataclasses are the single truth, TOML is their spelling. Pure Python; imports no torch."""
+"""The configuration of a run: frozen dataclasses are the single truth, TOML is their spelling."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from detonation.choices import unknown
-from detonation.core.link.link_speed import Pace
+from detonation.core.link.link_speed import LinkSpeed
 
 Table = dict[str, Any]
-T = TypeVar("T")
-
 
 LOGGERS = ("tensorboard", "trackio", "wandb")
-"""What `train.loggers` may name; see `train/loggers.py`."""
+"""Valid names in `train.loggers`; `output/trackers.py` opens them."""
 
 
-def require(holds: bool, what: str, value: object, allowed: str) -> None:
-    """Raises the `ValueError` that names a setting, its value and what is allowed, unless `holds`."""
+def require(holds: bool, setting: str, value: object, allowed: str) -> None:
+    """Raises the `ValueError` that names a setting, its value and the allowed ones, unless `holds`."""
     if not holds:
-        raise ValueError(f"{what} is {value!r}, but must be {allowed}")
+        raise ValueError(f"{setting} is {value!r}, but must be {allowed}")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Something chosen by name, with that thing's own arguments."""
+    """A scheme, model or data set by name, with its own arguments."""
 
     name: str
     arguments: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """A class of torch.optim by name, `SignSGD` or `Muon`; `arguments` are that class's own."""
+class OptimizerConfig:
+    """An optimizer by name: a class of torch.optim, `SignSGD`, `Muon` or "package.module:function"."""
 
     name: str
     lr: float
@@ -44,8 +40,8 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How lr changes: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step."""
+class ScheduleConfig:
+    """The schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step."""
 
     name: str = "cosine"
     warmup: int = 0
@@ -59,13 +55,23 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Train:
-    """How long and in what portions; `batch_size` is that of one process, `clip` 0 and `validate_every` 0 mean off.
+class TrainConfig:
+    """The training loop: its length, its batches, and its checks.
 
-    A checkpoint is written every `checkpoint_every` steps (0: only at the end); the newest `keep` stay. `non_finite` is
-    what happens where a replica's gradient is not finite ("stop", or "skip" its part); every `verify_every` steps (0:
-    never) what must be equal on all replicas is compared, and `on_drift` ("stop" or "repair") where it is not.
-    loggers: which trackers get each step, besides `metrics.jsonl`.
+    Args:
+        batch_size: Examples per process and micro-batch.
+        accumulate: Micro-batches per step.
+        clip: Largest norm of the gradient; 0 turns clipping off.
+        validate_every: Steps between validations; 0 validates at the end only.
+        validation_batches: Batches of `batch_size` that a validation takes.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end only. The newest `keep` stay.
+        non_finite: "stop" the run where a replica's gradient is not finite, or "skip" its contribution.
+        verify_every: Steps between comparisons of the state that replicas share; 0 never compares.
+        on_desync: "stop" the run where replicas differ in it, or "repair" it.
+        loggers: Trackers that get each step, besides `metrics.jsonl`.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     steps: int
@@ -80,21 +86,19 @@ class Train:
     keep: int = 3
     non_finite: str = "stop"
     verify_every: int = 100
-    on_drift: str = "stop"
+    on_desync: str = "stop"
     loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        require(
-            self.validate_every >= 0, "train.validate_every", self.validate_every, "at least 0 (0 = only at the end)"
-        )
         at_end = "at least 0 (0 = only at the end)"
+        require(self.validate_every >= 0, "train.validate_every", self.validate_every, at_end)
         require(self.checkpoint_every >= 0, "train.checkpoint_every", self.checkpoint_every, at_end)
         require(0 <= self.clip < math.inf, "train.clip", self.clip, "at least 0 (0 = off)")
         require(self.non_finite in ("stop", "skip"), "train.non_finite", self.non_finite, "'stop' or 'skip'")
-        require(self.on_drift in ("stop", "repair"), "train.on_drift", self.on_drift, "'stop' or 'repair'")
-        least, why = (1, " to repair") if self.on_drift == "repair" else (0, " (0 = never)")
+        require(self.on_desync in ("stop", "repair"), "train.on_desync", self.on_desync, "'stop' or 'repair'")
+        least, why = (1, " to repair") if self.on_desync == "repair" else (0, " (0 = never)")
         require(self.verify_every >= least, "train.verify_every", self.verify_every, f"at least {least}{why}")
         for name in self.loggers:
             if name not in LOGGERS:
@@ -103,36 +107,45 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshConfig:
     """`replicas` copies of the model (nodes), each cut into `shards` (accelerators in a node).
 
-    link: an emulated pace of what joins the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
-    lab: the nodes are network namespaces of this machine, and the kernel slows their links down to `link` instead.
+    Args:
+        link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
+        namespaces: Each node is a network namespace of this machine; the kernel, not the ranks, emulates `link`.
+
+    Raises:
+        ValueError: A value is out of range, or `namespaces` is set without `link`.
     """
 
     replicas: int = 2
     shards: int = 2
     link: str = ""
-    lab: bool = False
+    namespaces: bool = False
 
     def __post_init__(self) -> None:
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
         if self.link:
-            Pace.parse(self.link)
-        require(bool(self.link) or not self.lab, "mesh.link", self.link, "a rate such as '100mbit' in a lab (--link)")
+            LinkSpeed.parse(self.link)
+        require(
+            bool(self.link) or not self.namespaces,
+            "mesh.link",
+            self.link,
+            "a rate such as '100mbit' with namespaces (--link)",
+        )
 
     @property
     def emulated(self) -> str:
-        """The pace that ranks keep to by themselves."""
-        return "" if self.lab else self.link
+        """The link speed that the ranks themselves emulate."""
+        return "" if self.namespaces else self.link
 
 
 @dataclass(frozen=True)
-class Peers:
-    """When a rank counts as lost: after `silence_s` without a sign of life, and what the largest message takes on top.
+class PeersConfig:
+    """The limit after which a rank counts as lost: `silence_s` without a heartbeat.
 
-    lowest_bits_per_s: the rate of the slowest link that is still good enough.
+    The time of the largest message comes on top, at `lowest_bits_per_s`, the slowest link that is still acceptable.
     """
 
     silence_s: float = 15.0
@@ -144,8 +157,8 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Level:
-    """One tier of the network: `replicas` along the mesh axis `axis`, and how they talk to each other."""
+class LevelConfig:
+    """One tier of the network: `replicas` along the mesh axis `axis`, and the scheme between them."""
 
     axis: str
     replicas: int
@@ -156,17 +169,17 @@ class Level:
 class Config:
     """One run, fully resolved.
 
-    levels: from the innermost tier of the network to the outermost; `mesh.replicas` is the product of their replicas.
+    `levels` go from the innermost tier of the network to the outermost; `mesh.replicas` is the product of theirs.
     """
 
     model: Choice
     data: Choice
-    levels: tuple[Level, ...]
-    optimizer: Optimizer
-    train: Train
-    schedule: Schedule = Schedule()
-    mesh: Mesh = Mesh()
-    peers: Peers = Peers()
+    levels: tuple[LevelConfig, ...]
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    mesh: MeshConfig = MeshConfig()
+    peers: PeersConfig = PeersConfig()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -175,140 +188,10 @@ class Config:
 
     @property
     def scheme(self) -> Choice:
-        """What is told over the slowest links: the scheme of the outermost level."""
+        """The scheme of the outermost level, whose links are the slowest."""
         return self.levels[-1].scheme
 
     @property
     def schemes(self) -> str:
-        """The names of all levels' schemes, from the innermost outwards: `full+demo+diloco`."""
+        """The names of the schemes from the innermost level outwards: `full+demo+diloco`."""
         return "+".join(level.scheme.name for level in self.levels)
-
-
-CHOSEN_BY = {"model": "name", "data": "task", "scheme": "name", "optimizer": "name"}
-"""The tables whose other keys belong to the thing chosen, and the key that chooses it."""
-
-REPLICATE = "replicate"
-"""The axis of the only level, where a recipe has one."""
-
-_PLAIN: dict[str, type] = {"schedule": Schedule, "train": Train, "mesh": Mesh, "peers": Peers}
-TABLES = (*CHOSEN_BY, *_PLAIN)
-
-
-def from_table(table: Mapping[str, Any]) -> Config:
-    """The configuration that a recipe's tables spell.
-
-    Raises `ValueError` naming a key that is unknown, missing or mistyped, or a value out of range.
-    """
-    for key in table:
-        if key not in (*TABLES, "seed"):
-            raise unknown("recipe key", key, (*TABLES, "seed", "tuned"))
-    for key in TABLES:
-        require(isinstance(table.get(key, {}), dict) or key == "scheme", key, table.get(key), "a table")
-    mesh = _plain("mesh", Mesh, table)
-    levels = _levels(table.get("scheme", {}), mesh, "replicas" in table.get("mesh", {}))
-    return Config(
-        model=_choice("model", table),
-        data=_choice("data", table),
-        levels=levels,
-        optimizer=_optimizer(table),
-        train=_plain("train", Train, table),
-        schedule=_plain("schedule", Schedule, table),
-        mesh=dataclasses.replace(mesh, replicas=math.prod(level.replicas for level in levels)),
-        peers=_plain("peers", Peers, table),
-        seed=_typed(int, "seed", table.get("seed", 0)),
-    )
-
-
-def to_table(config: Config) -> Table:
-    """The tables that spell `config`: `from_table(to_table(config)) == config`."""
-    table: Table = {"seed": config.seed}
-    for key, chooser in CHOSEN_BY.items():
-        table[key] = _spelled(chooser, getattr(config, key))
-    for key in _PLAIN:
-        table[key] = dataclasses.asdict(getattr(config, key))
-    if config.levels[0].axis != REPLICATE:
-        table["scheme"] = [
-            {"axis": level.axis, "replicas": level.replicas, **_spelled("name", level.scheme)}
-            for level in config.levels
-        ]
-        del table["mesh"]["replicas"]
-    return table
-
-
-def _spelled(chooser: str, chosen: Choice | Optimizer) -> Table:
-    table = dataclasses.asdict(chosen)
-    arguments = {key: value for key, value in table.pop("arguments").items() if value is not None}
-    return {chooser: table.pop("name"), **table, **arguments}
-
-
-def _levels(spelled: Any, mesh: Mesh, given: bool) -> tuple[Level, ...]:
-    """`[scheme]` is one level over all replicas of the mesh; `[[scheme]]` is a list of levels that say their own.
-
-    given: whether [mesh] says how many replicas there are.
-    """
-    if isinstance(spelled, dict):
-        return (Level(REPLICATE, mesh.replicas, _choice("scheme", {"scheme": spelled})),)
-    tables = isinstance(spelled, list) and bool(spelled) and all(isinstance(level, dict) for level in spelled)
-    require(tables, "scheme", spelled, "a table [scheme], or one [[scheme]] for each level")
-    levels = tuple(_level(dict(level)) for level in spelled)
-    if given:
-        raise ValueError("mesh.replicas is given, but the levels say how many: set scheme.<axis>.replicas of each")
-    axes = [level.axis for level in levels]
-    require(len({*axes}) == len(axes), "scheme.axis", axes, "another for each level")
-    return levels
-
-
-def _level(table: Table) -> Level:
-    for key in ("axis", "replicas", "name"):
-        if key not in table:
-            raise ValueError(f"{key} is missing in a [[scheme]] of the recipe: {table}")
-    axis = _typed(str, "scheme.axis", table.pop("axis"))
-    usable = axis.isidentifier() and axis not in (REPLICATE, "shard")
-    require(usable, "scheme.axis", axis, f"a name such as 'rack', other than '{REPLICATE}' and 'shard'")
-    where = f"scheme.{axis}"
-    replicas = _typed(int, f"{where}.replicas", table.pop("replicas"))
-    require(replicas >= 1, f"{where}.replicas", replicas, "at least 1")
-    return Level(axis, replicas, Choice(_typed(str, f"{where}.name", table.pop("name")), table))
-
-
-def _choice(key: str, table: Mapping[str, Any]) -> Choice:
-    arguments = dict(table.get(key, {}))
-    name = _needed(key, CHOSEN_BY[key], arguments)
-    return Choice(_typed(str, f"{key}.{CHOSEN_BY[key]}", name), arguments)
-
-
-def _optimizer(table: Mapping[str, Any]) -> Optimizer:
-    arguments = dict(table.get("optimizer", {}))
-    name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
-    lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
-    return Optimizer(name, lr, arguments)
-
-
-def _plain(key: str, kind: type[T], table: Mapping[str, Any]) -> T:
-    types = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    values = dict(table.get(key, {}))
-    for name in values:
-        if name not in types:
-            raise unknown(f"key of [{key}]", name, types)
-    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if field_.default is dataclasses.MISSING:
-            _needed(key, field_.name, dict(values))
-    return kind(**{name: _typed(types[name], f"{key}.{name}", value) for name, value in values.items()})
-
-
-def _needed(key: str, name: str, values: Table) -> Any:
-    if name not in values:
-        raise ValueError(f"{key}.{name} is missing: give it in [{key}] of the recipe, or with --set {key}.{name}=...")
-    return values.pop(name)
-
-
-def _typed(kind: Any, what: str, value: Any) -> Any:
-    if kind == tuple[str, ...]:
-        texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        require(texts, what, value, "a list of texts")
-        return tuple(value)
-    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), what, value, names[kind])
-    return value

@@ -1,11 +1,11 @@
-"""Sizes: whether a run would send more than full synchronisation, by arithmetic, before any process starts."""
+"""Sizes of a run by arithmetic, before any process starts: no level may send more than full synchronisation."""
 
 import torch
 from torch import nn
 
-import detonation as dt
-from detonation import models
-from detonation.core.schemes.traffic import check
+from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.traffic import require_below_dense
+from detonation.models import build_model
 from detonation.train.recipe.schema import Config
 
 
@@ -13,15 +13,15 @@ def check_sizes(config: Config) -> None:
     """Raises `LargerThanDense`, as the first step would, where a level would send more than full synchronisation."""
     shards = shard_shapes(config)
     for level in config.levels:
-        scheme = dt.scheme(level.scheme.name, level.scheme.arguments)
-        for shapes in shards if scheme.signal != "nothing" else []:
-            check(scheme, scheme.codec.layout(shapes), level.replicas)
+        chosen = scheme(level.scheme.name, level.scheme.arguments)
+        for shapes in shards if chosen.signal != "nothing" else []:
+            require_below_dense(chosen, chosen.codec.layout(shapes), level.replicas)
 
 
 def shard_shapes(config: Config) -> list[dict[str, tuple[int, ...]]]:
-    """The shapes of a recipe's trained parameters on each rank of a node, without a model in memory."""
+    """The shapes of the trained parameters on each rank of a node, without a model in memory."""
     with torch.device("meta"):
-        model = models.build(config.model.name, config.model.arguments)
+        model = build_model(config.model.name, config.model.arguments)
     return [local_shapes(model, shard, config.mesh.shards) for shard in range(config.mesh.shards)]
 
 

@@ -1,15 +1,15 @@
-"""Whether the launcher starts a run again after a failure, as torchrun and SLURM say in the environment."""
+"""Restarts of a run by its launcher after a failure, as torchrun and SLURM note them in the environment."""
 
 from collections.abc import Mapping
 
 
 def restarted(env: Mapping[str, str]) -> bool:
-    """Is this not the first start? torchrun counts its restarts, SLURM how often it has queued the job again."""
+    """True from the second start on: torchrun counts its restarts, SLURM the times it has queued the job again."""
     return _count(env, "TORCHELASTIC_RESTART_COUNT") > 0 or _count(env, "SLURM_RESTART_COUNT") > 0
 
 
 def restartable(env: Mapping[str, str]) -> bool:
-    """May there be, or have been, another start with the same command line?
+    """True where another start with the same command line may follow, or has come before.
 
     >>> restartable({"TORCHELASTIC_MAX_RESTARTS": "3"}), restartable({"TORCHELASTIC_MAX_RESTARTS": "0"})
     (True, False)

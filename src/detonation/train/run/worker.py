@@ -1,105 +1,99 @@
-"""What each rank does in a run, from joining the others to the summary; rank 0 also keeps the run directory."""
+"""The work of each rank, from its session to the summary; rank 0 also keeps the run directory."""
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+import tomli_w
 
 from detonation.checkpoint.gather import gather
 from detonation.checkpoint.load.newest import Loaded
-from detonation.cluster.init import device_here, expect
+from detonation.cluster.init import local_device as local_device
+from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
-from detonation.core.link.link_speed import Pace
-from detonation.core.replicator.channel import Channel
+from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Adapter, Followed
 from detonation.train.auto.asked import Asked
 from detonation.train.auto.decide import Chosen, again, decide
 from detonation.train.loop import counts
-from detonation.train.loop.checkpoints import opened, resume, save, save_now
+from detonation.train.loop.checkpoints import open_checkpoints, resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
-from detonation.train.loop.session import Session, start
-from detonation.train.output import directory, metrics, trackers
+from detonation.train.loop.session import Session, start_session
+from detonation.train.loop.summary import summarise
+from detonation.train.output import directory, metrics
 from detonation.train.output.environment import environment
-from detonation.train.output.gauges import Portion
 from detonation.train.output.screen import Screen
-from detonation.train.output.summary import summarise
-from detonation.train.recipe import toml
-from detonation.train.recipe.schema import Config, Table, from_table, to_table
+from detonation.train.recipe.schema import Config, Table
+from detonation.train.recipe.tables import to_table
+from detonation.train.run.recorder import Recorder
+from detonation.train.run.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """What to run, in plain values that can travel to another process. `out` "" means a new directory in `runs`.
+class RunTask:
+    """A run that is read and checked; forked ranks get it in memory.
 
-    may_start: `resume` starts from the beginning where no checkpoint was saved yet. asked: where the scheme is still to
-    be chosen, how (`auto.Asked`); `config` then has another in its place.
+    Args:
+        request: The user's words, for the run directory and the screen; its None means a new directory in `runs`.
+        config: The configuration; with `asked`, that of another scheme in the place of the choice.
+        asked: How to choose the scheme, where that is still to be done.
+        resume: Continue the run in the directory: asked for, or because the launcher has started it again.
+        may_start: `resume` starts from the beginning where no checkpoint was saved yet.
     """
 
-    config: Table
-    name: str
-    out: str = ""
+    request: Request
+    config: Config
+    asked: Asked | None = None
     resume: bool = False
     may_start: bool = False
-    stop_after: int = 0
-    to_stderr: bool = False
-    asked: Table | None = None
 
 
-def work(task: Table) -> Table:
-    """Runs a `Task`, given as a table, on this rank; returns its summary and, as `directory`, where the run lies.
+def train_on_rank(task: RunTask) -> Table:
+    """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
 
     A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`, `stopped_by` (the signal's
     name) and `directory` alone.
     """
     with stoppable() as stop:
-        return _work(Task(**task), stop)
+        config, chosen = _chosen(task)
+        session = start_session(config, local_device())
+        # Replicas compare their schemes, and sizes are checked, before anything is written.
+        session.optimizer.set_up()
+        _expect(session)
+        screen = Screen(session.rank != 0, task.request.to_stderr)
+        stop.last_act = screen.wipe
+        with _run_directory(session, task, chosen) as path, screen:
+            if chosen is not None:
+                screen.line(chosen.line)
+            found = resume(session, path / directory.CHECKPOINTS, task.may_start) if task.resume else (None, [])
+            loaded, resumed = found
+            before = counts.saved(loaded.extra if loaded else {})
+            adapter, more = _adapter(session, task, chosen, loaded)
+            done = loaded.step if loaded else 0
+            with contextlib.closing(Recorder(session, path, screen, done, before)) as recorder:
+                recorder.show([*resumed, *more])
+                return _train(session, path, recorder, done, task.request.stop_after, stop, adapter)
 
 
-def _work(todo: Task, stop: Stop) -> Table:
-    config, chosen = _chosen(todo)
-    session = start(config, device_here())
-    # The replicas compare notes, and sizes are checked, before anything is written.
-    replicators = session.optimizer.set_up()
-    _expect(session, [replicator.channel for replicator in replicators])
-    screen = Screen(session.rank != 0, todo.to_stderr)
-    stop.last_act = screen.wipe
-    with _run_directory(session, todo, chosen) as path, screen:
-        if chosen is not None:
-            screen.line(chosen.line)
-        checkpoints = path / directory.CHECKPOINTS
-        loaded, told = resume(session, checkpoints, todo.may_start) if todo.resume else (None, [])
-        done = loaded.step if loaded else 0
-        before = counts.saved(loaded.extra if loaded else {})
-        adapter, more = _adapter(session, todo, chosen, loaded)
-        with contextlib.closing(Recorder(session, path, screen, done, before)) as recorder:
-            for line in (*told, *more):
-                screen.line(line)
-            return _train(session, path, recorder, done, todo.stop_after, stop, adapter)
-
-
-def _chosen(todo: Task) -> tuple[Config, Chosen | None]:
-    """The configuration, and how its scheme was chosen where that was asked for and had not been done before."""
-    if todo.asked is None:
-        return from_table(todo.config), None
-    asked, out = Asked.of(todo.asked), Path(todo.out) if todo.resume and todo.out else None
-    before = again(asked, out, device_here())
+def _chosen(task: RunTask) -> tuple[Config, Chosen | None]:
+    """The configuration, and the choice of its scheme where the run makes one now."""
+    if task.asked is None:
+        return task.config, None
+    before = again(task.asked, task.request.out if task.resume else None, local_device())
     if before is not None:
         return before, None
-    chosen = decide(asked, device_here())
+    chosen = decide(task.asked, local_device())
     return chosen.config, chosen
 
 
 def _adapter(
-    session: Session, todo: Task, chosen: Chosen | None, loaded: Loaded | None
+    session: Session, task: RunTask, chosen: Chosen | None, loaded: Loaded | None
 ) -> tuple[Adapter | None, list[str]]:
-    """What follows the link, where the run asks for it: from what was measured at its start, or saved since."""
-    if todo.asked is None or not Asked.of(todo.asked).auto.adapt:
+    """The adapter of a run that follows its link, from the choice or from a checkpoint, and the lines to show."""
+    if task.asked is None or not task.asked.auto.adapt:
         return None, []
     if session.device.type != "cpu":
         return None, ["adapt: on accelerators the host does not see how long an exchange takes; the setting stays"]
@@ -111,87 +105,45 @@ def _adapter(
     return Adapter(session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)), []
 
 
-def _expect(session: Session, channels: Sequence[Channel]) -> None:
-    """Says how long to wait for other ranks, by what the largest message takes at the lowest rate."""
+def _expect(session: Session) -> None:
+    """Sets the time limits for other ranks, by the largest message at the lowest rate."""
     config, (_, scheme) = session.config, session.optimizer.levels[0]
-    largest = max((message_bytes(scheme, c.layout, config.mesh.replicas) for c in channels), default=0)
+    layouts = [replicator.channel.layout for replicator in session.optimizer.build()]
+    largest = max((message_bytes(scheme, layout, config.mesh.replicas) for layout in layouts), default=0)
     rate = config.peers.lowest_bits_per_s
     if config.mesh.link:
-        rate = min(rate, Pace.parse(config.mesh.link).rate_bits_per_s)
-    expect(largest, config.mesh.shards, config.peers.silence_s, rate)
-
-
-class Recorder:
-    """Keeps every step's record; rank 0 also writes it down, and shows the ones to be logged.
-
-    done: steps of earlier starts; before: what they went on without.
-    """
-
-    def __init__(
-        self, session: Session, path: Path, screen: Screen, done: int, before: counts.Counts = counts.NOTHING
-    ) -> None:
-        self.before = before
-        self._train, self._screen = session.config.train, screen
-        self._full_sync = session.world.over_shards(session.optimizer.dense_bytes)
-        file = path / directory.METRICS
-        self.records = [record for record in (metrics.read(file) if done else []) if record.step <= done]
-        if done:
-            dist.barrier()  # all have read before rank 0 writes
-        self._loggers: list[trackers.Logger] = []
-        self._logged = len(self.records)
-        screen.line(_title(session, path))
-        if session.rank == 0:
-            self._loggers = [metrics.MetricsFile(file, self.records)]
-            self._loggers += trackers.opened(path, session.config, done, lambda line: self.warn([line]))
-        screen.start(done, self._train.steps, portion(session))
-
-    def add(self, record: metrics.Record) -> None:
-        """Takes in the record of one more step."""
-        self.records.append(record)
-        for logger in self._loggers:
-            logger.write(record)
-        self._screen.advance(record)
-        if record.step % self._train.log_every == 0 or record.val_loss is not None:
-            self._screen.line(metrics.log_line(self.records[self._logged :], self._train.steps, self._full_sync))
-            self._logged = len(self.records)
-
-    def warn(self, lines: Sequence[str]) -> None:
-        """Shows what went wrong and does not stop the run."""
-        for line in lines:
-            self._screen.line(f"warning: {line}; training goes on")
-
-    def tell(self, lines: Sequence[str]) -> None:
-        """Shows what has changed in the run."""
-        for line in lines:
-            self._screen.line(line)
-
-    def close(self) -> None:
-        """Closes the metrics file and the loggers."""
-        for logger in reversed(self._loggers):  # the metrics file last: it raises where the disk is full
-            logger.close()
+        rate = min(rate, LinkSpeed.parse(config.mesh.link).rate_bits_per_s)
+    set_timeouts(largest, config.mesh.shards, config.peers.silence_s, rate)
 
 
 def _train(
-    session: Session, path: Path, recorder: Recorder, done: int, stop_after: int, stop: Stop, adapter: Adapter | None
+    session: Session,
+    path: Path,
+    recorder: Recorder,
+    done: int,
+    stop_after: int | None,
+    stop: Stop,
+    adapter: Adapter | None,
 ) -> Table:
+    """Trains to the end, or to `stop_after`, with checkpoints; returns the summary as `train_on_rank` does."""
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
-    checkpoints = opened(session, path / directory.CHECKPOINTS)
+    checkpoints = open_checkpoints(session, path / directory.CHECKPOINTS)
 
     def followed() -> Table | None:
         return None if adapter is None else adapter.followed.table()
 
     def after_step(record: metrics.Record) -> None:
-        told = [] if adapter is None else adapter.after(record)
-        if told:
-            _expect(session, [replicator.channel for replicator in session.optimizer.built()])
+        adapted = [] if adapter is None else adapter.after(record)
+        if adapted:
+            _expect(session)
             record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
         recorder.add(record)
-        recorder.tell(told)
+        recorder.show(adapted)
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
-            save(session, checkpoints, recorder.before, followed())
+            save_async(session, checkpoints, recorder.before, followed())
 
     try:
         fit(session, done, until, after_step, stop)
@@ -211,31 +163,16 @@ def _train(
     return {**summary, "directory": str(path)}
 
 
-def _title(session: Session, path: Path) -> str:
-    config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
-    world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
-    what = f"{config.model.name} with {numel:,} parameters on {session.data.name}"
-    return f"{config.schemes} over {world}: {what}, in {path}"
-
-
-def portion(session: Session) -> Portion:
-    """What all ranks together take in at one step: tokens of text, or whole examples."""
-    train, data = session.config.train, session.data
-    examples = train.batch_size * train.accumulate * session.world_size
-    if data.kind == "text":
-        return Portion(examples * data.train[torch.tensor([0])]["input_ids"].shape[1], "tokens")
-    return Portion(examples, "images" if data.kind == "images" else "pairs")
-
-
 @contextlib.contextmanager
-def _run_directory(session: Session, todo: Task, chosen: Chosen | None) -> Iterator[Path]:
-    """The run's directory, the same on all ranks; rank 0 makes it, writes down what runs, and holds its lock."""
+def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> Iterator[Path]:
+    """The run's directory, the same on all ranks; rank 0 makes it, writes the configuration, and holds its lock."""
     held = None
     if session.rank == 0:
-        path = Path(todo.out) if todo.out else fresh_directory(f"{todo.name}-{session.config.schemes}")
-        directory.check_free(path, todo.resume, todo.may_start)
+        name = f"{task.request.recipe.stem}-{session.config.schemes}"
+        path = task.request.out or directory.fresh_directory(name)
+        directory.check_free(path, task.resume, task.may_start)
         held = directory.RunDirectory(path)
-        directory.write_text(path / directory.CONFIG, toml.dumps(to_table(session.config)))
+        directory.write_text(path / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
         directory.write_json(path / directory.ENVIRONMENT, environment())
         if chosen is not None:
             directory.write_json(path / directory.PLAN, chosen.plan)
@@ -244,11 +181,3 @@ def _run_directory(session: Session, todo: Task, chosen: Chosen | None) -> Itera
     finally:
         if held is not None:
             held.close()
-
-
-def fresh_directory(name: str) -> Path:
-    """A directory of `runs` that is not there yet."""
-    now = time.time()
-    while (path := Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}").exists():
-        now += 1
-    return path

@@ -1,25 +1,29 @@
-"""Export: the model of a checkpoint, whole, in the format of transformers."""
+"""`detonation export`: the whole model of a checkpoint, in the format of transformers."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from detonation import models
-from detonation.checkpoint.files.reader import Saved
+from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.load.elastic import Elastic
-from detonation.checkpoint.save.snapshot import Box, weights
+from detonation.checkpoint.rank_state import weights
 from detonation.checkpoint.verify import newest
-from detonation.core.link.coordinates import Place
-from detonation.train.recipe.schema import from_table
+from detonation.core.link.coordinates import Coordinates
+from detonation.models import build_model
+from detonation.train.recipe.tables import from_table
 
 
 @torch.no_grad()
 def export(directory: Path, out: Path) -> dict[str, Any]:
     """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for `from_pretrained`.
 
-    Where the replicas are in the middle of a round it is their mean. Raises `ValueError` where there is no whole
-    checkpoint, its replicas trained without ever agreeing, or `out` is not empty.
+    In the middle of a round it is the mean of the replicas.
+
+    Raises:
+        ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty, or the model cannot be
+            saved for transformers.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
@@ -29,11 +33,13 @@ def export(directory: Path, out: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model to export"
         )
-    source = Elastic(Saved(path, manifest), Place(0, 1, 0, 1))
+    source = Elastic(CheckpointReader(path, manifest), Coordinates(0, 1, 0, 1))
     with torch.device("meta"):
-        planned = weights(models.build(config.model.name, config.model.arguments))
+        planned = weights(build_model(config.model.name, config.model.arguments))
     parts = {name: source.agreed(f"model.{name}", _box(tensor)) for name, tensor in planned.items()}
-    model: Any = models.build(config.model.name, config.model.arguments)
+    model: Any = build_model(config.model.name, config.model.arguments)
+    if not hasattr(model, "save_pretrained"):
+        raise ValueError(f"model {config.model.name} has no save_pretrained, so transformers cannot load what it saves")
     for name, tensor in weights(model).items():
         tensor.copy_(parts[name])
     model.save_pretrained(out)

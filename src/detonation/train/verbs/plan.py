@@ -1,4 +1,4 @@
-"""What `detonation plan` plans for: a recipe's parameters, or a number of them, over links measured or said."""
+"""`detonation plan`: schemes ranked for a recipe, or a number of parameters, over links measured or given."""
 
 import math
 import re
@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from detonation.cluster.network.profile import Profile
-from detonation.core.link.link_speed import Pace
+from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.schemes.registry import schemes
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Shapes, Work
-from detonation.plan.search import candidates, options
-from detonation.train.loop.session import check
+from detonation.plan.search import candidate_settings, options
+from detonation.train.auto.asked import standing
+from detonation.train.loop.session import check_config, scheme_of
+from detonation.train.recipe.layers import read_layers
 from detonation.train.recipe.schema import Config, require
 from detonation.train.recipe.sizes import shard_shapes
-from detonation.train.run.run import Request, standing
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a user wants to know: a recipe or `parameters`, a profile or a `link` with `step_time` in seconds."""
+    """A recipe or `parameters`, and a profile or a `link` with `step_time`; fields are named like the flags."""
 
     recipe: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -34,7 +36,7 @@ class Question:
 
 
 def plan(question: Question) -> dict[str, Any]:
-    """The ranked schemes with their costs, as plain values. Raises `ValueError` for a question that lacks something."""
+    """The ranked schemes with their costs, in plain values. Raises `ValueError` for a question that is not complete."""
     if (question.recipe is None) == (question.parameters is None):
         raise ValueError("plan needs a recipe or --parameters, one of the two")
     if (question.profile is None) == (question.link is None):
@@ -45,7 +47,11 @@ def plan(question: Question) -> dict[str, Any]:
     config = _config(question, profile) if question.recipe else None
     network = _network(question, profile, config)
     work = _work(question, profile, config, network.shards)
-    found = options(candidates(), work, network)
+    known = schemes()  # registers those of installed packages
+    candidates = candidate_settings()
+    if config is not None and config.scheme.name not in known:
+        candidates = [*candidates, scheme_of(config.levels[-1])]
+    found = options(candidates, work, network)
     return {**advise(found, work, network), "parameters": sum(numel(shapes) for shapes in work.shards)}
 
 
@@ -55,7 +61,7 @@ def numel(shapes: Shapes) -> int:
 
 
 def count(text: str) -> int:
-    """A number of parameters that people write.
+    """A number of parameters, as people write it.
 
     >>> count("1.2b"), count("350m"), count("7000")
     (1200000000, 350000000, 7000)
@@ -70,9 +76,9 @@ def count(text: str) -> int:
 
 
 def _same_world(question: Question, profile: Profile) -> None:
-    """Raises `ValueError` where the question is about another number of replicas or shards than was measured.
+    """Raises `ValueError` where the question has another number of replicas or shards than the profile.
 
-    Other shards share a node's link, and other replicas a network, in ways that nobody has measured.
+    Another number of shards shares a node's link, and of replicas a network, in ways that nobody has measured.
     """
     asked = {"replicas": (question.replicas, profile.replicas), "shards": (question.shards, profile.shards)}
     for name, (given, measured) in asked.items():
@@ -86,7 +92,8 @@ def _config(question: Question, profile: Profile | None) -> Config:
     replicas, shards = question.replicas, question.shards
     if profile is not None:
         replicas, shards = profile.replicas, profile.shards
-    return check(standing(Request(question.recipe, question.overrides, replicas, shards), None))
+    mesh = {"replicas": replicas, "shards": shards}
+    return check_config(standing(read_layers(question.recipe, question.overrides, mesh=mesh)))
 
 
 def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:
@@ -97,7 +104,7 @@ def _network(question: Question, profile: Profile | None, config: Config | None)
     replicas, shards = (config.mesh.replicas, config.mesh.shards) if config else asked
     require(replicas >= 1, "--replicas", replicas, "at least 1")
     require(shards >= 1, "--shards", shards, "at least 1")
-    return Network.of_pace(Pace.parse(question.link), replicas, shards)
+    return Network.of_link_speed(LinkSpeed.parse(question.link), replicas, shards)
 
 
 def _work(question: Question, profile: Profile | None, config: Config | None, shards: int) -> Work:

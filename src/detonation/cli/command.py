@@ -1,0 +1,63 @@
+"""The command `detonation`: parse, call, print."""
+
+import json
+import os
+import sys
+from typing import Any
+
+import tyro
+from tyro.conf import FlagCreatePairsOff
+
+from detonation.cli.answers import explain, fail
+from detonation.cli.arguments import Probe, Train, Verb
+from detonation.cli.verbs import VERBS
+
+_RENAMED_FLAGS = {"--lab": "--namespaces"}
+"""Flags of version 0.1, and the flags that took their place."""
+
+
+def run_command(arguments: list[str] | None = None) -> int:
+    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, 2 for bad input, 130 for Ctrl-C.
+
+    A rank under a launcher does not return: see `end_now`.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for flag in arguments:
+        if flag in _RENAMED_FLAGS:
+            return fail(f"flag {flag} is called {_RENAMED_FLAGS[flag]} since version 0.2", 2, "--json" in arguments)
+    verb: Any = tyro.cli(
+        Verb,
+        prog="detonation",
+        description="Train PyTorch models over slow links: sharded inside the node, in touch between nodes.",
+        args=arguments,
+        config=(FlagCreatePairsOff,),
+    )
+    # Both are read when torch is imported, and only then.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
+    if "" not in sys.path:  # "package.module:function" may be in this directory; last, so that it hides no package
+        sys.path.append("")
+    code = _run(verb)
+    if isinstance(verb, Train | Probe) and _under_launcher():
+        from detonation.cluster.processes.exit import end_now
+
+        end_now(code)
+    return code
+
+
+def _run(verb: Any) -> int:
+    try:
+        result = VERBS[type(verb)](verb)
+    except KeyboardInterrupt:
+        return fail("interrupted", 130, verb.json)
+    except Exception as error:
+        return explain(verb, error)
+    if verb.json and result is not None:
+        print(json.dumps(result))
+    return 1 if result is not None and result.get("good") is False else 0
+
+
+def _under_launcher() -> bool:
+    from detonation.cluster.init import launch_position
+
+    return launch_position(os.environ) is not None

@@ -1,0 +1,238 @@
+"""Starts a world of processes on this machine, waits for it, and ends it whole when a process fails."""
+
+import gc
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave
+from detonation.cluster.processes import ipc
+from detonation.cluster.processes.exit import die_with_parent
+from detonation.cluster.processes.failure import (
+    ROOT_CAUSE_WAIT_S,
+    Failure,
+    WorldError,
+    failure_from_exception,
+    failure_from_exit_code,
+    root_cause,
+)
+from detonation.cluster.processes.signals import STOP_SIGNALS, Stop
+
+_POLL_S = 0.02
+
+
+def run_local(
+    function: Callable[..., Any],
+    world_size: int,
+    arguments: Sequence[Any] = (),
+    *,
+    timeout_s: float | None = None,
+    enter: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """Calls `function(*arguments)` on `world_size` processes of this machine that share a process group.
+
+    On CPU the processes are forked, so `function` may be any callable. Where each rank gets a GPU they start afresh, so
+    `function` must be importable and `arguments` plain values. No process outlives the call.
+
+    Args:
+        timeout_s: ends the world after this time; by default never.
+        enter: called with its rank in each forked process, before it has sockets and threads.
+
+    Returns:
+        The result of each rank (JSON values and tensors), by rank.
+
+    Raises:
+        WorldError: a rank failed, or `timeout_s` passed.
+        SystemExit: SIGTERM or SIGUSR1, which pass on to all ranks, came twice or ended ranks that do not handle them.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="detonation-"))
+    pids: dict[int, int] = {}
+    try:
+        with _signals_pass_on(pids) as stop:
+            fork = hasattr(os, "fork") and not gpus_for(world_size)
+            if enter is not None and not fork:
+                raise ValueError("ranks with a GPU each start afresh and enter nothing: hide the GPUs")
+            start = partial(_fork, enter) if fork else _spawn
+            for rank in range(world_size):
+                with _signals_held_back(stop, pids):
+                    pids[rank] = start(rank, world_size, folder, function, arguments)
+            failure = _wait(pids, folder, None if timeout_s is None else time.monotonic() + timeout_s)
+            if failure is not None and stop and failure.kind == signal.Signals(stop.number).name:
+                raise SystemExit(128 + stop.number)
+            if failure is not None:
+                raise WorldError(failure, world_size)
+            return [ipc.read_result(folder / f"result-{rank}.json") for rank in range(world_size)]
+    finally:
+        _kill(pids)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fork(
+    enter: Callable[[int], None] | None,
+    rank: int,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # From Python 3.12 on, fork warns when there are threads; torch's are idle here, and the child starts its own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        gc.freeze()  # the parent's objects are never garbage here: a collection would copy all of its memory
+        try:
+            code = _child(rank, world_size, folder, function, arguments, parent, enter)
+        finally:
+            # Never back into the parent's stack: its finally clauses and atexit hooks are not the child's.
+            os._exit(code)
+    return pid
+
+
+def _spawn(rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> int:
+    task = folder / f"task-{rank}.json"
+    ipc.write_result(task, [rank, world_size, function.__module__, function.__qualname__, list(arguments), os.getpid()])
+    return os.posix_spawn(sys.executable, [sys.executable, "-m", __name__, str(task)], os.environ)
+
+
+def _child(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    parent: int,
+    enter: Callable[[int], None] | None = None,
+) -> int:
+    die_with_parent(parent)
+    # The parent handles Ctrl-C; a second traceback from each child would help nobody.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    heartbeat = None
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+        if enter is not None:
+            enter(rank)
+        position = LaunchPosition(rank, world_size, rank, world_size)
+        heartbeat = init_rank(position, partial(_end_lost, rank, folder), folder)
+        ipc.write_result(folder / f"result-{rank}.json", function(*arguments))
+        leave()
+    except BaseException as error:
+        if heartbeat is not None:
+            heartbeat.stop()
+        ipc.write_result(_failure_file(folder, rank), asdict(failure_from_exception(rank, error)))
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _end_lost(rank: int, folder: Path, text: str, told: bool) -> NoReturn:
+    """Ends this rank because another rank is lost."""
+    failure = Failure(rank, time.time(), "Lost", text, complete=True)
+    ipc.write_result(_failure_file(folder, rank), asdict(failure))
+    os._exit(1)
+
+
+def _failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def _wait(pids: dict[int, int], folder: Path, deadline: float | None) -> Failure | None:
+    """Waits for all ranks, and removes those that ended from `pids`; `None` when all succeeded, else the root cause."""
+    failures: list[Failure] = []
+    cause_deadline = float("inf")
+    while pids:
+        for rank, pid in list(pids.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del pids[rank]
+            code, path = os.waitstatus_to_exitcode(status), _failure_file(folder, rank)
+            if code:
+                failures.append(
+                    Failure(**ipc.read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
+                )
+        if any(not failure.network for failure in failures):
+            break
+        if failures:
+            cause_deadline = min(cause_deadline, time.monotonic() + ROOT_CAUSE_WAIT_S)
+        if time.monotonic() > cause_deadline:
+            break
+        if deadline is not None and time.monotonic() > deadline:
+            text = f"ranks {sorted(pids)} did not finish in time and were ended"
+            return Failure(min(pids), time.time(), "TimeoutError", text, complete=True)
+        time.sleep(_POLL_S)
+    return root_cause(failures)
+
+
+def _kill(pids: dict[int, int]) -> None:
+    """Ends the ranks that are left, at once: their files are whole or absent at any time."""
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    for rank, pid in list(pids.items()):
+        os.waitpid(pid, 0)
+        del pids[rank]
+
+
+@contextmanager
+def _signals_pass_on(pids: Mapping[int, int]) -> Iterator[Stop]:
+    """Passes the first SIGTERM or SIGUSR1 on to the ranks; the second raises `SystemExit`, which ends them."""
+    stop = Stop()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if stop:
+            raise SystemExit(128 + number)
+        stop.receive(number)
+        for pid in list(pids.values()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    try:
+        before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    except ValueError:  # not the main thread
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
+    """Blocks stop signals while a rank starts, so that a signal always finds the new rank in `pids`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    stop_requested = bool(stop)
+    try:
+        yield
+        if stop_requested:
+            os.kill(list(pids.values())[-1], stop.number)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if __name__ == "__main__":
+    rank_, world_, module, name, given, parent_ = ipc.read_result(Path(sys.argv[1]))
+    called = getattr(importlib.import_module(module), name)
+    sys.exit(_child(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_))

@@ -1,0 +1,64 @@
+"""Runs a function as one rank of the world that torchrun or srun started; one rank reports failures for all."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn, TypeVar
+
+from detonation.cluster.init import LaunchPosition, init_rank, leave
+from detonation.cluster.processes.exit import die_with_agent, end_now
+from detonation.cluster.processes.failure import Failure, WorldError, failure_from_exception
+from detonation.cluster.processes.heartbeat import Heartbeat
+from detonation.cluster.processes.rendezvous import keep_to_one_interface
+from detonation.cluster.processes.signals import stoppable
+
+_T = TypeVar("_T")
+
+
+def run_under_launcher(
+    position: LaunchPosition, function: Callable[[], _T], fail: Callable[[Exception], int], *, interface: str = ""
+) -> _T:
+    """Calls `function()` in the process group of a launcher's world and returns its result.
+
+    Args:
+        fail: shows an error and returns the exit code. Used where a rank cannot raise, because its main thread waits
+            for a rank that is lost.
+        interface: the network interface of this rank's sockets.
+
+    Raises:
+        WorldError: `function` failed on some rank; raised on all ranks, and exactly one has `told` False.
+    """
+
+    def end(text: str, told: bool) -> NoReturn:
+        failure = Failure(position.rank, time.time(), "Lost", text, complete=True)
+        code = fail(WorldError(failure, position.world_size, told))
+        if heartbeat is not None:
+            heartbeat.close()
+        end_now(code)
+
+    heartbeat: Heartbeat | None = None
+    die_with_agent(os.environ)
+    keep_to_one_interface(os.environ, position.world_size == position.local_world_size, interface)
+    heartbeat = init_rank(position, end)
+    with stoppable():  # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
+        try:
+            result = function()
+            leave()
+        except Exception as error:
+            world_error = _reported(heartbeat, failure_from_exception(position.rank, error), position.world_size)
+            if heartbeat is not None:
+                heartbeat.close()
+            raise world_error from error
+    return result
+
+
+def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) -> WorldError:
+    """The error of this rank: reported by the first rank with a cause of its own; a rank that lost a peer names it."""
+    if heartbeat is None:
+        return WorldError(failure, world_size)
+    text = str(WorldError(failure, world_size))
+    if not failure.network:
+        return WorldError(failure, world_size, heartbeat.report(text))
+    text, told = heartbeat.explain(text)
+    return WorldError(replace(failure, text=text, complete=True), world_size, told)

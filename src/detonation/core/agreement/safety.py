@@ -1,0 +1,41 @@
+"""Safety: the reaction to gradients that are not finite, and to replicas that are out of sync."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from detonation.core.integrity.fault_counts import POLICIES, Policy
+
+OnDesync = Literal["stop", "repair"]
+ON_DESYNC: tuple[str, ...] = get_args(OnDesync)
+
+
+@dataclass(frozen=True)
+class Safety:
+    """What `replicate` does about gradients that are not finite, and about replicas that are out of sync.
+
+    Args:
+        non_finite: Where a replica's gradient is not finite: "stop", or "skip" its contribution. On an accelerator
+            "stop" skips it too, and stops a step later, or two.
+        verify_every: Steps after which the tensors that must be equal on all replicas are compared; 0 for never.
+        on_desync: Where they are not equal: "stop", or "repair" them from the majority.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> Safety(verify_every=100, on_desync="repair")
+        Safety(non_finite='stop', verify_every=100, on_desync='repair')
+    """
+
+    non_finite: Policy = "stop"
+    verify_every: int = 0
+    on_desync: OnDesync = "stop"
+
+    def __post_init__(self) -> None:
+        if self.non_finite not in POLICIES:
+            raise ValueError(f"non_finite is {self.non_finite!r}, must be one of {', '.join(POLICIES)}")
+        if self.on_desync not in ON_DESYNC:
+            raise ValueError(f"on_desync is {self.on_desync!r}, must be one of {', '.join(ON_DESYNC)}")
+        least = 1 if self.on_desync == "repair" else 0
+        if self.verify_every < least:
+            raise ValueError(f"verify_every is {self.verify_every}, must be at least {least} with this on_desync")

@@ -1,0 +1,98 @@
+"""The native engine, compiled for the CPU, and the choice among engines."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Mean, MeanNonzero, Received
+from detonation.core.codec.basis import DCT
+from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.indices import PackedIndices
+from detonation.core.codec.selection import TopK
+from detonation.core.compute import library as compiled
+from detonation.core.compute.library import Library, SignRate
+from detonation.core.compute.topk_cpu import TOPK_CHUNKS
+from detonation.core.engine.blocked import BlockedEngine
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.flat.layout import Layout, copy
+from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
+
+
+class NativeEngine(ReferenceEngine):
+    """DCT x top-k with memory on a CPU: one pass over the memory to encode, one over the update to decode."""
+
+    def __init__(self, library: Library, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime) -> None:
+        super().__init__(codec, layout, memory, runtime)
+        self.name = library.name
+        self._library, self._memory = library, memory
+        self._numel = (ctypes.c_int64 * len(layout.slots))(*[slot.numel for slot in layout.slots])
+        self._coding = codec.index_coding
+        self._width = 0 if self._coding.bitmap else self._coding.width
+        self._index_bytes = self._coding.nbytes(layout.rows)
+        self.releases_at_once = self._exact
+        self._released_share = memory.feedback.alpha if self._exact else 0.0
+
+    def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
+        values, indices = self._library.encode(
+            self._memory.residual,
+            [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],
+            self._numel,
+            self._memory.feedback.decay,
+            self._released_share,
+            self.codec.selection.k,
+            self._width,
+            self._index_bytes,
+        )
+        return Selected(values, PackedIndices(self._coding, indices, self.layout.rows), owned=True)
+
+    def release(self, selected: Selected, own: Tensor | None) -> None:
+        if own is not None and selected.indices is not None:
+            alpha, (indices,) = self._memory.feedback.alpha, self._coding.encode([selected.indices])
+            self._library.release(self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width)
+
+    def decode(self, received: Received) -> Tensor:
+        flat = self.layout.zeros(self.device)
+        self.write(received, self.layout.views(flat))
+        return flat
+
+    def write(self, received: Received, targets: Sequence[Tensor]) -> None:
+        if not isinstance(received.aggregation, Mean | MeanNonzero):
+            copy(targets, self.layout.views(super().decode(received)))
+            return
+        # by way of a copy where one must be converted, so that no parameter's bits depend on what others are like
+        odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
+        decoded = list(targets)
+        for i in odd:
+            decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32)
+        self._decode_into(decoded, received)
+        copy([targets[i] for i in odd], [decoded[i] for i in odd])
+
+    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+        plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+        return plain and isinstance(received.aggregation, Mean | MeanNonzero)
+
+    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        self._decode_into(weights, received, rates)
+
+    def _decode_into(
+        self, tensors: Sequence[Tensor], received: Received, rates: Sequence[SignRate] | None = None
+    ) -> None:
+        indices = [i.contiguous() for i in self._coding.encode([i for i in received.indices if i is not None])]
+        values, nonzero = [v.contiguous() for v in received.values], isinstance(received.aggregation, MeanNonzero)
+        self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, rates)
+
+
+def engine_for(codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime) -> ReferenceEngine:
+    """The fastest engine that can run `codec`; ordinary torch where kernels are not wanted or cannot be built."""
+    fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
+    if memory is None or not fits or runtime.decides_on_device:
+        return ReferenceEngine(codec, layout, memory, runtime)
+    library = compiled.load_library() if runtime.kernels and codec.selection.chunk in compiled.KERNEL_CHUNKS else None
+    if library is not None:
+        return NativeEngine(library, codec, layout, memory, runtime)
+    if codec.selection.chunk in TOPK_CHUNKS:
+        return BlockedEngine(codec, layout, memory, runtime)
+    return ReferenceEngine(codec, layout, memory, runtime)

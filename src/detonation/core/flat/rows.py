@@ -1,0 +1,72 @@
+"""Buckets: runs of rows of a flat, and the pieces of parameters that lie in them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from torch import Tensor
+
+from detonation.core.flat.layout import Layout
+
+T = TypeVar("T", Tensor, Tensor | None)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The coordinates from `start` to below `stop` of parameter number `index`, of its flattened local shard."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The rows of a layout from row `first` on: a layout of the pieces of parameters that lie in them."""
+
+    first: int
+    layout: Layout
+    pieces: tuple[Span, ...]
+    is_whole: bool = False
+
+    @classmethod
+    def whole(cls, layout: Layout) -> "Bucket":
+        """All rows of `layout`."""
+        return cls(0, layout, tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots)), is_whole=True)
+
+    @classmethod
+    def of(cls, layout: Layout, first: int, end: int) -> "Bucket":
+        """The rows of `layout` from `first` to below `end`."""
+        pieces: list[Span] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index, slot in enumerate(layout.slots):
+            start, stop = max(first - slot.row, 0) * layout.chunk, min((end - slot.row) * layout.chunk, slot.numel)
+            if start < stop:
+                pieces.append(Span(index, start, stop))
+                shapes[slot.name] = slot.shape if stop - start == slot.numel else (stop - start,)
+        return cls(first, Layout.of(shapes, layout.chunk), tuple(pieces))
+
+    @cached_property
+    def rows(self) -> slice:
+        """Its rows in the flat of all."""
+        return slice(self.first, self.first + self.layout.rows)
+
+    @cached_property
+    def parameters(self) -> frozenset[int]:
+        """The numbers of the parameters that have a piece in it."""
+        return frozenset(piece.index for piece in self.pieces)
+
+    def cut(self, tensors: Sequence[T]) -> Sequence[T]:
+        """The pieces of `tensors` that lie in it, sharing memory with the tensors that are contiguous.
+
+        Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part of it.
+        """
+        if self.is_whole:
+            return tensors
+        return [
+            tensor
+            if (tensor := tensors[p.index]) is None or tensor.numel() == p.stop - p.start
+            else tensor.reshape(-1)[p.start : p.stop]
+            for p in self.pieces
+        ]

@@ -1,0 +1,73 @@
+"""Local tensors: the part of parameters and gradients that lives on this rank."""
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that lives on this rank: the local shard of a DTensor, any other tensor itself.
+
+    Shapes: any -> the local shape.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device.
+
+    Shapes: any.
+    """
+    content = hashlib.sha256()
+    for tensor in tensors:
+        raw = local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu()
+        content.update((ctypes.c_char * raw.numel()).from_address(raw.data_ptr()) if raw.numel() else b"")
+    return content.hexdigest()
+
+
+def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """The part of each parameter that lives on this rank.
+
+    Shapes: -> the local shape of each parameter.
+    """
+    return [p.to_local() if isinstance(p, DTensor) else p for p in parameters.values()]
+
+
+def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """The local gradient of each parameter, laid out as the parameter is; None where there is none.
+
+    Shapes: -> the local shape of each parameter.
+
+    Raises:
+        ValueError: A gradient is sparse.
+    """
+    found: list[Tensor | None] = []
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise ValueError(f"the gradient of {name} is sparse, which cannot be replicated: use sparse=False")
+        if isinstance(gradient, DTensor):
+            if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.to_local()
+        found.append(gradient)
+    return found
+
+
+def gradients_to_fill(parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """The local gradient of each parameter to write into, made of zeros where there is none.
+
+    Shapes: -> the local shape of each parameter.
+    """
+    found = []
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        assert gradient is not None
+        found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return found

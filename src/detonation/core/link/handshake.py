@@ -1,0 +1,71 @@
+"""The handshake: replicas compare settings, versions and weights before their first message."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from detonation.core.link.communicator import Communicator
+
+
+class Mismatch(ValueError):
+    """Replicas were started with different settings, versions or weights."""
+
+
+def send_to_all(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
+    """Every replica's `value` (of JSON), in replica order, in messages of sizes that all know. Collective."""
+
+    def gathered(content: bytes) -> list[bytes]:
+        rows = communicator.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))()
+        return [bytes(row.tolist()) for row in rows]
+
+    mine = json.dumps(value).encode()
+    longest = max(int.from_bytes(size, "big") for size in gathered(len(mine).to_bytes(8, "big")))
+    return [json.loads(text) for text in gathered(mine.ljust(longest))]
+
+
+def require_same(
+    inter_node: Communicator,
+    intra_node: Communicator | None,
+    description: Mapping[str, str],
+    device: torch.device,
+    notes: Mapping[str, str],
+) -> None:
+    """Raises `Mismatch` on every rank where descriptions differ, naming the difference. Collective.
+
+    All ranks of a node must describe the same, too. Messages of different sizes would end the receiver's process inside
+    the network library, so this comes before the first of them, in messages of sizes that all know.
+
+    Args:
+        description: Compared entry by entry.
+        notes: Shown beside an entry of the description; not compared.
+    """
+    mine = [dict(description), dict(notes)]
+    node = [mine] if intra_node is None else send_to_all(intra_node, mine, device)
+    ranks = [
+        (f"replica {replica}" if intra_node is None else f"replica {replica} local rank {local}", described)
+        for replica, theirs in enumerate(send_to_all(inter_node, node, device))
+        for local, described in enumerate(theirs)
+    ]
+    differences = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        remedy = ". Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
+        raise Mismatch("replicas differ: " + "; ".join(differences[:3]) + more + remedy)
+
+
+_Rank = tuple[str, Sequence[Mapping[str, str]]]
+"""The name of a rank, its description, and its notes."""
+
+
+def _differences(one: _Rank, other: _Rank) -> list[str]:
+    (_, (mine, _)), (_, (theirs, _)) = one, other
+    keys = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
+    return [f"{_entry(other, key)}, {_entry(one, key)}" for key in keys]
+
+
+def _entry(rank: _Rank, key: str) -> str:
+    name, (description, notes) = rank
+    note = f" ({notes[key]})" if key in notes else ""
+    return f"{name} has {key}={description.get(key, 'nothing')}{note}"

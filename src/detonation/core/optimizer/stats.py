@@ -1,0 +1,72 @@
+"""The numbers of a replicated optimizer: bytes, waiting, and contributions that were left out."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.flat.tensors import local
+from detonation.core.link.communicator import Axis
+from detonation.core.link.hierarchical import split_by_sharding
+from detonation.core.replicator.base import Replicator
+from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import dense_bytes
+
+
+class Stats:
+    """Counts since the optimizer was made, as this rank sees them.
+
+    Args:
+        by_level: The replicators of each level, from the innermost tier of the network to the outermost.
+        consensus: None before the first step.
+        step: How many steps were taken.
+    """
+
+    def __init__(self, by_level: Sequence[Sequence[Replicator]], consensus: StopConsensus | None, step: int) -> None:
+        self._links = [list({id(each.link): each.link for each in level}.values()) for level in by_level]
+        self._counts = consensus.counts if consensus else []
+        for counts in self._counts:
+            counts.catch_up(step - 1)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to its replicas."""
+        return sum(self.bytes_sent_by_level)
+
+    @property
+    def bytes_sent_by_level(self) -> list[int]:
+        """The same per level."""
+        return [sum(link.bytes_sent for link in links) for links in self._links]
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank's host stood still because an exchange was not over."""
+        return sum(link.waited_s for links in self._links for link in links)
+
+    @property
+    def skipped(self) -> int:
+        """Contributions of any replica left out because a gradient was not finite."""
+        return sum(counts.skipped for counts in self._counts)
+
+    @property
+    def skipped_by_parameter(self) -> dict[str, int]:
+        """The same by the parameter whose gradient it was."""
+        return dict(sum((counts.by_parameter for counts in self._counts), Counter()))
+
+    @property
+    def refused(self) -> int:
+        """Messages of any replica refused because they failed validation."""
+        return sum(counts.refused for counts in self._counts)
+
+
+def dense_bytes_by_level(
+    parameters: Mapping[str, Tensor], levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None
+) -> list[int]:
+    """Bytes that this rank would send in one step of full fp32 synchronisation, per level.
+
+    Shapes: any.
+    """
+    ways = [(sum(local(p).numel() for p in way.values()), n) for way, n in split_by_sharding(parameters, intra_node)]
+    return [sum(dense_bytes(numel, axis.size(), n) for numel, n in ways) for axis, _ in levels]

@@ -1,0 +1,134 @@
+"""Schemes that exchange once a round in fewer bytes: a selection, or few bits, of how far the parameters moved."""
+
+from dataclasses import replace
+
+from detonation.core.codec.basis import DCT, Identity
+from detonation.core.codec.selection import Random, TopK
+from detonation.core.schemes.parameters import outer_sgd
+from detonation.core.schemes.registry import register
+from detonation.core.schemes.scheme import LinkKind, ParameterScheme
+
+
+@register
+def demo_diloco(
+    every: int = 30,
+    topk: int = 4,
+    chunk: int = 64,
+    decay: float = 0.95,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    precision: str = "fp32",
+    link: LinkKind = "auto",
+) -> ParameterScheme:
+    """`diloco` that sends the largest DCT coefficients of the movement and remembers the rest.
+
+    One difference to the paper: there each replica also applies the part that it did not send, to itself, so that
+    replicas are never quite equal; here that part waits in the memory until it is sent.
+
+    Args:
+        every, outer_lr, outer_momentum, precision: As in `diloco`.
+        topk, chunk, link: As in `demo`.
+        decay: Of the memory of what was not sent, from 0 to 1.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> demo_diloco(every=30, topk=4).feedback.decay
+        0.95
+
+    Reference: Nedelkoski et al., arXiv 2510.03371.
+    """
+    return outer_sgd(every, outer_lr, outer_momentum, True, precision, DCT(), TopK(topk, chunk), decay, link=link)
+
+
+@register
+def muloco(
+    every: int = 30,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    precision: str = "4bit",
+    decay: float = 1.0,
+    link: LinkKind = "auto",
+) -> ParameterScheme:
+    """`diloco` for Muon inside, in few bits with error feedback.
+
+    Orthogonal steps are equally long on all replicas, so their sum survives few bits and wants less outer momentum. The
+    scheme does not choose the inner optimizer: use it with `Muon`.
+
+    Args:
+        every, outer_lr, outer_momentum, precision: As in `diloco`.
+        decay: Of what the precision rounded away, which is sent in the next round; from 0 (forgotten) to 1.
+        link: As in `demo`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> muloco(precision="2bit").feedback.decay
+        1.0
+
+    Reference: Thérien et al., MuLoCo, arXiv 2505.23725.
+    """
+    return outer_sgd(every, outer_lr, outer_momentum, True, precision, decay=decay, link=link)
+
+
+@register
+def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
+    """Averages a random subset of the parameters themselves after every step, the same subset on all replicas.
+
+    The optimizer is local and any; between steps no two replicas are equal. An anchor holds what was agreed on last of
+    each coordinate, bitwise equal on all replicas; `synchronize()` averages every coordinate once, in one whole cycle
+    of messages, after which all replicas are equal. In the paper the mask is drawn at random and broadcast; here every
+    replica knows it, and each coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same
+    axis it keeps long rounds together.
+
+    Args:
+        rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to one over a whole
+            number.
+        precision: As in `diloco`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> sparta(rate=1 / 200).resume_from
+        'sent'
+
+    Reference: Beton et al., SPARTA, 2025 (openreview stFPf3gzq1).
+    """
+    return replace(outer_sgd(1, 1.0, precision=precision, selection=Random(rate)), resume_from="sent")
+
+
+@register
+def sparseloco(
+    every: int = 15,
+    topk: int = 64,
+    chunk: int = 4096,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    precision: str = "2bit",
+    aggregate: str = "clipped_mean",
+    link: LinkKind = "auto",
+) -> ParameterScheme:
+    """`diloco` that sends only the largest coordinates of the movement, in two bits, and remembers the rest.
+
+    Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every replica clipped to
+    the median norm. With the defaults about 0.002 bytes per parameter and step.
+
+    Args:
+        every, outer_lr, precision: As in `diloco`.
+        topk, chunk, aggregate, link: As in `demo`.
+        decay: Of the memory of what was not sent, from 0 to 1.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> sparseloco().codec.selection.topk, sparseloco().codec.selection.chunk
+        (64, 4096)
+
+    Reference: Sarfi et al., SparseLoCo, arXiv 2508.15706.
+    """
+    selection = TopK(topk, chunk)
+    return outer_sgd(every, outer_lr, 0.0, True, precision, Identity(), selection, decay, aggregate, link=link)

@@ -1,0 +1,132 @@
+"""Schemes that send a rotating part of the momentum, the same on all replicas, without indices."""
+
+from detonation.core.codec.basis import Identity
+from detonation.core.codec.selection import Random, Slicing, Striding
+from detonation.core.schemes.gradients import momentum
+from detonation.core.schemes.registry import register
+from detonation.core.schemes.scheme import GradientScheme, LinkKind
+
+
+@register
+def random(
+    rate: float = 1 / 16,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error_feedback: bool = True,
+    aggregate: str = "mean",
+    delay: int = 0,
+    lookahead: bool = True,
+    link: LinkKind = "auto",
+) -> GradientScheme:
+    """Sends a random subset of the momentum, the same on all replicas and fresh at every step, without indices.
+
+    Args:
+        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one over a whole
+            number. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
+        decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link: As in `demo`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> random(rate=1 / 16).codec.selection.period
+        16
+
+    Reference: From et al., FlexDeMo, arXiv 2502.06728.
+    """
+    selection = Random(rate)
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)
+
+
+@register
+def random_sign(
+    rate: float = 1 / 8,
+    decay: float = 0.95,
+    alpha: float = 1.0,
+    error_feedback: bool = False,
+    delay: int = 0,
+    lookahead: bool = True,
+    link: LinkKind = "auto",
+) -> GradientScheme:
+    """`random` in one bit per value and a vote: replicas send signs, and the majority's sign is taken.
+
+    Neither indices nor magnitudes are sent: 1 / 32 of the bytes of `random`.
+
+    Args:
+        rate, decay, alpha, error_feedback, delay, lookahead, link: As in `random`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> random_sign(rate=1 / 8).codec.nbytes(rows=1024)
+        1040
+
+    Reference: Bernstein et al., signSGD with majority vote, arXiv 1810.05291; the selection of arXiv 2502.06728.
+    """
+    return momentum(
+        Identity(), Random(rate), decay, alpha, "sign", error_feedback, "majority_vote", delay, lookahead, link
+    )
+
+
+@register
+def striding(
+    rate: float = 1 / 16,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error_feedback: bool = True,
+    aggregate: str = "mean",
+    delay: int = 0,
+    lookahead: bool = True,
+    link: LinkKind = "auto",
+) -> GradientScheme:
+    """Sends every n-th coordinate of the momentum; the comb moves on by one at each step.
+
+    The rotation covers every coordinate; in the published code it stands still at power-of-two rates.
+
+    Args:
+        rate, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link: As in `random`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> striding(rate=1 / 4).codec.selection.chunk
+        64
+
+    Reference: From et al., FlexDeMo, arXiv 2502.06728.
+    """
+    selection = Striding(rate)
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)
+
+
+@register
+def slicing(
+    rate: float = 1 / 16,
+    decay: float = 0.999,
+    alpha: float = 1.0,
+    precision: str = "fp32",
+    error_feedback: bool = True,
+    aggregate: str = "mean",
+    delay: int = 0,
+    lookahead: bool = True,
+    link: LinkKind = "auto",
+) -> GradientScheme:
+    """Sends blocks of neighbouring coordinates of the momentum, the next blocks at each step.
+
+    Args:
+        rate, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link: As in `random`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> slicing(rate=1 / 16).codec.selection.k
+        16
+
+    Reference: the code published with From et al., arXiv 2502.06728, where this selection sends zeros.
+    """
+    selection = Slicing(rate)
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)

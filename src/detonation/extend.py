@@ -1,0 +1,48 @@
+"""The parts for a scheme, a precision, a basis, a selection or an aggregation of one's own; see docs/extending.md.
+
+Nothing inside the package imports this module: it is a face, like `detonation` itself.
+"""
+
+from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean, scatter_sum
+from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT
+from detonation.core.codec.codec import Codec
+from detonation.core.codec.precision import PRECISIONS, BlockCodebook, Float, Precision
+from detonation.core.codec.selection import Everything, Random, Rotation, Selection, Slicing, Striding, TopK
+from detonation.core.memory import Feedback
+from detonation.core.round import Round
+from detonation.core.schemes.gradients import momentum
+from detonation.core.schemes.parameters import outer_sgd
+from detonation.core.schemes.registry import register
+from detonation.core.schemes.scheme import GradientScheme, Outer, ParameterScheme, Scheme
+
+__all__ = [
+    "AGGREGATIONS",
+    "DCT",
+    "PRECISIONS",
+    "Aggregation",
+    "Basis",
+    "BlockCodebook",
+    "Codec",
+    "Everything",
+    "Feedback",
+    "Float",
+    "GradientScheme",
+    "Identity",
+    "Mean",
+    "Outer",
+    "ParameterScheme",
+    "Precision",
+    "Random",
+    "Rotation",
+    "Round",
+    "Scheme",
+    "Selection",
+    "Slicing",
+    "Striding",
+    "TileDCT",
+    "TopK",
+    "momentum",
+    "outer_sgd",
+    "register",
+    "scatter_sum",
+]

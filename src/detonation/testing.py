@@ -1,0 +1,156 @@
+"""The laws as a test helper: `check_scheme` holds a scheme, also one's own, to them in this process.
+
+Nothing inside the package imports this module; it needs torch alone, so that it runs in any test suite.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
+from detonation.core.codec.aggregate import Mean, aggregate
+from detonation.core.flat.layout import Layout
+from detonation.core.flat.tensors import digest
+from detonation.core.memory import Feedback, Memory
+from detonation.core.optimizer.replicate import replicate
+from detonation.core.runtime import Runtime
+from detonation.core.schemes.registry import scheme as scheme_named
+from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import bytes_sent, dense_bytes
+
+_SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "cube": (3, 3, 2, 5)}
+_RUNTIME = Runtime(torch.device("cpu"))
+
+
+class LawBroken(AssertionError):
+    """A scheme breaks a law of docs/design.md; the message names the law and what was seen."""
+
+
+def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4) -> None:
+    """Holds `scheme` to the laws of docs/design.md, on awkward shapes and among simulated replicas.
+
+    Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its memory and its size is
+    known), 5 (never larger than dense, of what it counts), 9 (private state is saved and resumes exactly) and 10
+    (absent is zero), and that name and arguments spell the scheme.
+
+    Args:
+        scheme: Made by a registered function.
+        replicas: Of the simulated world, at least 1.
+        steps: Of training in it.
+
+    Raises:
+        LawBroken: A law does not hold.
+
+    Example:
+        >>> import detonation as dt
+        >>> check_scheme(dt.demo(topk=4, chunk=16))
+    """
+    _require(scheme_named(scheme.name, scheme.arguments) == scheme, "spelling", f"{scheme.name} does not spell it")
+    if scheme.signal == "nothing":
+        return
+    layout = scheme.codec.layout(_SHAPES)
+    _nothing_is_lost(scheme, layout)
+    _everyone_is_heard(scheme)
+    _messages_own_their_memory(scheme, layout)
+    _replicas_agree(scheme, replicas, steps)
+
+
+def _require(holds: bool, law: str, seen: str) -> None:
+    if not holds:
+        raise LawBroken(f"{law}: {seen}")
+
+
+def _signals(layout: Layout, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
+
+
+def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """The update that one message makes alone, and the parts of that message."""
+    codec = scheme.codec
+    selected = codec.select(flat, step, 0)
+    (message,) = codec.encode(selected)
+    shared = [selected.indices] if codec.selection.shared else [None]
+    received = codec.received([message], len(flat), shared, Mean())
+    return codec.basis.inverse(aggregate(received, codec.selection.chunk)), message.parts
+
+
+def _nothing_is_lost(scheme: Scheme, layout: Layout) -> None:
+    memory = Memory(layout, Feedback(decay=1.0), _RUNTIME.device)
+    sent, put_in = layout.zeros(_RUNTIME.device), layout.zeros(_RUNTIME.device)
+    for step in range(5):
+        put_in += layout.flatten(_signals(layout, step), _RUNTIME.device)
+        update, _ = _sent(scheme, memory.absorb(_signals(layout, step)), step)
+        memory.release([update])
+        sent += update
+    outside = layout.padding(_RUNTIME.device)
+    rest = (memory.residual + sent - put_in).view(-1).index_fill(0, outside, 0.0)
+    worst = float(rest.abs().max()) if rest.numel() else 0.0
+    _require(worst < 1e-3 * 5, "law 1, nothing is lost", f"residual + sent is off by {worst:g}")
+
+
+def _everyone_is_heard(scheme: Scheme) -> None:
+    selection, rows = scheme.codec.selection, 7
+    if not selection.shared:
+        return
+    heard = torch.zeros(rows, selection.chunk)
+    for step in range(selection.period):
+        indices = selection.indices(heard, step, 0)
+        heard.scatter_add_(1, indices, torch.ones(indices.shape))
+    once = bool((heard == 1).all())
+    _require(once, "law 3, everyone is heard", f"not every coordinate once in {selection.period} steps")
+
+
+def _messages_own_their_memory(scheme: Scheme, layout: Layout) -> None:
+    flat = layout.flatten(_signals(layout, 0), _RUNTIME.device)
+    _, parts = _sent(scheme, flat, 0)
+    before = [part.clone() for part in parts]
+    flat.fill_(float("nan"))
+    same = all(torch.equal(part, old) for part, old in zip(parts, before, strict=True))
+    _require(same, "law 4, a message owns its memory", "it changed with the flat")
+    nbytes, known = sum(part.nbytes for part in parts), scheme.codec.nbytes(layout.rows)
+    _require(nbytes == known, "law 4, a size that is known beforehand", f"{nbytes} bytes, {known} by arithmetic")
+
+
+def _replicas_agree(scheme: Scheme, replicas: int, steps: int) -> None:
+    """Trains a small model, with a parameter that gets no gradient, as simulated replicas."""
+
+    def act(communicator: SimulatedCommunicator) -> tuple[str, list[int], bool]:
+        def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
+            model.register_parameter("unused", nn.Parameter(torch.ones(11)))
+            return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+        model, base = made()
+        optimizer, sent = replicate(base, model, communicator, scheme), []
+        for step in range(steps):
+            before = optimizer.stats.bytes_sent
+            generator = torch.Generator().manual_seed(100 * step + communicator.replica)
+            model(torch.randn(4, 31, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(optimizer.stats.bytes_sent - before)
+        state = {key: tensor.clone() for key, tensor in optimizer.local_state().items()}
+        twin, twin_base = made()
+        with optimizer.agreed_weights():
+            twin.load_state_dict(model.state_dict())
+        other = replicate(twin_base, twin, communicator, scheme)
+        other.load_state_dict(optimizer.state_dict())
+        exact = all(torch.equal(tensor, state[key]) for key, tensor in other.local_state().items())
+        optimizer.synchronize()
+        return digest(model.parameters()), sent, exact
+
+    outcomes = simulate_replicas(act, replicas)
+    _require(len({outcome[0] for outcome in outcomes}) == 1, "law 2, replicas agree", "their weights differ")
+    _require(all(outcome[2] for outcome in outcomes), "law 9, private state is private", "it does not resume exactly")
+    model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
+    shapes = {"unused": (11,)} | {name: tuple(p.shape) for name, p in model.named_parameters()}
+    layout = scheme.codec.layout(shapes)
+    known = [bytes_sent(scheme, layout, replicas, step) for step in range(steps)]
+    _require(outcomes[0][1] == known, "law 4, bytes are known beforehand", f"sent {outcomes[0][1]}, expected {known}")
+    most = dense_bytes(layout.numel, replicas)
+    bare = [bytes_sent(scheme, layout, replicas, step, bare=True) for step in range(scheme.round.every)]
+    average = sum(bare) / scheme.round.every
+    _require(average <= most, "law 5, never larger than dense", f"{average:,.0f} bytes per step, dense {most:,}")

@@ -1,0 +1,78 @@
+"""The summary of a finished run, as `summary.json` holds it."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from detonation.data import bigram_loss
+from detonation.train.loop.counts import NOTHING, Counts, counted
+from detonation.train.loop.session import Session
+from detonation.train.output.metrics import Record, reduction
+
+_LATEST = 20
+
+
+def summarise(session: Session, records: Sequence[Record], before: Counts = NOTHING) -> dict[str, Any]:
+    """The run in numbers, the same on every rank. Collective; `records` are those of all steps.
+
+    `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
+    `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
+    `adapted_to` is the last scheme of a run that followed its link.
+    """
+    config, last = session.config, records[-1]
+    full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
+    sent = sum(record.bytes_sent for record in records) / len(records)
+    seconds = sum(record.seconds for record in records)
+    fingerprint, equal = session.world.fingerprint(session.model)
+    moves = [record.setting for record in records if record.setting]
+    examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
+    return {
+        "scheme": config.schemes,
+        **_levels(session, records),
+        **({"adapted_to": moves[-1]} if moves else {}),
+        "optimizer": config.optimizer.name,
+        "replicas": config.mesh.replicas,
+        "shards": config.mesh.shards,
+        "seed": config.seed,
+        "model": config.model.name,
+        "data": session.data.name,
+        "num_parameters": sum(parameter.numel() for parameter in session.model.parameters()),
+        "steps": last.step,
+        "train_loss": statistics.fmean(record.loss for record in records[-_LATEST:]),
+        "val_loss": last.val_loss,
+        **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
+        **({"bigram_loss": bigram_loss(session.data)} if session.data.kind == "text" else {}),
+        "seconds": seconds,
+        "median_step_seconds": statistics.median(record.seconds for record in records),
+        "examples_per_second": examples / seconds,
+        "bytes_sent_per_step": sent,
+        "bytes_full_sync_per_step": full_sync,
+        "reduction": reduction(sent, full_sync),
+        **asdict(counted(session, before)),
+        "replicas_equal": equal,
+        "fingerprint": fingerprint,
+    }
+
+
+def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
+    """The arguments of the scheme; of several levels, those of each, and the bytes that it sent per step."""
+    levels = session.config.levels
+    if len(levels) == 1:
+        return {"scheme_arguments": dict(levels[0].scheme.arguments)}
+    tiers = []
+    for level, dense in zip(levels, session.optimizer.dense_bytes_by_level, strict=True):
+        sent = sum(record.levels[level.axis] for record in records) / len(records)
+        full_sync = session.world.over_shards(dense)
+        tiers.append(
+            {
+                "axis": level.axis,
+                "replicas": level.replicas,
+                "scheme": level.scheme.name,
+                "scheme_arguments": dict(level.scheme.arguments),
+                "bytes_sent_per_step": sent,
+                "bytes_full_sync_per_step": full_sync,
+                "reduction": reduction(sent, full_sync),
+            }
+        )
+    return {"levels": tiers}

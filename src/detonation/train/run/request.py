@@ -1,0 +1,81 @@
+"""The request for a run: the flags of the command line as plain values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from detonation.cluster.init import LaunchPosition
+from detonation.train.recipe.layers import Layers, read_layers
+from detonation.train.recipe.schema import Config, Table, require
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run that a user asks for; the fields are named like the flags of `detonation train`.
+
+    `replicas`, `shards`, `link`, `checkpoint_every` and `keep` are those of the recipe, or of the launcher, when None.
+
+    Raises:
+        ValueError: A number is out of range, or `resume` comes without `out`.
+    """
+
+    recipe: Path
+    overrides: tuple[str, ...] = ()
+    replicas: int | None = None
+    shards: int | None = None
+    link: str | None = None
+    out: Path | None = None
+    resume: bool = False
+    stop_after: int | None = None
+    checkpoint_every: int | None = None
+    keep: int | None = None
+    interface: str = ""
+    loggers: tuple[str, ...] = ()
+    namespaces: bool = False
+    to_stderr: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stop_after", "checkpoint_every", "keep"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
+        if self.resume and self.out is None:
+            raise ValueError("--resume needs --out: the run directory to continue")
+
+    def layers(self, place: LaunchPosition | None) -> Layers:
+        """The recipe with the launcher's world and the command line over it."""
+        return read_layers(
+            self.recipe,
+            self.overrides,
+            place,
+            mesh={
+                "replicas": self.replicas,
+                "shards": self.shards,
+                "link": self.link,
+                "namespaces": self.namespaces or None,
+            },
+            train={
+                "checkpoint_every": self.checkpoint_every,
+                "keep": self.keep,
+                "loggers": list(self.loggers) or None,
+            },
+        )
+
+
+def configure(request: Request, place: LaunchPosition | None) -> Config:
+    """The configuration of `request`, which `check_config` has not checked yet."""
+    return request.layers(place).config()
+
+
+def to_plain(request: Any) -> Table:
+    """A request in values that JSON can hold, for a process that starts afresh."""
+    values = {field.name: getattr(request, field.name) for field in fields(request)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def from_plain(kind: type[_R], table: Mapping[str, Any]) -> _R:
+    """The request of this `kind` that `to_plain` made a table of."""
+    paths = {name: Path(table[name]) for name in ("recipe", "out") if table.get(name) is not None}
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in table.items()} | paths)

@@ -1,0 +1,140 @@
+"""The start of a run: everything that can be checked is checked, then the processes start."""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from detonation.cluster.init import LaunchPosition, gpus_for, launch_position
+from detonation.cluster.launch import run_local
+from detonation.cluster.network import namespaces
+from detonation.cluster.processes.rendezvous import keep_to_one_interface
+from detonation.cluster.under_launcher import run_under_launcher
+from detonation.core.link.link_speed import LinkSpeed
+from detonation.train.auto.asked import Asked, Auto
+from detonation.train.loop.session import check_config
+from detonation.train.output import directory, trackers
+from detonation.train.output.screen import clear
+from detonation.train.recipe.schema import MeshConfig, Table
+from detonation.train.recipe.sizes import check_sizes
+from detonation.train.run.request import Request, from_plain, to_plain
+from detonation.train.run.restarts import restartable, restarted
+from detonation.train.run.worker import RunTask, train_on_rank
+
+_W = TypeVar("_W")
+
+
+def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
+    """Trains in the world that a launcher started, or in one of its own; returns the summary.
+
+    Args:
+        request: The run.
+        fail: Shows an error and returns the exit code, for a rank under a launcher that cannot raise because its main
+            thread waits for a lost rank.
+
+    Raises:
+        ValueError: Bad input, before any process starts.
+        WorldError: A rank failed.
+    """
+    place = launch_position(os.environ)
+    if restartable(os.environ) and request.out is None:
+        raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
+    if place is None:
+        compute_with_one_thread()
+        return _finished(request) or run_task(prepare(request, None))
+
+    def on_this_rank() -> Table:
+        if finished := _finished(request):
+            return finished
+        task = prepare(request, place)
+        if place.rank == 0:
+            _check_directory(task)
+        return train_on_rank(task)
+
+    return run_under_launcher(place, on_this_rank, fail, interface=request.interface)
+
+
+def compute_with_one_thread() -> None:
+    """Makes this process fit to be forked: a fork of one with several threads would wait for those it lacks."""
+    torch.set_num_threads(1)
+
+
+def prepare(request: Request, place: LaunchPosition | None) -> RunTask:
+    """Reads the recipe once, and checks everything that needs neither processes nor the run directory.
+
+    Raises `ValueError` for bad input.
+    """
+    layers = request.layers(place)
+    config = layers.config()
+    check_namespaces(config.mesh, place)
+    auto = Auto.of(config)
+    asked = None if auto is None else Asked(auto, layers)
+    config = check_config(config) if asked is None else asked.check()
+    if asked is None:
+        check_sizes(config)
+    if place is None or place.rank == 0:
+        trackers.check_trackers(config.train.loggers)
+    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ))
+
+
+def run_task(task: RunTask) -> Table:
+    """Trains in a world on this machine; returns the summary.
+
+    Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank fails.
+    """
+    _check_directory(task)
+    keep_to_one_interface(os.environ, True, task.request.interface)
+    nodes = task.config.levels[-1].replicas
+    try:
+        return dict(on_ranks(train_on_rank, task, train_afresh, task.request, task.config.mesh, nodes)[0])
+    finally:
+        clear(task.request.to_stderr)
+
+
+def train_afresh(request: Table) -> Table:
+    """Trains on a rank that shares no memory with the process that started it: it reads the recipe by itself."""
+    return train_on_rank(prepare(from_plain(Request, request), None))  # the world is that of the recipe
+
+
+def on_ranks(
+    work: Callable[[_W], Any], task: _W, afresh: Callable[[Table], Any], request: object, mesh: MeshConfig, nodes: int
+) -> list[Any]:
+    """The results of each rank of a world on this machine.
+
+    Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start afresh: they do
+    `afresh(request)`, with the request in plain values. Where `mesh` asks for namespaces, `nodes` of them are made.
+    """
+    size = mesh.replicas * mesh.shards
+    if mesh.namespaces:
+        with namespaces.namespace_cluster(nodes, LinkSpeed.parse(mesh.link)) as made:
+            return run_local(work, size, [task], enter=lambda rank: made.enter(rank * nodes // size))
+    if gpus_for(size):
+        return run_local(afresh, size, [to_plain(request)])
+    return run_local(work, size, [task])
+
+
+def is_first() -> bool:
+    """True on the process that reports the result: rank 0 under a launcher, or the one that started the ranks."""
+    place = launch_position(os.environ)
+    return place is None or place.rank == 0
+
+
+def check_namespaces(mesh: MeshConfig, place: LaunchPosition | None) -> None:
+    """Raises `ValueError` where `mesh` asks for network namespaces that cannot be made."""
+    if mesh.namespaces and place is not None:
+        raise ValueError("namespaces need processes of their own: leave mesh.namespaces out under a launcher")
+    if mesh.namespaces:
+        namespaces.require_namespaces(LinkSpeed.parse(mesh.link))
+
+
+def _check_directory(task: RunTask) -> None:
+    if task.request.out is not None:
+        directory.check_free(task.request.out, task.resume, task.may_start)
+
+
+def _finished(request: Request) -> Table | None:
+    """The summary of a run that had finished when its launcher started it again."""
+    if request.out is None or not restarted(os.environ) or not (request.out / directory.SUMMARY).exists():
+        return None
+    return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}

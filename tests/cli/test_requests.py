@@ -1,0 +1,84 @@
+"""Requests: the flags of a command reach it by their names, and a rank that starts afresh as plain values."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tyro
+
+from commands import write_recipe
+from detonation.cli.arguments import SCHEME_NAMES, Verb
+from detonation.cli.command import run_command
+from detonation.cli.verbs import requested
+from detonation.cluster import launch
+from detonation.core.schemes.registry import SCHEMES
+from detonation.train.run import start
+from detonation.train.run.request import Request, from_plain, to_plain
+from detonation.train.verbs.plan import Question
+from detonation.train.verbs.probe import ProbeRequest
+from detonation.train.verbs.simulate import Simulation
+
+TRAIN = "train a.toml --set seed=1 mesh.shards=1 --set train.steps=3 --replicas 3 --shards 2 --link 1mbit --out runs/a"
+MORE = "--resume --checkpoint-every 5 --keep 2 --stop-after 4 --logger wandb --logger trackio --interface lo --json"
+SETS = ("seed=1", "mesh.shards=1", "train.steps=3")
+
+
+def test_flags_arrive_under_their_names():
+    request = requested(Request, tyro.cli(Verb, args=f"{TRAIN} {MORE}".split()))
+    assert request == Request(
+        Path("a.toml"),
+        SETS,
+        replicas=3,
+        shards=2,
+        link="1mbit",
+        out=Path("runs/a"),
+        resume=True,
+        stop_after=4,
+        checkpoint_every=5,
+        keep=2,
+        interface="lo",
+        loggers=("wandb", "trackio"),
+        to_stderr=True,
+    )
+    compare = "compare a.toml --schemes full,demo --namespaces --link 1gbit"
+    assert requested(Request, tyro.cli(Verb, args=compare.split())).namespaces
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb"),
+    [(Request, "train a.toml"), (Simulation, "simulate a.toml"), (Question, "plan"), (ProbeRequest, "probe")],
+)
+def test_each_field_of_a_request_is_a_flag(kind, verb):
+    flags = {field.name for field in fields(tyro.cli(Verb, args=verb.split()))}
+    renamed = {"overrides": "set", "loggers": "logger", "to_stderr": "json"}
+    assert {renamed.get(field.name, field.name) for field in fields(kind)} - {"namespaces"} <= flags
+
+
+def test_a_request_travels_as_json():
+    for request in (
+        Request(Path("a.toml"), SETS, out=Path("b"), loggers=("wandb",)),
+        Request(Path("a.toml")),
+        ProbeRequest(),
+        ProbeRequest(Path("a.toml"), SETS, 2),
+    ):
+        assert from_plain(type(request), json.loads(json.dumps(to_plain(request)))) == request
+
+
+def test_the_help_knows_every_scheme_of_the_library():
+    assert {*SCHEME_NAMES} == SCHEMES.keys()
+
+
+def test_ranks_that_start_afresh_read_the_recipe_by_themselves(tmp_path, monkeypatch, capfd):
+    """As where each has a GPU: a process of its own, to which JSON travels."""
+    recipe = str(write_recipe(tmp_path / "tiny.toml"))
+    train = ["train", recipe, "--set", "train.steps=2", "--json", "--out"]
+    assert run_command([*train, str(tmp_path / "forked")]) == 0
+    monkeypatch.setattr(launch, "gpus_for", lambda count: True)
+    monkeypatch.setattr(start, "gpus_for", lambda count: True)
+    assert run_command([*train, str(tmp_path / "afresh")]) == 0
+    forked, afresh = map(json.loads, capfd.readouterr().out.splitlines())
+    assert afresh["fingerprint"] == forked["fingerprint"] and afresh["directory"] == str(tmp_path / "afresh")
+    profile = tmp_path / "profile.json"
+    assert run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(profile), "--json"]) == 0
+    assert json.loads(profile.read_text())["replicas"] == 2

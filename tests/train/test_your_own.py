@@ -1,0 +1,202 @@
+"""A scheme, a model, a data set and an optimizer of one's own: from a module beside the recipe, or a package."""
+
+import json
+import sys
+
+import pytest
+import tomli_w
+
+from detonation import choices
+from detonation.cli.command import run_command
+from detonation.core.schemes.registry import SCHEMES, register
+from detonation.core.schemes.scheme import Scheme
+
+MODULE = '''
+"""Parts of a run, as a user writes them."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from detonation.core.schemes.gradients import demo
+from detonation.data.dataset import Data
+
+NUMBER = 3
+
+
+def half(topk: int = 2, chunk: int = 32):
+    return demo(topk=topk, chunk=chunk, lookahead=False)
+
+
+class Points:
+    def __init__(self, count):
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, indices):
+        labels = indices % 2
+        return {"points": labels[:, None] * torch.ones(1, 4) + indices[:, None] / self._count, "labels": labels}
+
+
+def points(count: int = 64) -> Data:
+    return Data("points", "points", "images", Points(count), Points(16), model={"classes": 2})
+
+
+class Line(nn.Module):
+    def __init__(self, classes: int, width: int = 8) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, width), nn.Linear(width, classes)
+
+    def forward(self, points, labels):
+        logits = self.head(torch.relu(self.inner(points)))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def sgd(params, lr, momentum: float = 0.5):
+    return torch.optim.SGD(params, lr=lr, momentum=momentum)
+
+
+def nothing(*arguments, **keywords):
+    return {}
+'''
+
+TABLES = {
+    "model": {"name": "own_parts:Line", "width": 6},
+    "data": {"task": "own_parts:points"},
+    "scheme": {"name": "own_parts:half", "topk": 4},
+    "optimizer": {"name": "own_parts:sgd", "lr": 0.1},
+    "train": {"steps": 3, "batch_size": 4, "validation_batches": 2},
+    "mesh": {"replicas": 2, "shards": 1},
+    "tuned": {"full": {"optimizer": {"name": "AdamW", "lr": 0.01}}, "own_parts:half": {"train": {"steps": 2}}},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """The recipe in the directory of the module, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    (tmp_path / "own.toml").write_text(tomli_w.dumps(TABLES))
+    yield "own.toml"
+    sys.modules.pop("own_parts", None)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package of the user's that offers the same parts as entry points."""
+    site = tmp_path / "site"
+    info = site / "own-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    groups = {"schemes": "half", "models": "Line", "datasets": "points", "optimizers": "sgd"}
+    (info / "entry_points.txt").write_text(
+        "\n".join(f"[detonation.{group}]\n{name} = own_parts:{name}" for group, name in groups.items())
+    )
+    monkeypatch.syspath_prepend(site)
+    choices.entry_points.cache_clear()
+    yield
+    choices.entry_points.cache_clear()
+    SCHEMES.pop("half", None)
+
+
+@pytest.fixture
+def registered():
+    """A scheme that this process has registered."""
+
+    @register
+    def quarter(topk: int = 1) -> Scheme:
+        return SCHEMES["demo"](topk=topk, lookahead=False)
+
+    yield quarter
+    del SCHEMES["quarter"]
+
+
+def test_a_run_of_ones_own_parts_and_its_resumption(recipe, tmp_path, capfd):
+    assert run_command(["train", recipe, "--out", "run", "--stop-after", "1"]) == 0
+    assert run_command(["train", recipe, "--out", "run", "--resume", "--json"]) == 0
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (summary["scheme"], summary["scheme_arguments"]) == ("own_parts:half", {"topk": 4, "chunk": 32})
+    assert (summary["model"], summary["data"], summary["optimizer"]) == ("own_parts:Line", "points", "own_parts:sgd")
+    assert (summary["steps"], summary["num_parameters"]) == (2, 4 * 6 + 6 + 6 * 2 + 2)  # as [tuned] has it
+    assert summary["replicas_equal"] and summary["val_accuracy"] <= 1
+    assert run_command(["export", "run", "--out", "model"]) == 2
+    assert "error: model own_parts:Line has no save_pretrained" in capfd.readouterr().err
+    assert sys.path[-1] == "" or "" in sys.path[1:]  # the current directory hides no package
+
+
+def test_installed_parts_go_by_their_names(recipe, installed, capfd):
+    sets = ["model.name=Line", "model.width=6", "data.task=points", "scheme.name=half"]
+    sets += ["optimizer.name=sgd", "optimizer.lr=0.1"]
+    assert run_command(["train", recipe, "--out", "run", "--json", "--set", *sets]) == 0
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (summary["scheme"], summary["model"], summary["optimizer"]) == ("half", "Line", "sgd")
+
+
+def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, registered, capfd):
+    schemes = ["--schemes", "full,quarter,own_parts:half", "--out", "all", "--json"]
+    assert run_command(["compare", recipe, *schemes, "--set", "train.steps=1"]) == 0
+    runs = json.loads(capfd.readouterr().out.splitlines()[-1])["runs"]
+    assert [run["scheme"] for run in runs] == ["full", "quarter", "own_parts:half"]
+    assert runs[0]["bytes_sent_per_step"] > runs[1]["bytes_sent_per_step"]
+    assert run_command(["simulate", recipe, "--out", "sim", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["scheme"] == "own_parts:half"
+    assert run_command(["plan", recipe, "--link", "1mbit", "--step-time", "0.1", "--json"]) == 0
+    found = {option["scheme"]: option for option in json.loads(capfd.readouterr().out)["options"]}
+    assert found["quarter"]["loss_source"] == found["own_parts:half"]["loss_source"] == "unknown"
+    assert found["own_parts:half"]["arguments"]["topk"] == 4 and found["quarter"]["seconds"] > 0.1
+
+
+@pytest.mark.parametrize("verb", ["train", "compare"])
+def test_the_help_lists_registered_schemes(verb, registered, installed, recipe, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command([verb, "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert end.value.code == 0 and "Schemes: decoupled_adamw, demo, demo_diloco" in shown
+    assert ", half, " in shown and ", quarter, random, " in shown
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (
+            "scheme.name=no_parts:half",
+            "no_parts:half: no module named no_parts; it must be installed or lie in this directory",
+        ),
+        ("scheme.name=own_parts:hlf", "own_parts:hlf: module own_parts has no function 'hlf'"),
+        ("scheme.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
+        ("scheme.name=own_parts:", "'own_parts:' is no name of a function, must be package.module:function"),
+        ("scheme.tpk=3", "unknown argument of scheme own_parts:half 'tpk', did you mean 'topk'? Valid: chunk, topk"),
+        ("scheme.topk=x", "scheme.topk is 'x', but must be a whole number"),
+        ("model.name=no_parts:Line", "no_parts:Line: no module named no_parts"),
+        ("model.name=own_parts:Lin", "own_parts:Lin: module own_parts has no function 'Lin'"),
+        ("model.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
+        ("model.name=own_parts:nothing", "model own_parts:nothing makes a dict, must make a torch.nn.Module"),
+        ("model.name=Lin", "unknown model 'Lin'. Valid: olmo2, t5, vit; or package.module:function"),
+        ("model.width=wide", "model.width is 'wide', but must be a whole number"),
+        ("data.task=no_parts:points", "no_parts:points: no module named no_parts"),
+        ("data.task=own_parts:pionts", "own_parts:pionts: module own_parts has no function 'pionts'"),
+        ("data.task=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
+        ("data.task=own_parts:nothing", "data own_parts:nothing makes a dict, must make a detonation.data.Data"),
+        ("optimizer.name=no_parts:sgd optimizer.lr=1", "no_parts:sgd: no module named no_parts"),
+        ("optimizer.name=own_parts:sdg optimizer.lr=1", "own_parts:sdg: module own_parts has no function 'sdg'"),
+        ("optimizer.name=own_parts:NUMBER optimizer.lr=1", "own_parts:NUMBER is 3, must be a function"),
+        ("optimizer.name=own_parts:nothing optimizer.lr=1", "optimizer own_parts:nothing makes a dict, must make a "),
+        ("optimizer.momentun=0", "unknown argument of optimizer own_parts:sgd 'momentun', did you mean 'momentum'?"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_line(recipe, tmp_path, capsys, sets, line):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert run_command(["train", recipe, "--set", *sets.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"error: {line}") and len(printed.err.splitlines()) == 1
+    assert [name for name in sorted(path.name for path in tmp_path.iterdir()) if name != "__pycache__"] == before
+
+
+def test_a_scheme_in_tuned_must_exist_unless_it_spells_a_module(recipe, tmp_path, capsys):
+    for name, code in {"halff": 2, "no_parts:half": 0}.items():
+        (tmp_path / "own.toml").write_text(tomli_w.dumps({**TABLES, "tuned": {name: {}}}))
+        assert run_command(["train", recipe, "--out", name.replace(":", "."), "--set", "train.steps=1"]) == code
+    assert "error: unknown scheme in [tuned] 'halff'" in capsys.readouterr().err
