@@ -6,8 +6,9 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 RENAMED = {
@@ -42,6 +43,34 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
+
+
+def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """A decorator: a keyword that the function does not take is a `TypeError` that lists the valid ones.
+
+    A keyword of version 0.1 gets the name that took its place instead. `kind` is the noun for the error.
+
+    >>> @checks_keywords("argument of halved")
+    ... def halved(number: int) -> float:
+    ...     return number / 2
+    >>> halved(numbr=3)
+    Traceback (most recent call last):
+    TypeError: unknown argument of halved 'numbr', did you mean 'number'? Valid: number
+    """
+
+    def decorated(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        valid = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            for name in kwargs:
+                if name not in valid:
+                    raise TypeError(str(unknown(kind, name, valid)))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def make(kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments: Mapping[str, Any]) -> _T:

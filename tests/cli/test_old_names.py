@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import detonation as dt
 from detonation.cli.command import run_command
+from detonation.cluster.network.loopback import LoopbackCommunicator
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 
@@ -47,3 +50,20 @@ def test_a_flag_of_version_0_1_names_the_new_one(capsys):
     assert capsys.readouterr().err == f"error: {line}\n"
     assert run_command([*compare, "--json"]) == 2
     assert json.loads(capsys.readouterr().out) == {"error": line, "code": 2}
+
+
+def test_in_a_loop_too():
+    model = torch.nn.Linear(2, 1)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"argument of replicate 'lanes' is called intra_node since version 0\.2"):
+        dt.replicate(base, model, LoopbackCommunicator(), dt.full(), lanes=None)
+    with pytest.raises(TypeError, match=r"argument of Safety 'on_drift' is called on_desync since version 0\.2"):
+        dt.Safety(on_drift="stop")
+    with pytest.raises(TypeError, match=r"argument of scheme demo 'combine' is called aggregate since version 0\.2"):
+        dt.demo(combine="senders")
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(), dt.full())
+    with pytest.raises(AttributeError, match=r"optimizer\.settle is called optimizer\.synchronize since version 0\.2"):
+        optimizer.settle()
+    with pytest.raises(AttributeError, match=r"optimizer\.bytes_sent is called optimizer\.stats\.bytes_sent since"):
+        _ = optimizer.bytes_sent
+    assert not hasattr(optimizer, "nothing")

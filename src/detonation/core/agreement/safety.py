@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from detonation.choices import checks_keywords
 from detonation.core.integrity.fault_counts import POLICIES, Policy
 
 OnDesync = Literal["stop", "repair"]
@@ -39,3 +40,6 @@ class Safety:
         least = 1 if self.on_desync == "repair" else 0
         if self.verify_every < least:
             raise ValueError(f"verify_every is {self.verify_every}, must be at least {least} with this on_desync")
+
+
+Safety.__init__ = checks_keywords("argument of Safety")(Safety.__init__)  # type: ignore[method-assign]

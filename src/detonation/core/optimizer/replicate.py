@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from detonation.choices import checks_keywords
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.build import Level, Settings
@@ -14,6 +15,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
 
 
+@checks_keywords("argument of replicate")
 def replicate(
     optimizer: Optimizer,
     model: nn.Module,

@@ -19,6 +19,11 @@ from detonation.core.optimizer.stats import Stats, dense_bytes_by_level
 from detonation.core.replicator.base import Replicator
 from detonation.core.schemes.scheme import Scheme
 
+_RENAMED = {"settle": "synchronize", "settled": "agreed_weights", "change": "reconfigure", "place": "coordinates"} | {
+    name: f"stats.{name}"
+    for name in ("bytes_sent", "bytes_sent_by_level", "waited_s", "skipped", "skipped_by_parameter", "refused")
+}
+
 
 class Replicated(Optimizer):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
@@ -50,6 +55,11 @@ class Replicated(Optimizer):
         self._ends_before = any(scheme.signal == "gradients" for _, scheme in levels)
         self._ends_after = any(scheme.signal == "parameters" for _, scheme in levels)
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _RENAMED:
+            raise AttributeError(f"optimizer.{name} is called optimizer.{_RENAMED[name]} since version 0.2")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # state, param_groups and defaults are the base optimizer's own, also after it replaced them in load_state_dict
 

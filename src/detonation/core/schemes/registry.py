@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from detonation.choices import entry_points, find_function, make, unknown
+from detonation.choices import checks_keywords, entry_points, find_function, make
 from detonation.core.schemes.scheme import Scheme
 
 P = ParamSpec("P")
@@ -55,11 +55,9 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
     """`function`, whose arguments are checked, and whose scheme knows them and its `name`."""
     signature, hints = inspect.signature(function), get_type_hints(function)
 
+    @checks_keywords(f"argument of scheme {name}")
     @functools.wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> S:
-        for argument in kwargs:
-            if argument not in signature.parameters:
-                raise TypeError(str(unknown(f"argument of scheme {name}", argument, signature.parameters)))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for argument, value in bound.arguments.items():
