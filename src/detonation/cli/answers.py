@@ -20,7 +20,7 @@ def explain(verb: Common, error: Exception) -> int:
     if verb.debug:
         trace = world.failure.trace if world else ""
         print(trace or "".join(traceback.format_exception(error)), file=sys.stderr, end="")
-    if world and world.told:
+    if world and world.reported:
         return 2 if world.failure.bad_input else 1
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
     return fail(describe(error), 2 if bad_input else 1, verb.json)

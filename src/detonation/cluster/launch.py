@@ -146,7 +146,7 @@ def _child(
     return 0
 
 
-def _end_lost(rank: int, folder: Path, text: str, told: bool) -> NoReturn:
+def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
     """Ends this rank because another rank is lost."""
     failure = Failure(rank, time.time(), "Lost", text, complete=True)
     ipc.write_result(_failure_file(folder, rank), asdict(failure))

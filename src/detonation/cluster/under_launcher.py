@@ -27,12 +27,12 @@ def run_under_launcher(
         interface: the network interface of this rank's sockets.
 
     Raises:
-        WorldError: `function` failed on some rank; raised on all ranks, and exactly one has `told` False.
+        WorldError: `function` failed on some rank; raised on all ranks, and exactly one has `reported` False.
     """
 
-    def end(text: str, told: bool) -> NoReturn:
+    def end(text: str, reported: bool) -> NoReturn:
         failure = Failure(position.rank, time.time(), "Lost", text, complete=True)
-        code = fail(WorldError(failure, position.world_size, told))
+        code = fail(WorldError(failure, position.world_size, reported))
         if heartbeat is not None:
             heartbeat.close()
         end_now(code)
@@ -60,5 +60,5 @@ def _reported(heartbeat: Heartbeat | None, failure: Failure, world_size: int) ->
     text = str(WorldError(failure, world_size))
     if not failure.network:
         return WorldError(failure, world_size, heartbeat.report(text))
-    text, told = heartbeat.explain(text)
-    return WorldError(replace(failure, text=text, complete=True), world_size, told)
+    text, reported = heartbeat.explain(text)
+    return WorldError(replace(failure, text=text, complete=True), world_size, reported)

@@ -16,7 +16,7 @@ class Feedback:
 
     Args:
         decay: From 0 to 1. With 1 nothing is ever forgotten; below 1 the residual is a momentum of the signal.
-        alpha: From 0 to 1, the share of what was sent that leaves; 1 in DeMo v1 and FlexDeMo, 0.2 is best in DeMo v2.
+        alpha: From 0 to 1, the share of the sent values that leaves; 1 in DeMo v1 and FlexDeMo, 0.2 is best in DeMo v2.
         error_feedback: Whether the difference between a coefficient and its rounded value stays, so that nothing is
             lost; False takes the whole coefficient out (DisTrO).
 
@@ -80,7 +80,7 @@ class Memory:
         return self.residual
 
     def release(self, sent: Iterable[Tensor]) -> None:
-        """Takes out what was sent.
+        """Takes out the sent values.
 
         Shapes: consecutive rows from the first on, `[some rows, chunk]` each.
         """
@@ -91,7 +91,7 @@ class Memory:
         self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
     def add(self, more: Tensor) -> None:
-        """Adds what is still to be sent, too.
+        """Adds values that are still to be sent.
 
         Shapes: `[rows, chunk]`.
         """

@@ -43,7 +43,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "check_indices": [_P, _I, _N, _N, _N],
     "check_bitmap": [_P, _I, _N, _N],
 }
-"""What each function takes: pointers, 64-bit counts, floats, and ints."""
+"""The arguments of each function: pointers, 64-bit counts, floats, and ints."""
 
 
 class Library:
@@ -264,7 +264,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _identity(compiler: str) -> str:
-    """What the machine code depends on: a home directory may be shared by machines that differ."""
+    """The identity of the machine code: a home directory may be shared by machines that differ."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
     cpu = Path("/proc/cpuinfo")
     features = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")

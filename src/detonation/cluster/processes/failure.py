@@ -43,11 +43,11 @@ class SecondaryFailure(RunError):
 class WorldError(RuntimeError):
     """A rank failed. Carries the root cause, not the effects of that rank's end on its peers.
 
-    told: another process of the same launcher has reported it already.
+    reported: another process of the same launcher has reported it already.
     """
 
-    def __init__(self, failure: Failure, world_size: int, told: bool = False) -> None:
-        self.failure, self.told = failure, told
+    def __init__(self, failure: Failure, world_size: int, reported: bool = False) -> None:
+        self.failure, self.reported = failure, reported
         where = "" if failure.complete or world_size == 1 else f"rank {failure.rank}: "
         super().__init__(where + failure.text)
 

@@ -34,7 +34,7 @@ class StopConsensus:
         meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
         axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
         self.safety, self.counts = safety, list[FaultCounts]()
-        self._device, self.decides_on_device = runtime.device, runtime.decides_on_device
+        self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self._others = [Link(axis) for axis in axes if axis.size() > 1]
         self._asked: tuple[readback.Readback, int] | None = (
             None  # the gravest reason of all ranks, and the step that gave it
@@ -76,7 +76,7 @@ class StopConsensus:
         for replicator in replicators:
             link, tensors = replicator.link, replicator.replicated()
             mended: dict[str, Tensor] = {}
-            for difference in differences(link, tensors, self._device):
+            for difference in differences(link, tensors, self.runtime.device):
                 if self.safety.on_desync == "repair" and difference.name in tensors:
                     mended[difference.name] = repaired(link, difference, tensors[difference.name])
                     outcome = "repaired"
@@ -107,7 +107,7 @@ class StopConsensus:
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
         """The gravest reason of all ranks. Collective."""  # [1] int64
-        gravest = torch.full((1,), fatal, device=self._device)
+        gravest = torch.full((1,), fatal, device=self.runtime.device)
         for link in self._others:
             gravest = link.collect(gravest).amax(0)
         return gravest

@@ -153,7 +153,7 @@ class E3M0(BlockCodebook):
         return 8 * (blocks < 0).to(torch.int64) + octaves.to(torch.int64), largest
 
     def levels(self, statistics: Tensor) -> Tensor:
-        falling = torch.exp2(-torch.arange(8.0, device=statistics.device))
+        falling = torch.exp2(-torch.arange(8, dtype=torch.float32, device=statistics.device))
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
 
@@ -196,7 +196,7 @@ def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """`line` in rows of `block`, filled up with zeros, and 1 where it is real."""  # 2 x [blocks, block]
     missing = -len(line) % block
     filled = torch.nn.functional.pad(line, (0, missing)).view(-1, block)
-    real = torch.ones(len(filled), 1, device=line.device).expand(-1, block)
+    real = torch.ones(len(filled), 1, dtype=torch.float32, device=line.device).expand(-1, block)
     if missing:
         real = real.clone()
         real[-1, block - missing :].zero_()

@@ -179,7 +179,9 @@ def _generator(device: torch.device, *key: int) -> torch.Generator:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    return torch.rand(64, size, generator=_generator(device, seed, cycle, 0), device=device).argsort(1)  # [64, size]
+    return torch.rand(
+        64, size, generator=_generator(device, seed, cycle, 0), dtype=torch.float32, device=device
+    ).argsort(1)  # [64, size]
 
 
 @lru_cache(maxsize=4)

@@ -29,7 +29,7 @@ class LinkSpeed:
 
     @classmethod
     def parse(cls, text: str) -> "LinkSpeed":
-        """The pace that `text` spells, a rate and, if you like, a latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
+        """The speed that `text` spells, a rate and, if you like, a latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
 
         >>> LinkSpeed.parse("100mbit,5ms")
         LinkSpeed(rate_bits_per_s=100000000.0, latency_s=0.005)

@@ -103,8 +103,14 @@ class Replicated(Optimizer):
         if not overlapping and not self.base.state and self._only_creates_state():
             self.base.step()
             return loss
-        replicators, consensus, step = self._replicators or self.set_up(), self._consensus, self.step_count
-        assert consensus is not None
+        replicators = self._replicators if self._replicators is not None else self.set_up()
+        assert self._consensus is not None
+        with self._consensus.runtime.without_autocast():
+            self._agreed_step(replicators, self._consensus, overlapping)
+        return loss
+
+    def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus, overlapping: bool) -> None:
+        step = self.step_count
         if consensus.decides_on_device and not overlapping:  # otherwise the step began before backward
             consensus.begin(step)
         for replicator in replicators:
@@ -122,7 +128,6 @@ class Replicated(Optimizer):
         every = self.settings.safety.verify_every
         if every and self.step_count % every == 0:
             self.verify()
-        return loss
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
@@ -169,8 +174,9 @@ class Replicated(Optimizer):
             return
         if self._consensus.decides_on_device:
             self._consensus.begin(self.step_count)
-        for replicator in self.build():
-            replicator.synchronize(self.step_count)
+        with self._consensus.runtime.without_autocast():
+            for replicator in self.build():
+                replicator.synchronize(self.step_count)
         self._consensus.conclude(self.step_count)
 
     @torch.no_grad()
