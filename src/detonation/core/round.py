@@ -1,11 +1,11 @@
-"""Round: at which steps something is exchanged. Pure arithmetic on step numbers, counted from 0."""
+"""Round: the steps at which messages are exchanged. Pure arithmetic on step numbers, counted from 0."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Round:
-    """Every `every` steps, at the end of the last one, `offset` steps later than that; applied `delay` steps on.
+    """An exchange after every `every` steps, shifted by `offset` steps; its update is applied `delay` steps later.
 
     >>> [step for step in range(9) if Round(every=3).ends(step)]
     [2, 5, 8]
@@ -26,5 +26,5 @@ class Round:
             raise ValueError(f"offset is {self.offset}, must be from 0 to below every ({self.every})")
 
     def ends(self, step: int) -> bool:
-        """Whether `step`, counted from 0, is the last of a round; the first round is whole, whatever the offset."""
+        """True if `step`, counted from 0, is the last of a round; an offset makes the first round longer."""
         return step + 1 > self.offset and (step + 1 - self.offset) % self.every == 0

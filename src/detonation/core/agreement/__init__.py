@@ -1,4 +1,4 @@
 """Agreement of the world: whether to stop, whether replicas are equal, and whether they decode alike.
 
-Its calls are collective. Called by optimizer alone, but for `Safety`, which users make.
+Its calls are collective. Only optimizer calls it, except for `Safety`, which users create.
 """

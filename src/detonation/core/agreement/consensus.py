@@ -23,11 +23,11 @@ _log = logging.getLogger("detonation")
 class StopConsensus:
     """The fault counts of all levels, and the links over which a reason to stop reaches ranks that do not see it.
 
-    Those are the other shards of a replica and, where there are several levels, or owners that alone see the messages
-    to them, the replicas of each level.
+    Such ranks are the other shards of a replica and, with several levels or with messages that only their owner sees,
+    the replicas of each level.
 
-    On an accelerator nobody waits to learn of a reason: the counts of a step are read when the next one begins, and
-    when the one after that does where the reason must first reach such ranks.
+    On an accelerator the host does not wait for a reason: it reads the counts of a step when the next step begins, and
+    one step later where the reason must first reach such ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety) -> None:
@@ -41,19 +41,19 @@ class StopConsensus:
         )
 
     def add_level(self, names: Sequence[str], link: Link, gradients: bool) -> FaultCounts:
-        """The fault counts of one more level."""
+        """Adds a level, and returns its fault counts."""
         signal = "the gradient" if gradients else "the change"
         repairs = self.safety.on_desync == "repair"
         self.counts.append(FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal))
         return self.counts[-1]
 
     def connect(self, axes: Sequence[Axis], replicators: Sequence[Replicator]) -> None:
-        """Also reaches the replicas of each level, where those of one do not see every message."""
+        """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
         if len(axes) > 1 or any(replicator.channel.exchange.secluded for replicator in replicators):
             self._others += [Link(axis) for axis in axes]
 
     def begin(self, step: int) -> None:
-        """Raises on all ranks where earlier steps gave reason to, where the device decides. Collective."""
+        """Raises on all ranks for a fault of earlier steps, on a device that decides by itself. Collective."""
         self._raise_asked()
         fatal = self._gravest_here(step - 1)
         if fatal is not None and self._others:
@@ -62,12 +62,12 @@ class StopConsensus:
             self._raise(fatal, step - 1)
 
     def end(self, step: int) -> None:
-        """Raises on all ranks where any rank has reason to, if that needs no wait for a device. Collective."""
+        """Raises on all ranks for a fault of any rank, if that needs no wait for a device. Collective."""
         if not self.decides_on_device:
             self._decide(step, step)
 
     def conclude(self, step: int) -> None:
-        """The same after `step` steps, when nothing is on its way any more; waits where it must."""
+        """Raises as `end` does, after `step` steps and with no message in flight; waits for a device. Collective."""
         self._decide(step, math.inf)
 
     def verify(self, replicators: Sequence[Replicator], step: int) -> None:

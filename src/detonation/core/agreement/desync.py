@@ -53,7 +53,7 @@ def differences(link: Link, tensors: Mapping[str, Tensor], device: torch.device)
 def repaired(link: Link, difference: Difference, tensor: Tensor) -> Tensor:
     """The source's tensor, on every replica. Collective.
 
-    The others add zeros to its bytes, so that all take the very same bits.
+    The others add zeros to its bytes, so that all get the same bits.
 
     Shapes: any -> the same.
     """

@@ -12,13 +12,13 @@ ON_DESYNC: tuple[str, ...] = get_args(OnDesync)
 
 @dataclass(frozen=True)
 class Safety:
-    """What `replicate` does about gradients that are not finite, and about replicas that are out of sync.
+    """The reaction of `replicate` to gradients that are not finite, and to replicas that are out of sync.
 
     Args:
         non_finite: Where a replica's gradient is not finite: "stop", or "skip" its contribution. On an accelerator
-            "stop" skips it too, and stops a step later, or two.
+            "stop" skips it too, and stops one or two steps later.
         verify_every: Steps after which the tensors that must be equal on all replicas are compared; 0 for never.
-        on_desync: Where they are not equal: "stop", or "repair" them from the majority.
+        on_desync: Where these tensors differ: "stop", or "repair" them from the majority.
 
     Raises:
         ValueError: A value is out of range.

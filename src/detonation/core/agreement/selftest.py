@@ -1,4 +1,4 @@
-"""The self-test: what this process decodes a fixed message to, because threads, processors and libraries round
+"""The self-test: a hash of how this process decodes fixed messages, because threads, processors and libraries round
 differently."""
 
 from dataclasses import replace
@@ -44,12 +44,12 @@ def _hash(scheme: Scheme, runtime: Runtime) -> str:
 
 
 def selftest_conditions() -> str:
-    """The settings that such a hash is known to depend on, in words."""
+    """The settings on which such a hash is known to depend, as text."""
     return f"threads={torch.get_num_threads()}, cpu={torch.backends.cpu.get_cpu_capability()}"
 
 
 def _ramp(device: torch.device) -> Tensor:
-    """Numbers of many magnitudes and both signs, exact everywhere: no generator, no function that may round."""
+    """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function that may round."""
     at = torch.arange(_SHAPE[0] * _SHAPE[1], dtype=torch.int64, device=device)
     mixed = (at * 2654435761) % 1048573  # a prime
     return ((mixed - 524286).to(torch.float32) / 65536 / 2 ** (at % 11).to(torch.float32)).view(_SHAPE)

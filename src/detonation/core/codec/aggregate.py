@@ -11,25 +11,26 @@ from detonation.core.codec.indices import PackedIndices, as_int64, narrow
 
 
 class Aggregation(Protocol):
-    """Pure, and the same bits on every replica: indices within a row are unique, so no two writes of one replica
-    collide, and replicas are taken in their order."""
+    """A pure function from the coefficients of all replicas to one update, with the same bits on every replica.
+
+    Indices within a row are unique, so no two writes of one replica collide, and replicas are added in their order.
+    """
 
     @property
     def rowwise(self) -> bool:
-        """Whether each row of the result depends on that row of the messages alone, so that blocks of rows may go
-        through one after another."""
+        """True if each row of the result depends only on the same row of the messages, so that blocks of rows can be
+        aggregated one after another."""
         ...
 
     def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
         """Aggregates one message per replica.
 
         Args:
-            values: One `[rows, k]` fp32 per replica, in replica order.
-            indices: One `[rows, k]` int64 per replica, or None where `values` are whole rows.
+            values: One tensor per replica, in replica order.
+            indices: One tensor per replica, or None where `values` are whole rows.
             chunk: Coefficients per row.
 
-        Returns:
-            `[rows, chunk]` fp32.
+        Shapes: per replica values `[rows, k]` fp32 and indices `[rows, k]` int64 -> `[rows, chunk]` fp32.
         """
         ...
 
@@ -41,6 +42,7 @@ class Mean:
     rowwise: ClassVar[bool] = True
 
     def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
         total = scatter_sum(values, indices, chunk)
         return total / len(values) if len(values) > 1 else total
 
@@ -52,17 +54,19 @@ class MeanNonzero:
     rowwise: ClassVar[bool] = True
 
     def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
         senders = scatter_sum([(v != 0).to(v.dtype) for v in values], indices, chunk)
         return scatter_sum(values, indices, chunk) / senders.clamp_(min=1)
 
 
 @dataclass(frozen=True)
 class MajorityVote:
-    """The sign that most replicas sent, times the mean magnitude; 0 where they are even."""
+    """The sign that most replicas sent, times the mean magnitude; 0 where the vote is tied."""
 
     rowwise: ClassVar[bool] = True
 
     def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
         signs = scatter_sum([v.sign() for v in values], indices, chunk).sign()
         return signs * scatter_sum([v.abs() for v in values], indices, chunk) / len(values)
 
@@ -71,12 +75,13 @@ class MajorityVote:
 class ClippedMean:
     """The mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv 2508.15706).
 
-    One replica that is far too loud, or an attacker, does not drown the others.
+    A replica whose values are far too large, or an attacker, does not dominate the others.
     """
 
     rowwise: ClassVar[bool] = False
 
     def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
         norms = torch.stack([v.norm() for v in values])
         empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
         rising = norms.masked_fill(empty, torch.inf).sort().values
@@ -91,7 +96,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "majority_vote": MajorityVote(),
     "clipped_mean": ClippedMean(),
 }
-"""Aggregations by name; a further one is one entry."""
+"""Every aggregation by name."""
 
 
 def scatter_sum(values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
@@ -112,12 +117,12 @@ def scatter_sum(values: Sequence[Tensor], indices: Sequence[Tensor | None], chun
 
 @dataclass(frozen=True)
 class Received:
-    """The messages that every replica received alike, in replica order, and how they become one update.
+    """The messages that all replicas received, the same on each, and the aggregation that makes them one update.
 
     Args:
-        values: One `[rows, k]` fp32 per replica.
+        values: One `[rows, k]` fp32 per replica, in replica order.
         indices: The indices of each replica's values, or None where each replica sends whole rows.
-        aggregation: How they become one.
+        aggregation: Makes one update of them.
         release: Returns the receive buffer; called once all of it is decoded.
     """
 
@@ -127,12 +132,12 @@ class Received:
     release: Callable[[], None] | None = None
 
     def is_sparse_mean(self, chunk: int) -> bool:
-        """Whether it is a mean of few coefficients of each row."""
+        """True for a mean of few coefficients of each row."""
         sent = sum(values.shape[1] for values in self.values)
         return isinstance(self.aggregation, Mean) and all(i is not None for i in self.indices) and sent <= chunk // 4
 
     def split(self, rows: int) -> Iterator["Received"]:
-        """The same in blocks of `rows` rows, where replicas chose their own coefficients."""
+        """Yields blocks of `rows` rows of the messages, of a selection that differs between replicas."""
         for first in range(0, len(self.values[0]), rows):
             values = [v[first : first + rows] for v in self.values]
             yield Received(
@@ -140,8 +145,9 @@ class Received:
             )
 
     def concatenated(self) -> tuple[Tensor, Tensor]:
-        """All coefficients that go into a sparse mean, and their indices; an index that several replicas sent is there
-        several times.
+        """All coefficients of a sparse mean, divided by the number of replicas, and their indices.
+
+        An index that several replicas sent occurs several times.
 
         Shapes: -> values `[rows, replicas * k]` fp32, indices `[rows, replicas * k]` int32.
         """
@@ -155,7 +161,7 @@ class Received:
 
 
 def aggregate(received: Received, chunk: int) -> Tensor:
-    """All coefficients of the update.
+    """Aggregates the received messages to the coefficients of the update.
 
     Shapes: -> `[rows, chunk]` fp32.
     """

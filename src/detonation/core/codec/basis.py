@@ -1,4 +1,4 @@
-"""Basis: the coordinates in which a chunk is looked at before anything is selected."""
+"""Bases: orthonormal transforms of each chunk, before coefficients are selected."""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ _ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has
 
 
 class Basis(Protocol):
-    """An orthonormal change of coordinates of every row. Pure; the inverse undoes it up to rounding."""
+    """An orthonormal transform of every row. Pure; `inverse` undoes `forward` up to rounding."""
 
     @property
     def tile(self) -> int:
-        """The side of the square that a row is; 0 where it is a run of neighbours."""
+        """The side of the square tile that a row holds; 0 where a row is a run of neighbouring coordinates."""
         ...
 
     def forward(self, chunks: Tensor) -> Tensor: ...  # [rows, chunk] -> [rows, chunk]
@@ -26,14 +26,14 @@ class Basis(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """The coordinates of the parameters themselves."""
+    """No transform: the coordinates of the parameters themselves."""
 
     tile: ClassVar[int] = 0
 
-    def forward(self, chunks: Tensor) -> Tensor:
+    def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return chunks
 
-    def inverse(self, coefficients: Tensor) -> Tensor:
+    def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return coefficients
 
 
@@ -43,33 +43,39 @@ class DCT:
 
     tile: ClassVar[int] = 0
 
-    def forward(self, chunks: Tensor) -> Tensor:
+    def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return _product(chunks, _waves(chunks.shape[1], chunks.device))
 
     def forward_lines(self, chunks: Tensor) -> Tensor:
-        """The same, each coefficient of all chunks in one line."""  # -> [chunk, rows]
+        """`forward`, transposed: each line holds one coefficient of all chunks.
+
+        Shapes: `[rows, chunk]` -> `[chunk, rows]`.
+        """
         return _product(_waves(chunks.shape[1], chunks.device), chunks)
 
-    def inverse(self, coefficients: Tensor) -> Tensor:
+    def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return _product(coefficients, dct_matrix(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
-        """The inverse of rows that are zero but for a few coefficients; those of the same column add up."""
+        """The inverse of rows with few nonzero coefficients; coefficients with the same index add up.
+
+        Shapes: values `[rows, k]` fp32, indices `[rows, k]` int32 or int64 -> `[rows, chunk]` fp32.
+        """
         waves, begins = _waves(chunk, values.device), _begins(*indices.shape, indices.dtype, indices.device)
         return torch.embedding_bag(waves, indices.reshape(-1), begins, per_sample_weights=values.reshape(-1))[0]
 
 
 @dataclass(frozen=True)
 class TileDCT:
-    """Orthonormal DCT-II of every tile along both its sides, as in DeMo: two small products, not one of tile**2."""
+    """Orthonormal DCT-II of every tile along both sides, as in DeMo: two products with a matrix of side `tile`."""
 
     tile: int
 
-    def forward(self, chunks: Tensor) -> Tensor:
+    def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         matrix = dct_matrix(self.tile, chunks.device)
         return (matrix.T @ self._squares(chunks) @ matrix).view_as(chunks)
 
-    def inverse(self, coefficients: Tensor) -> Tensor:
+    def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         matrix = dct_matrix(self.tile, coefficients.device)
         return (matrix @ self._squares(coefficients) @ matrix.T).view_as(coefficients)
 
@@ -79,11 +85,13 @@ class TileDCT:
 
 @lru_cache(maxsize=16)
 def dct_matrix(size: int, device: torch.device) -> Tensor:
-    """Columns are the DCT-II basis vectors.
+    """The matrix whose columns are the DCT-II basis vectors.
 
-    Built from the closed form in float64: a basis taken from an FFT differs in its last bits between thread counts,
-    and replicas would drift apart.
-    """  # [size, size] fp32
+    Built from the closed form in float64: a basis computed by an FFT differs in its last bits between thread counts,
+    and replicas would diverge.
+
+    Shapes: -> `[size, size]` fp32.
+    """
     at = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(math.pi / size * torch.outer(at + 0.5, at)) * math.sqrt(2 / size)
     matrix[:, 0] = math.sqrt(1 / size)
@@ -92,18 +100,18 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _waves(size: int, device: torch.device) -> Tensor:
-    """The basis vectors, one a row."""
+    """The basis vectors, one per row."""  # [size, size]
     return dct_matrix(size, device).T.contiguous()
 
 
 @lru_cache(maxsize=16)
 def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where each row begins in a line of all: made anew at each call where torch is given rows."""
+    """The offset of each row in the flattened indices; torch computes it at every call for a matrix."""
     return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """`one @ other.T`, on a CPU by oneDNN: MKL, which torch asks otherwise, does half as much a second on an AMD."""
+    """`one @ other.T`, on a CPU by oneDNN: MKL, the default of torch, has half the throughput on AMD processors."""
     if _ONE_DNN is None or one.device.type != "cpu" or not one.numel() or not other.numel():
         return one @ other.T
     product: Tensor = _ONE_DNN(one, other, None, "none", [], "")

@@ -21,8 +21,8 @@ class Selected:
 
     Args:
         values: `[rows, k]` fp32.
-        indices: `[rows, k]`, or None where the rows are whole.
-        owned: Whether nobody else holds `values`, so that they stay as they are.
+        indices: `[rows, k]`, or None where `values` are whole rows.
+        owned: Whether nothing else refers to `values`, so that a message can use them without a copy.
     """
 
     values: Tensor
@@ -32,9 +32,9 @@ class Selected:
 
 @dataclass(frozen=True)
 class Message:
-    """One replica's encoded values, and their encoded indices where the others cannot know them.
+    """One replica's encoded values, and their encoded indices where the receivers cannot compute them.
 
-    It owns its memory: nothing that happens to the residual later changes it.
+    It owns its memory: later changes of the residual do not change it.
     """
 
     values: Tensor
@@ -47,7 +47,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Codec:
-    """How a signal becomes a message and messages become an update."""
+    """Turns a signal into a message, and messages into an update."""
 
     basis: Basis
     selection: Selection
@@ -55,25 +55,25 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """Whether the network may add messages up: all carry the same coordinates, in a type that can be added."""
+        """True if an all-reduce can add messages: all carry the same coordinates, in a type that can be added."""
         return self.selection.shared and self.precision.summable
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """How local shards of these `shapes`, by parameter name, lie in the flat that this codec reads."""
+        """The layout of the flat that this codec reads, for local shards of these `shapes` by parameter name."""
         return Layout.of(shapes, self.selection.chunk, self.basis.tile)
 
     @cached_property
     def index_coding(self) -> IndexCoding:
-        """How indices are written where they are sent."""
+        """The encoding of indices that are sent."""
         return IndexCoding(self.selection.chunk, self.selection.k)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of the message of `rows` rows, whatever their values are."""
+        """Bytes of a message of `rows` rows, independent of its values."""
         indices = 0 if self.selection.shared else self.index_coding.nbytes(rows)
         return self.precision.nbytes(rows, self.selection.k) + indices
 
     def select(self, flat: Tensor, step: int, seed: int) -> Selected:
-        """The coefficients of `flat` to send at `step`; `flat` stays as it is.
+        """The coefficients of `flat` to send at `step`; `flat` does not change.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
@@ -84,9 +84,9 @@ class Codec:
         return self.pick(coefficients, shared)
 
     def pick(self, coefficients: Tensor, shared: Tensor | PackedIndices | None) -> Selected:
-        """The coefficients at the indices that all replicas know, or the largest.
+        """The coefficients at the indices that all replicas share or, without them, at the indices of the selection.
 
-        Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
+        Shapes: `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
         """
         if self._dense:
             return Selected(coefficients, None)
@@ -94,7 +94,7 @@ class Codec:
         return Selected(coefficients.gather(1, indices), indices, owned=True)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
-        """The selection of a replica that has nothing to send: zeros, at indices that any message may carry.
+        """The content of an empty message: zeros, at valid indices.
 
         Shapes: -> values `[rows, k]`.
         """
@@ -108,7 +108,7 @@ class Codec:
         return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
 
     def encode(self, *selected: Selected) -> list[Message]:
-        """The message of each selection."""
+        """Encodes each selection as one message."""
         values = [
             each.values if each.owned and self.precision == Float(torch.float32) else self.precision.encode(each.values)
             for each in selected
@@ -119,7 +119,7 @@ class Codec:
         return [Message(v, i) for v, i in zip(values, self.index_coding.encode(indices), strict=True)]
 
     def read(self, message: Message, rows: int) -> Tensor:
-        """The values of `message` as everyone reads them.
+        """The values of `message` as every receiver decodes them.
 
         Shapes: -> `[rows, k]` fp32.
         """
@@ -132,7 +132,13 @@ class Codec:
         shared: Sequence[Tensor | PackedIndices | None],
         aggregation: Aggregation,
     ) -> Received:
-        """The content of `messages`, one per replica; `shared` are the indices of each where all replicas know them."""
+        """Decodes `messages`, one per replica.
+
+        Args:
+            shared: The indices of each message where all replicas know them, else None.
+
+        Shapes: shared `[rows, k]` integer each -> values `[rows, k]` fp32 each.
+        """
         values = [self.precision.decode(message.values, rows, self.selection.k) for message in messages]
         indices = [
             known if message.indices is None else PackedIndices(self.index_coding, message.indices, rows)
@@ -143,10 +149,10 @@ class Codec:
     def open(
         self, messages: Sequence[Message], rows: int, shared: Sequence[Tensor | PackedIndices | None]
     ) -> tuple[Received, Tensor]:
-        """`received`, and the facts about each message that decide whether it may be used, on its device.
+        """Decodes like `received`, and computes on the device the facts that decide whether a message may be used.
 
-        Shapes: -> facts `[replicas, 3]` int64: faults of the indices, whether the statistics are lawful, and the bits
-        of the norm in float64.
+        Shapes: shared `[rows, k]` integer each -> facts `[replicas, 3]` int64: faults of the indices, whether the
+        statistics are lawful, and the bits of the norm in float64.
         """
         values, facts, k = [], [], self.selection.k
         for message in messages:
@@ -161,7 +167,7 @@ class Codec:
         return Received(values, indices, Mean()), table
 
     def blank(self, received: Received, use: Tensor) -> Received:
-        """`received` with zeros in the place of each message that must not be used.
+        """`received` with zeros in place of each message that must not be used.
 
         Shapes: use `[replicas]` bool.
         """

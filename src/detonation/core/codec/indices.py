@@ -1,4 +1,4 @@
-"""Indices: which coefficients of each row a message carries, in the fewest bytes of a size known beforehand."""
+"""Indices: the encoding of the positions of a message's coefficients, in a size that is known in advance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from detonation.core.compute.bitpack import pack_all, packed_bytes, unpack_all
 
 @dataclass(frozen=True)
 class IndexCoding:
-    """How `k` different indices per row, each below `chunk` and above the one before, are written.
+    """The encoding of `k` strictly rising indices per row, each below `chunk`.
 
-    Each as a number of ceil(log2(chunk)) bits, or all as a bitmap of the row where that is smaller.
+    Each index is a number of ceil(log2(chunk)) bits, or the row is a bitmap where that is smaller.
     """
 
     chunk: int
@@ -28,12 +28,12 @@ class IndexCoding:
 
     @cached_property
     def bitmap(self) -> bool:
-        """Whether a bitmap is smaller than numbers."""
+        """True if a bitmap is smaller than packed numbers."""
         return self.chunk < self.k * self.width
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest type of torch that holds an index."""
+        """The type of unpacked indices: uint8 where it holds them, else int64."""
         return torch.uint8 if self.width <= 8 else torch.int64
 
     def nbytes(self, rows: int) -> int:
@@ -41,7 +41,10 @@ class IndexCoding:
         return packed_bytes(rows, self.chunk) if self.bitmap else packed_bytes(rows * self.k, self.width)
 
     def encode(self, indices: "Sequence[Tensor | PackedIndices]") -> list[Tensor]:
-        """Shapes: `[rows, k]` integer each -> `[nbytes]` uint8 each."""
+        """Encodes the indices of each message.
+
+        Shapes: `[rows, k]` integer each -> `[nbytes]` uint8 each.
+        """
         if all(isinstance(each, PackedIndices) for each in indices):
             return [each.encoded for each in indices if isinstance(each, PackedIndices)]
         sent = [narrow(each) for each in indices]
@@ -52,7 +55,10 @@ class IndexCoding:
         return pack_all([each.reshape(-1) for each in sent], self.width)
 
     def decode(self, encoded: Sequence[Tensor], rows: int, dtype: torch.dtype = torch.int64) -> list[Tensor]:
-        """Shapes: `[nbytes]` uint8 each -> `[rows, k]` of `dtype` each."""
+        """Decodes the indices of each message.
+
+        Shapes: `[nbytes]` uint8 each -> `[rows, k]` of `dtype` each.
+        """
         if self.bitmap:
             return [marked_indices(each, rows, self.k, self.chunk, dtype) for each in encoded]
         if not self.width:
@@ -60,9 +66,10 @@ class IndexCoding:
         return [line.view(rows, self.k) for line in unpack_all(encoded, rows * self.k, self.width, dtype)]
 
     def faults(self, packed: "Sequence[PackedIndices]") -> Tensor:
-        """Whether `encode` could have written each of `packed`.
+        """Checks that `encode` can produce each of `packed`.
 
-        Shapes: -> `[messages]` int64: 0, 1 where an index is not below `chunk`, 2 where some do not rise.
+        Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`, 2 for indices of a
+        row that do not rise.
         """
         encoded, rows = [each.encoded for each in packed], packed[0].rows
         if self.bitmap:
@@ -72,7 +79,7 @@ class IndexCoding:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """The indices of `rows` rows as they travel; unpacked only where somebody asks, and then once."""
+    """The encoded indices of `rows` rows; decoded on first use, and only once."""
 
     coding: IndexCoding
     encoded: Tensor  # [nbytes] uint8
@@ -80,7 +87,7 @@ class PackedIndices:
 
     @cached_property
     def unpacked(self) -> Tensor:
-        """The indices in the fewest whole bytes.
+        """The decoded indices.
 
         Shapes: -> `[rows, k]` uint8, or int64 where a row has more than 256 coefficients.
         """
@@ -88,15 +95,15 @@ class PackedIndices:
 
 
 def narrow(indices: Tensor | PackedIndices) -> Tensor:
-    """`indices` in whatever integer type they have.
+    """`indices` as a tensor, in the integer type that they have.
 
-    Shapes: -> `[rows, k]`.
+    Shapes: -> `[rows, k]` integer.
     """
     return indices.unpacked if isinstance(indices, PackedIndices) else indices
 
 
 def as_int64(indices: Sequence[Tensor | PackedIndices]) -> list[Tensor]:
-    """`indices` of several messages in the type by which torch gathers.
+    """`indices` of several messages as int64, the type that `torch.gather` needs.
 
     Shapes: -> `[rows, k]` int64 each.
     """

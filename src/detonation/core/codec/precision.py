@@ -1,4 +1,4 @@
-"""Precision: how a told coefficient is written down."""
+"""Precisions: how the coefficients of a message are encoded."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -10,16 +10,16 @@ from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 
 class Precision(Protocol):
-    """Pure: `decode(encode(values), rows, kept)` is what the receivers read."""
+    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`."""
 
     @property
     def summable(self) -> bool:
-        """Whether encoded values may be added up by the network (all-reduce)."""
+        """True if an all-reduce can add encoded values."""
         ...
 
     @property
     def block(self) -> int:
-        """How many values are encoded together: a message may be cut between blocks."""
+        """The number of values that are encoded together: a message may be cut between blocks."""
         ...
 
     def encode(self, values: Tensor) -> Tensor: ...  # [rows, k] fp32 -> one tensor that owns its memory
@@ -29,50 +29,53 @@ class Precision(Protocol):
     def nbytes(self, rows: int, k: int) -> int: ...
 
     def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
-        """Whether the statistics could come from `encode`; the values themselves are not looked at."""  # [] bool
+        """True if `encode` can produce the statistics; the values are not checked.
+
+        Shapes: the output of `encode` -> `[]` bool.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Float:
-    """A floating-point type as it is."""
+    """Values in a floating-point type."""
 
     dtype: torch.dtype
     summable: bool = True
     block: ClassVar[int] = 1
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:  # [rows, k] fp32 -> [rows, k] of `dtype`
         return values.to(self.dtype, copy=True)
 
-    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [rows, k] of `dtype` -> [rows, k] fp32
         return encoded.to(torch.float32)
 
     def nbytes(self, rows: int, k: int) -> int:
         return rows * k * self.dtype.itemsize
 
-    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [rows, k] of `dtype` -> [] bool
         return torch.ones((), dtype=torch.bool, device=encoded.device)
 
 
 @dataclass(frozen=True)
 class BlockCodebook:
-    """What the codebooks share: values in blocks of `block`, each a packed code of `width` bits and a few statistics.
+    """The base of the codebooks: a packed code of `width` bits per value, and a few statistics per block of values.
 
-    The statistics travel in bf16, and the sender reads its own message back from them as everyone does.
+    The statistics are sent in bf16, and the sender decodes its own message from them as every receiver does.
     """
 
     width: ClassVar[int]
-    statistics: ClassVar[int]  # numbers a block
+    statistics: ClassVar[int]  # numbers per block
     block: ClassVar[int] = 1024
     summable: ClassVar[bool] = False
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor) -> Tensor:  # [rows, k] fp32 -> [nbytes] uint8
         blocks, real = _blocked(values.reshape(-1), self.block)
         codes, statistics = self.quantise(blocks, real)
         packed = pack(codes.reshape(-1)[: values.numel()], self.width)
         return torch.cat([packed, statistics.to(torch.bfloat16).view(-1).view(torch.uint8)])
 
-    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [nbytes] uint8 -> [rows, k] fp32
         count = rows * k
         codes = _blocked(unpack(encoded[: packed_bytes(count, self.width)], count, self.width), self.block)[0]
         return self.levels(self._statistics(encoded, count)).gather(1, codes).view(-1)[:count].view(rows, k)
@@ -81,7 +84,7 @@ class BlockCodebook:
         count = rows * k
         return packed_bytes(count, self.width) + 2 * self.statistics * -(-count // self.block)
 
-    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
+    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [nbytes] uint8 -> [] bool
         statistics = self._statistics(encoded, rows * k)
         return (statistics.isfinite() & self.allowed(statistics)).all()
 
@@ -90,15 +93,24 @@ class BlockCodebook:
         return encoded[packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
 
     def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of the values, and the statistics of each block; `real` is 0 where a block is filled up."""
-        raise NotImplementedError  # [blocks, block] -> [blocks, block] integer, [blocks, statistics]
+        """The code of each value, and the statistics of each block; `real` is 0 at the padding of a block, else 1.
+
+        Shapes: `[blocks, block]` fp32 each -> codes `[blocks, block]` integer, `[blocks, statistics]` fp32.
+        """
+        raise NotImplementedError
 
     def levels(self, statistics: Tensor) -> Tensor:
-        """What each code of a block reads as."""
-        raise NotImplementedError  # [blocks, statistics] -> [blocks, 2**width]
+        """The value that each code of a block stands for.
+
+        Shapes: `[blocks, statistics]` fp32 -> `[blocks, 2**width]` fp32.
+        """
+        raise NotImplementedError
 
     def allowed(self, statistics: Tensor) -> Tensor:
-        """Which statistics `quantise` can return, where they are finite."""  # [blocks, statistics] bool
+        """True for each finite statistic that `quantise` can return.
+
+        Shapes: `[blocks, statistics]` fp32 -> `[blocks, statistics]` bool.
+        """
         return statistics >= 0
 
 
@@ -118,9 +130,9 @@ class Sign(BlockCodebook):
 
 @dataclass(frozen=True)
 class TwoBit(BlockCodebook):
-    """Two bits by statistics: values parted at 0 and at one standard deviation, each part read as its own mean.
+    """Two bits: values are split at 0 and at one standard deviation, and each part is decoded as its mean.
 
-    Means of the parts and not evenly spaced levels: MuLoCo (arXiv 2505.23725) finds that two bits need it.
+    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts, not evenly spaced levels.
     """
 
     width = 2
@@ -159,9 +171,9 @@ class E3M0(BlockCodebook):
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits: 256 bins over six standard deviations either side of the mean, each read as the mean of its values.
+    """Eight bits: 256 bins over six standard deviations on either side of the mean, each decoded as its mean.
 
-    INTELLECT-1 (arXiv 2412.01152). One codebook for every 65,536 values.
+    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values.
     """
 
     width = 8
@@ -193,7 +205,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """`line` in rows of `block`, filled up with zeros, and 1 where it is real."""  # 2 x [blocks, block]
+    """`line`, zero-padded, in rows of `block`, and a mask that is 0 at the padding, else 1."""  # 2 x [blocks, block]
     missing = -len(line) % block
     filled = torch.nn.functional.pad(line, (0, missing)).view(-1, block)
     real = torch.ones(len(filled), 1, dtype=torch.float32, device=line.device).expand(-1, block)
@@ -204,7 +216,7 @@ def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _bin_means(blocks: Tensor, codes: Tensor, real: Tensor, bins: int) -> Tensor:
-    """The mean of the values of each code in each block; 0 where there is none."""  # [blocks, bins]
+    """The mean of the values of each code in each block; 0 for a code without values."""  # [blocks, bins]
     empty = blocks.new_zeros(len(blocks), bins)
     total = empty.scatter_add(1, codes, blocks)
     return total / empty.scatter_add(1, codes, real).clamp_(min=1)

@@ -1,4 +1,4 @@
-"""Selection: which coefficients of every row are told.
+"""Selections: which coefficients of every row are sent.
 
 A *shared* selection is a pure function of (seed, step, rows): every replica knows it, so no indices are sent.
 """
@@ -16,7 +16,7 @@ from detonation.core.flat.layout import CACHE_BLOCK
 
 
 class Selection(Protocol):
-    """`kept` of the `chunk` coefficients of every row, told by their columns."""
+    """Chooses `k` of the `chunk` coefficients of every row, by their indices."""
 
     @property
     def chunk(self) -> int: ...
@@ -29,26 +29,26 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps after which every coordinate was told at least once; 0 where that depends on the data."""
+        """Steps after which every coordinate was sent at least once; 0 where that depends on the data."""
         ...
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
 
     def for_rows(self, first: int, rows: int) -> "Selection":
-        """The same for a part of the rows: those from row `first` on, of `rows` in all."""
+        """The selection for a bucket that begins at row `first` of a flat of `rows` rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Everything:
-    """All coordinates, every time."""
+    """All coordinates at every step."""
 
     chunk: int = 1
     k: int = 1
     shared: bool = True
     period: int = 1
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         return _same_for_all_rows(torch.zeros(1, dtype=torch.long, device=coefficients.device), coefficients)
 
     def for_rows(self, first: int, rows: int) -> "Everything":
@@ -57,10 +57,10 @@ class Everything:
 
 @dataclass(frozen=True)
 class TopK:
-    """The `topk` coefficients of largest magnitude of every chunk, in the order of their columns.
+    """The `topk` coefficients of largest magnitude of every chunk, in the order of their indices.
 
-    Which of equal ones is told is open; a CPU takes those as equal, where few are told, whose magnitudes agree but for
-    `chunk` units in the last place.
+    The choice among equal magnitudes is not specified. On a CPU, magnitudes that differ only in their lowest
+    log2(chunk) bits may count as equal.
     """
 
     topk: int
@@ -78,7 +78,7 @@ class TopK:
     def k(self) -> int:
         return self.topk
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         if self.chunk in TOPK_CHUNKS and coefficients.device.type == "cpu" and len(coefficients):
             return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
@@ -89,14 +89,14 @@ class TopK:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What the three data-independent selections share: in `period` steps every coordinate is told exactly once.
+    """The base of the three data-independent selections: in `period` steps every coordinate is sent exactly once.
 
-    `period = ceil(1 / rate)`, so that a step never tells more than the rate asked for; a rate that is not one over
-    a whole number is rounded down. The chunk is a multiple of the period, so that every message has the same size.
+    `period = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a whole number is
+    rounded down. The chunk is a multiple of the period, so that every message has the same size.
     """
 
     rate: float
-    run = 1  # smallest number of coefficients told of one row
+    run = 1  # smallest number of coefficients sent per row
     shared = True
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Rotation:
     def chunk(self) -> int:
         return self.period * self.k
 
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
 
     def for_rows(self, first: int, rows: int) -> "Rotation":
@@ -124,11 +124,14 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Random(Rotation):
-    """A random subset, fresh in every cycle of `period` steps, the same on every replica.
+    """A random subset, new in every cycle of `period` steps, the same on every replica.
 
-    Each row walks through one of 64 permutations of its columns, drawn anew each cycle with the row's choice of it:
-    work and memory per step are those of what is told, not of the whole flat.
-    first, rows: where the rows looked at lie in a whole of `rows`; 0 where they are the whole.
+    Each row walks through one of 64 permutations of its indices; each cycle draws new permutations and assigns them to
+    rows again. Work and memory per step grow with the coefficients sent, not with the flat.
+
+    Args:
+        first: Of a bucket, the number of its first row in the flat.
+        rows: Of a bucket, the rows of the flat; 0 for a selection of the whole flat.
     """
 
     first: int = 0
@@ -147,7 +150,7 @@ class Random(Rotation):
 
 @dataclass(frozen=True)
 class Striding(Rotation):
-    """A comb: every `period`-th coordinate, its offset moving by one each step."""
+    """A comb: every `period`-th coordinate, at an offset that moves by one each step."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         comb = torch.arange(step % self.period, self.chunk, self.period, device=coefficients.device)
@@ -170,7 +173,7 @@ def _same_for_all_rows(indices: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _generator(device: torch.device, *key: int) -> torch.Generator:
-    """A generator that depends on `key` alone: no hidden counter that a resumed run could miss."""
+    """A generator that depends on `key` alone: a resumed run has no hidden counter to restore."""
     mixed = 0
     for part in key:
         mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63

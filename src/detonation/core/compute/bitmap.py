@@ -1,4 +1,4 @@
-"""Index sets of rows as bitmaps, and whether what arrived could be one."""
+"""Bitmaps of the indices of rows, and the validation of received indices."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from detonation.core.compute import library
 from detonation.core.compute.bitpack import pack, unpack
 
-_SOME_ROWS = 2048  # rows that are looked at together, as many as stay in a cache
+_SOME_ROWS = 2048  # rows per pass, as many as stay in a cache
 
 
 def mark(indices: Tensor, chunk: int) -> Tensor:
@@ -60,7 +60,7 @@ def packed_faults(
     """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
 
     Args:
-        unpacked: Returns the indices of message i, `[rows, k]`, where no kernel reads them as they are.
+        unpacked: Returns the indices of message i, `[rows, k]`, called only where no kernel reads the packed ones.
 
     Shapes: `[ceil(rows * k * width / 8)]` uint8 each -> `[messages]` int64.
     """

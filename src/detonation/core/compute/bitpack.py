@@ -1,4 +1,4 @@
-"""Small whole numbers packed without gaps, in a number of bytes that is known beforehand."""
+"""Bit packing: small whole numbers without gaps, in a number of bytes that is known in advance."""
 
 import math
 from collections.abc import Sequence
@@ -100,14 +100,14 @@ def _unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tenso
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type of a number of bytes."""
+"""The integer type of each size in bytes."""
 
 
 @lru_cache(maxsize=16)
 def _moves(width: int, lane: int) -> list[tuple[int, int, int]]:
-    """How numbers of `width` bits in a word come to lie `lane` bits apart, in halves: all at once, not one by one.
+    """The moves that place packed numbers of `width` bits `lane` bits apart in a word, all at once, half by half.
 
-    Each move is by how many bits, of all that stay, and of those that go up.
+    Each move is the shift in bits, the mask of the bits that stay, and the mask of the bits that move up.
     """
     moves = []
     for half in (4, 2, 1) if lane == 8 else (2, 1):  # numbers that go together
@@ -127,6 +127,6 @@ def signed(word: int) -> int:
 
 @lru_cache(maxsize=8)
 def _octets(device: torch.device) -> Tensor:
-    """The eight bits of every byte, as eight bytes in one word."""  # [256] int64
+    """For every byte, its eight bits as the eight bytes of a word."""  # [256] int64
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1
     return bits.to(torch.uint8).view(torch.int64).view(-1)

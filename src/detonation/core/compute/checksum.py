@@ -1,4 +1,4 @@
-"""Checksums of messages, in arithmetic that runs where their bytes are."""
+"""Checksums of messages, computed on the device that holds their bytes."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,17 +10,17 @@ from torch import Tensor
 from detonation.core.compute import library
 from detonation.core.compute.bitpack import signed
 
-_BLOCK = 1 << 20  # words that are summed at once: the room that a large tensor needs beside itself
+_BLOCK = 1 << 20  # words per pass: the temporary memory for a large tensor
 _CACHED = 1 << 15  # the same on a CPU, in whose cache they stay
-_KEPT = 1 << 20  # words whose weights are kept there, 8 MB of them
+_KEPT = 1 << 20  # words whose weights are cached, 8 MB of them
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 
 
 def checksum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the 32-bit words of all parts, each times an odd number that depends on its place, modulo 2**64.
+    """The sum of the 32-bit words of all parts, each times an odd number that depends on its position, modulo 2**64.
 
-    It finds every change within one word, and all other changes but about one in four thousand million. It does not
-    protect against somebody who computes it anew.
+    It detects every change within one word, and misses about one in four thousand million of all other changes. It does
+    not protect against an attacker, who can recompute it.
 
     Shapes: any -> `[]` int64.
     """
@@ -28,7 +28,7 @@ def checksum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The checksum of each of `messages`, whose parts are as long as those of the others.
+    """The checksum of each of `messages`, which all have parts of the same lengths.
 
     Shapes: any -> `[messages]` int64.
     """
@@ -43,7 +43,7 @@ def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _summed(parts: Sequence[Tensor], first: int) -> Tensor:
-    """The sum of each of `parts`, all as long as one another, whose words begin at place `first`."""  # [parts] int64
+    """The sum of each of `parts`, all of one length, whose words begin at position `first`."""  # [parts] int64
     lines, device = [_unsigned(part) for part in parts], parts[0].device
     totals = torch.zeros(len(parts), dtype=torch.int64, device=device)
     steps = _steps(_CACHED if device.type == "cpu" else _BLOCK, device)
@@ -64,7 +64,7 @@ def _unsigned(part: Tensor) -> Tensor:
 
 
 def _weights(first: int, count: int, steps: Tensor) -> Tensor:
-    """An odd number for each place: neighbours have nothing in common, so that errors do not cancel."""  # [count]
+    """An odd number for each position: neighbours are unrelated, so that errors do not cancel."""  # [count]
     at = steps[:count] + signed(first * _STRIDE)
     return at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF)).bitwise_or_(1)
 

@@ -1,4 +1,4 @@
-"""The door to `detonation.kernels`: nothing else in the package imports it."""
+"""Access to the compiled kernels: no other module of the package imports `detonation.kernels`."""
 
 from torch import Tensor
 
@@ -7,11 +7,11 @@ from detonation.kernels.native import KERNEL_CHUNKS, Library, SignRate, load_lib
 __all__ = ["KERNEL_CHUNKS", "WORTH_A_CALL", "Library", "SignRate", "library_for", "load_library"]
 
 WORTH_A_CALL = 4096
-"""Numbers from which on a kernel pays that may round differently than torch."""
+"""The number of elements from which a call of a kernel that may round differently from torch pays off."""
 
 
 def library_for(*tensors: Tensor) -> Library | None:
-    """The kernels where they can take all `tensors` (contiguous, on the CPU) and these are worth a call.
+    """The kernels, if all `tensors` are contiguous, on the CPU and together large enough for a call; else None.
 
     Shapes: any.
     """

@@ -1,4 +1,4 @@
-"""Values that must not reach a memory: one NaN would win top-k for ever and freeze its chunk on every replica."""
+"""Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its chunk everywhere."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from detonation.core.compute import library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
-"""The largest value and norm of one message: the square of more is infinite in fp32, as in Adam's second moment."""
+"""The largest value and norm of a message: the square of a larger one overflows fp32, as in Adam's second moment."""
 
 
 def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
     """1 + the number of the first signal that holds NaN or a magnitude above `LIMIT`; 0 where none does.
 
-    Shapes: any; -> an int, or `[]` int64 where the device decides, for which nobody waits.
+    Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
     present = [(i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()]
     if not present:

@@ -1,8 +1,8 @@
-"""Top-k of every row on a CPU, a block of rows at a time that stays in a cache.
+"""Top-k of every row on a CPU, in blocks of rows that fit in a cache.
 
-On a CPU torch.topk sorts row by row. Here a coefficient of all rows is one line, and an operation takes many lines:
-where few are asked for, one maximum of all after the other, else a sorting network. That lies ready as calls on memory
-that is made once, because at the size of a cache a call costs as much as its arithmetic.
+On a CPU torch.topk sorts row by row. Here each line holds one coefficient of all rows, and each operation processes
+many lines: repeated maxima for a small k, a sorting network for a larger one. The network is a list of calls on memory
+that is allocated once, because at the size of a cache a call costs as much as its arithmetic.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
 FEW = 8
 
 Call = tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]
-"""An operation, the two that it is done to, and where the result goes."""
+"""An operation, its two operands, and its output."""
 
 
 class TopKFinder:
-    """Finds the `count` largest magnitudes of every row, of `rows` rows of `chunk`, one of CHUNKS.
+    """Finds the `count` largest magnitudes of each of `rows` rows of `chunk` coefficients, one of `TOPK_CHUNKS`.
 
-    Magnitudes that agree but for `chunk` units in the last place count as equal: the lowest bits of a key are its
-    column, so that one comparison orders both.
+    Magnitudes that differ only in their lowest log2(chunk) bits count as equal: in a key the index replaces these bits,
+    so that one comparison orders both.
     """
 
     def __init__(self, chunk: int, count: int, rows: int) -> None:
@@ -45,8 +45,10 @@ class TopKFinder:
         self._ordered, _ = _sorted(self._order, self._found, spare, size)
 
     def find(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of the largest coefficients of each row, rising, and where in the flattened `lines` they are."""
-        # lines [chunk, rows] fp32 -> 2 x [rows, count] int32
+        """The indices of the largest coefficients of each row, rising, and their positions in the flattened `lines`.
+
+        Shapes: `[chunk, rows]` fp32 -> indices and positions, `[rows, count]` int32 each.
+        """
         torch.bitwise_and(lines.view(torch.int32), 0x7FFFFFFF & -self._chunk, out=self._keys)
         self._keys.bitwise_or_(self._falling)
         if self._search:
@@ -73,8 +75,10 @@ class TopKFinder:
 
 
 def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
-    """The columns of the `count` largest magnitudes of every row, rising, found `some` rows at a time."""
-    # [rows, chunk] fp32 -> [rows, count] int64
+    """The indices of the `count` largest magnitudes of every row, rising, found in blocks of `some` rows.
+
+    Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
+    """
     found = torch.empty(len(coefficients), count, dtype=torch.int64)
     finder: TopKFinder | None = None
     for rows, columns in zip(torch.split(coefficients, some), torch.split(found, some), strict=True):
@@ -90,7 +94,7 @@ def _run(calls: list[Call]) -> None:
 
 
 def _best(calls: list[Call], keys: Tensor, spare: Tensor, size: int, order: bool) -> tuple[Tensor, Tensor]:
-    """Will find the `size` largest of each column, in `order` or not: groups are sorted, every second one upwards."""
+    """Records the calls that find the `size` largest keys of each row, sorted if `order`; returns result and spare."""
     keys, spare = _sorted(calls, keys, spare, size)  # [chunk, rows] -> [size, rows]
     while len(keys) > size:  # of one that falls and one that rises the larger of each pair: that falls and rises
         pairs = keys.view(-1, 2, size, keys.shape[1])
@@ -101,7 +105,7 @@ def _best(calls: list[Call], keys: Tensor, spare: Tensor, size: int, order: bool
 
 
 def _sorted(calls: list[Call], keys: Tensor, spare: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Will sort runs of `size`: the first falls, the next rises, and so on (Batcher, 1968). Where, and what is free."""
+    """Records the calls that sort runs of `size`, falling and rising in turn (Batcher, 1968); returns as `_best`."""
     length = 2
     while length <= size:
         keys, spare = _merged(calls, keys, spare, length)
@@ -110,7 +114,7 @@ def _sorted(calls: list[Call], keys: Tensor, spare: Tensor, size: int) -> tuple[
 
 
 def _merged(calls: list[Call], keys: Tensor, spare: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The same of runs of `length` that fall and then rise, or rise and then fall."""
+    """Records the calls that sort runs of `length` that fall and then rise, or rise and then fall; as `_sorted`."""
     step, ways = length // 2, 2 if len(keys) > length else 1
     while step:
         shape = (len(keys) // (ways * length), ways, length // (2 * step), 2, step, keys.shape[1])

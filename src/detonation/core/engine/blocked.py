@@ -20,7 +20,7 @@ from detonation.core.runtime import Runtime
 
 
 class BlockedEngine(ReferenceEngine):
-    """The steps of `ReferenceEngine` in another order: a CPU computes faster than it reaches for memory."""
+    """The operations of `ReferenceEngine` block by block: a CPU computes faster than it accesses memory."""
 
     def __init__(self, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime) -> None:
         super().__init__(codec, layout, memory, runtime)

@@ -86,7 +86,7 @@ class NativeEngine(ReferenceEngine):
 
 
 def engine_for(codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime) -> ReferenceEngine:
-    """The fastest engine that can run `codec`; ordinary torch where kernels are not wanted or cannot be built."""
+    """The fastest engine that can run `codec`; ordinary torch where kernels are disabled or cannot be built."""
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
     if memory is None or not fits or runtime.decides_on_device:
         return ReferenceEngine(codec, layout, memory, runtime)

@@ -1,4 +1,4 @@
-"""The reference engine: the arithmetic of one replica's step in ordinary torch, to which all other engines are held."""
+"""The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for all other engines."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,16 +28,16 @@ class ReferenceEngine:
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
         self._exact = codec.precision == Float(torch.float32) or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
-        """Whether `release` must know the sent values as everyone reads them."""
+        """True if `release` needs the sent values as every receiver decodes them."""
         self.releases_at_once = memory is None
-        """Whether `encode` already takes out of memory what is sent, so that `release` has nothing to do."""
+        """True if `encode` already removes the sent values from memory, so that `release` has nothing to do."""
 
     def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
         """Adds a signal to the memory and selects the coefficients to send.
 
         Args:
             finite: On a device that decides by itself, `[]` bool: where it is False zeros are selected, and the memory
-                stays as it is.
+                does not change.
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
@@ -52,23 +52,23 @@ class ReferenceEngine:
         return Selected(torch.cat([block.values for block in blocks]), indices, owned=True)
 
     def empty(self, step: int) -> Selected:
-        """The selection of a replica that has nothing to send: zeros, and the memory stays as it is.
+        """The content of an empty message: zeros; the memory does not change.
 
         Shapes: -> values `[rows, k]`.
         """
         return self.codec.empty(self.layout.rows, step, self._seed, self.device)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
-        """Takes out of memory what was sent: the values as everyone reads them (`own`), or the selected coefficients.
+        """Removes the sent values from memory: `own`, as every receiver decodes them, or the selected coefficients.
 
-        Shapes: own `[rows, k]`.
+        Shapes: own `[rows, k]` fp32.
         """
         if self.memory:
             out = selected.values if self._exact or own is None else own
             self.memory.release(self._decoded_parts(Received([out], [selected.indices])))
 
     def decode(self, received: Received) -> Tensor:
-        """The update in the coordinates of the parameters; its padding means nothing.
+        """The update in the coordinates of the parameters; its padding is undefined.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
@@ -86,21 +86,21 @@ class ReferenceEngine:
             self.layout.scatter(self._decoded_parts(received), targets)
 
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
-        """Whether `apply_signs` can be called with these.
+        """True if `apply_signs` supports these messages and weights.
 
-        Shapes: any.
+        Shapes: one local shape per parameter.
         """
         return False
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """Moves `weights` by the signs of the update, which itself is not written down.
+        """Moves `weights` by the signs of the update, which is never stored.
 
         Shapes: one local shape per parameter.
         """
         raise NotImplementedError
 
     def _decoded_parts(self, received: Received) -> Iterable[Tensor]:
-        """The update some rows at a time: on a CPU it costs more to reach for memory than to compute."""
+        """The update in blocks of rows: on a CPU, memory access costs more than arithmetic."""
         own_indices = not self.codec.selection.shared and received.aggregation.rowwise
         if own_indices and self.device.type == "cpu" and self.layout.rows:
             return map(self._decoded, received.split(self._some))

@@ -10,15 +10,15 @@ from torch import Tensor
 from detonation.core.flat.tiles import Tiles
 
 CACHE_BLOCK = 330_000
-"""Coordinates that plain torch works on at once on a CPU: few enough for its cache, enough to be worth an operation.
+"""Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to pay for the call.
 
-No power of two: lines that are one apart would fight for the same places in the cache.
+Not a power of two: neighbouring lines would compete for the same places in the cache.
 """
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter's local shard lies: `rows` rows from row `row` on, in chunks or in tiles."""
+    """The position of one parameter's local shard: `rows` rows from row `row` on, in chunks or in tiles."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,17 +28,17 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Coordinates without the padding."""
+        """The number of coordinates without the padding."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rows of the flat matrix belong to which parameter.
+    """The assignment of rows of the flat matrix to parameters.
 
-    A row is `chunk` neighbouring coordinates of one parameter or, with `tile`, a square of tile x tile of them where
-    the parameter is a matrix that fills one; `chunk` is then tile * tile. The end of a parameter is zero-padded, never
-    shrunk to a divisor. An empty local shard has no rows, a scalar has one.
+    A row is `chunk` neighbouring coordinates of one parameter or, with `tile`, a square of tile x tile coordinates of a
+    matrix that fills at least one such square; `chunk` is then tile * tile. The end of a parameter is zero-padded; the
+    chunk never shrinks to a divisor. An empty local shard has no rows, a scalar has one.
     """
 
     chunk: int
@@ -61,33 +61,33 @@ class Layout:
         return cls(chunk, tuple(slots), tile)
 
     def fragment(self, index: int, count: int) -> "Layout":
-        """The layout of every `count`-th parameter, from number `index` on."""
+        """The layout of every `count`-th parameter, from parameter number `index` on."""
         return Layout.of({slot.name: slot.shape for slot in self.slots[index::count]}, self.chunk, self.tile)
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the flat."""
+        """The number of rows of the flat."""
         return self.slots[-1].row + self.slots[-1].rows if self.slots else 0
 
     @cached_property
     def numel(self) -> int:
-        """Coordinates without the padding."""
+        """The number of coordinates without the padding."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
     def tiled(self) -> bool:
-        """Whether some parameter lies in tiles."""
+        """True if a parameter lies in tiles."""
         return any(slot.tiles for slot in self.slots)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A flat matrix of zeros: fp32, because decay * bf16 changes nothing when decay is close to 1.
+        """A flat matrix of zeros: fp32, because a decay close to 1 does not change a bf16 number.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
         return torch.zeros(self.rows, self.chunk, dtype=torch.float32, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` in the local shape of each parameter, sharing memory; impossible where one is in tiles.
+        """The parts of `flat` in the local shape of each parameter, sharing memory; not for a layout in tiles.
 
         Shapes: `[rows, chunk]` -> one local shape per parameter.
         """
@@ -121,7 +121,7 @@ class Layout:
             at = end
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Writes `tensors` into their parts of `flat`; an absent tensor's part and the padding stay.
+        """Writes `tensors` into their parts of `flat`; the part of an absent tensor and the padding do not change.
 
         Shapes: one local shape per parameter -> `[rows, chunk]`.
         """
@@ -162,7 +162,7 @@ class Layout:
         return [(slot, start, start + slot.numel) for slot, start in zip(self.slots, starts, strict=True)]
 
     def _row_views(self, flat: Tensor) -> list[Tensor]:
-        """The rows of each slot in tiles, and the coordinates of the others in the shape of their parameter."""
+        """The rows of each slot in tiles, and the coordinates of each other slot in the shape of its parameter."""
         line = flat.view(-1)
         return [
             flat[slot.row : slot.row + slot.rows] if slot.tiles else line[start:stop].view(slot.shape)
@@ -171,7 +171,7 @@ class Layout:
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
-    """Copies each source that is there and not empty into its target, converting the dtype.
+    """Copies each source that is present and not empty into its target, converting the dtype.
 
     Shapes: each source as its target.
     """

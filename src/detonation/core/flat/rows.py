@@ -14,7 +14,7 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 @dataclass(frozen=True)
 class Span:
-    """The coordinates from `start` to below `stop` of parameter number `index`, of its flattened local shard."""
+    """The coordinates from `start` to below `stop` of the flattened local shard of parameter number `index`."""
 
     index: int
     start: int
@@ -49,16 +49,16 @@ class Bucket:
 
     @cached_property
     def rows(self) -> slice:
-        """Its rows in the flat of all."""
+        """Its rows in the whole flat."""
         return slice(self.first, self.first + self.layout.rows)
 
     @cached_property
     def parameters(self) -> frozenset[int]:
-        """The numbers of the parameters that have a piece in it."""
+        """The numbers of the parameters that have a piece in the bucket."""
         return frozenset(piece.index for piece in self.pieces)
 
     def cut(self, tensors: Sequence[T]) -> Sequence[T]:
-        """The pieces of `tensors` that lie in it, sharing memory with the tensors that are contiguous.
+        """The pieces of `tensors` that lie in the bucket; a piece of a contiguous tensor shares its memory.
 
         Shapes: one local shape per parameter -> one per piece: the local shape, or `[n]` for a part of it.
         """

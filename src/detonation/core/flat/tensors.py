@@ -59,7 +59,7 @@ def local_gradients(parameters: Mapping[str, Tensor]) -> list[Tensor | None]:
 
 
 def gradients_to_fill(parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The local gradient of each parameter to write into, made of zeros where there is none.
+    """The local gradient of each parameter, to write into; created with zeros where there is none.
 
     Shapes: -> the local shape of each parameter.
     """

@@ -1,4 +1,4 @@
-"""Tiles: a matrix cut into squares, so that a row of the flat can be one of them."""
+"""Tiles: a matrix cut into squares, each of which is a row of the flat."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tiles:
-    """The squares of `side` x `side` coordinates that cover a matrix; those at its lower and right edge are padded.
+    """The squares of `side` x `side` coordinates that cover a matrix, zero-padded at its lower and right edge.
 
-    Tile [i, j] is row i * across + j, written line by line.
+    Tile [i, j] is row i * across + j, in row-major order.
     """
 
     height: int
@@ -42,14 +42,20 @@ class Tiles:
         return self.down * self.across
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The tiles of `tensor`, in memory of their own."""  # -> [rows, side * side]
+        """The tiles of `tensor`, in memory of their own.
+
+        Shapes: any of height * width elements -> `[rows, side * side]`.
+        """
         side = self.side
         missing = (0, self.across * side - self.width, 0, self.down * side - self.height)
         padded = torch.nn.functional.pad(tensor.reshape(self.height, self.width), missing)
         return padded.view(self.down, side, self.across, side).transpose(1, 2).reshape(self.rows, side * side)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """The matrix that `tiles` were cut from, in memory of its own."""  # [rows, side * side] -> [height, width]
+        """The inverse of `cut`, in memory of its own.
+
+        Shapes: `[rows, side * side]` -> `[height, width]`.
+        """
         side = self.side
         squares = tiles.view(self.down, self.across, side, side).transpose(1, 2)
         return squares.reshape(self.down * side, self.across * side)[: self.height, : self.width]

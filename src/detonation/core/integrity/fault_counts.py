@@ -12,7 +12,7 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 STRIKES = 3
 """Refused messages of one replica after which all stop."""
 IN_A_ROW = 10
-"""Contributions that one replica may skip, one after the other, before all stop."""
+"""Contributions in a row that one replica may skip before all stop."""
 _NON_FINITE, _REFUSED, _DESYNC = 1, 2, 3
 _log = logging.getLogger("detonation")
 
@@ -30,12 +30,12 @@ class Desync(RuntimeError):
 
 
 class FaultCounts:
-    """Counts the contributions that the replicas of one level could not make, from messages that all of them see alike.
+    """Counts the faults of the replicas of one level, from messages that all of them receive.
 
-    skipped: contributions left out because a gradient was not finite; by_parameter: of each parameter; refused:
-    messages that failed validation; all over all replicas. fatal: 0, or a number for the reason why all must stop,
-    which `error` reads on any rank. due: steps at which messages are to arrive, until `take_due` asks. Counts that the
-    host would have to wait for follow in `catch_up`.
+    skipped: contributions left out because a gradient was not finite; by_parameter: the same for each parameter;
+    refused: messages that failed validation; each over all replicas. fatal: 0, or a number for the reason why all must
+    stop, which `error` decodes on any rank. due: steps at which messages are due, until `take_due` takes them. Counts
+    for which the host would have to wait are added by `catch_up`.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class FaultCounts:
         self._reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
 
     def report_later(self, due: int, numbers: Readback, report: Callable[[list[Any]], object]) -> None:
-        """Calls `report` with `numbers`, about a message that was to arrive at step `due`, when they are read."""
+        """Makes `catch_up` call `report` with `numbers`, which are about a message due at step `due`."""
         self._reports.append((due, numbers, report))
 
     def catch_up(self, until: float) -> None:
-        """Counts the messages that were to arrive at steps up to `until`, so that all ranks know the same."""
+        """Counts the messages due at steps up to `until`, so that all ranks have the same counts."""
         ready = [each for each in self._reports if each[0] <= until]
         self._reports = [each for each in self._reports if each[0] > until]
         for _, numbers, report in ready:
             report(numbers.read())
 
     def take_due(self, until: float) -> bool:
-        """Whether a message was to arrive at steps up to `until` since the last call; the same on all ranks."""
+        """True if a message was due at steps up to `until` since the last call; the same on all ranks."""
         if self._reports:
             self.catch_up(until)
         arrived = {step for step in self.due if step <= until}
@@ -76,12 +76,12 @@ class FaultCounts:
         return bool(arrived)
 
     def accept(self, senders: Iterable[int], place: int) -> None:
-        """Messages of `senders` were taken in; place: which of the messages that a replica sends per step."""
+        """Records that messages of `senders` were used; place: which of a replica's messages per step."""
         for sender in senders:
             self._row[sender, place] = 0
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """`sender` sends an empty message there at `step`, because its `name` is not finite."""
+        """Counts an empty message of `sender` at `step`, sent because its `name` is not finite."""
         self.skipped += 1
         self.by_parameter[name] += 1
         self._row[sender, place] += 1
@@ -94,7 +94,7 @@ class FaultCounts:
             self._warn(step, sender, f"{text}; contribution skipped ({count})")
 
     def refuse(self, sender: int, fault: str, step: int) -> None:
-        """A message of `sender` at `step` is not used, because it `fault`."""
+        """Counts a message of `sender` at `step` that is not used, because it `fault`."""
         self.refused += 1
         self._strikes[sender] += 1
         self._warn(step, sender, f"a message of replica {sender} was refused at step {step}: it {fault}")
@@ -102,21 +102,21 @@ class FaultCounts:
             self._stop(_REFUSED, sender)
 
     def refuse_sum(self, step: int) -> None:
-        """The sum that the network made at `step` is not finite, though each replica's part was."""
+        """Counts a sum of the network at `step` that is not finite, though each replica's part was."""
         self.refuse(self._replica, "added up to what is not finite: a link damages what it carries", step)
 
     def differ(self, sender: int, step: int) -> None:
-        """`sender` received other messages before `step` than the other replicas did."""
+        """Records that `sender` received other messages before `step` than the other replicas did."""
         self._warn(step, sender, f"replica {sender} received other messages than the others before step {step}")
         if not self._repairs:
             self._stop(_DESYNC, sender)
 
     def desync(self, sender: int, name: str) -> None:
-        """`sender` holds another `name` than the other replicas."""
+        """Records that the `name` of `sender` differs from the other replicas."""
         self._stop(_DESYNC, sender, name)
 
     def error(self, fatal: int, step: int) -> Exception:
-        """The error that the number `fatal` of any rank of this level stands for, at `step`."""
+        """The error at `step` for the number `fatal` of any rank of this level."""
         kind, sender, name = fatal >> 56, fatal >> 32 & 0xFFFFFF, self._names[fatal & 0xFFFFFFFF]
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
@@ -134,7 +134,7 @@ class FaultCounts:
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
-        """Logs once per step and sender, on the first replica and the one that it is about."""
+        """Logs once per step and sender, on the first replica and on the sender."""
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)

@@ -1,4 +1,4 @@
-"""The guard seals the messages of a replica, and decides which of those that arrive may be used."""
+"""The guard seals the messages of a replica, and decides which received messages may be used."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,21 +16,22 @@ from detonation.core.integrity.validate import Expected, decide_usable, explain_
 
 
 class Guard:
-    """Stands between one channel and its link, the same on all replicas.
+    """Seals and validates the messages between one channel and its link.
 
-    The decision on a message is a function of its bytes and of the messages beside it, so replicas that received the
-    same bytes take it alike; whether they did, each sends with its next message, as a digest. A message that is refused
-    counts as zeros: the mean stays a mean over all replicas, so that nobody's voice grows because another's was lost.
+    The decision on a message is a function of its bytes and of the other messages of the exchange, so replicas that
+    received the same bytes decide the same. With its next message each replica sends a digest of the bytes that it
+    received. A refused message counts as zeros: the mean stays a mean over all replicas, so that no replica gains
+    weight because the message of another was lost.
 
     Args:
         names: Of the parameters.
-        schema: Everything that both sides must know alike to read a message.
+        schema: All settings that sender and receiver must share to read a message.
         place: Which of the messages of a step these are.
-        replica: This one.
-        delay: Steps that a message may be on its way.
-        counts: Hears of every fault.
-        on_device: Whether the device decides. The counts then follow later: no message is ever used that must not be,
-            but a count, a warning or a reason to stop comes when somebody catches up.
+        replica: The number of this replica.
+        delay: Steps that a message may be in flight.
+        counts: Counts every fault.
+        on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
+            reasons to stop follow only in `FaultCounts.catch_up`.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Guard:
         """Puts a header before the parts of each message of one collective.
 
         Args:
-            status: 0, or 1 + the number of the parameter for whose sake the message is empty.
+            status: 0, or 1 + the number of the parameter because of which the message is empty.
             phase: Which of the collectives of an exchange; the last is 0.
 
-        Shapes: any, alike in all messages -> `[8]` int64, and the parts.
+        Shapes: any, the same in all messages -> `[8]` int64 and the parts, per message.
         """
         received = 0
         if not phase:
@@ -75,7 +76,7 @@ class Guard:
 
         Args:
             messages: One sealed message per replica: header and parts.
-            content: What `Codec.open` found in each.
+            content: The facts about each message, from `Codec.open`.
             signals: See `Expected`.
 
         Shapes: content `[replicas, 3]` int64 -> `[replicas]` bool, or None where all may be used.
@@ -91,9 +92,9 @@ class Guard:
         return None if self._report(table.tolist(), expected, last=not phase) else table[:, -1] != 0
 
     def seal_sum(self, values: Tensor, dtype: torch.dtype, replicas: int, status: int | Tensor) -> Tensor:
-        """The buffer that the network may add up: `values` in `dtype`, and after them everyone's status.
+        """The buffer for an all-reduce: `values` in `dtype`, and after them the status of every replica.
 
-        Each replica has three places for its own status and zeros in the others', so that no header is needed.
+        Each replica writes three numbers for its own status and zeros for the others, so that no header is needed.
 
         Shapes: `[rows, k]` -> `[rows * k + 3 * replicas]`.
         """
@@ -107,7 +108,7 @@ class Guard:
         return buffer
 
     def open_sum(self, total: Tensor, count: int, step: int) -> Tensor:
-        """The sum of the values alone, after all statuses were counted; zeros where it is not finite.
+        """Counts the statuses in a sum, and returns the sum of the values; zeros if it is not finite.
 
         Shapes: `[count + 3 * replicas]` -> `[count]`.
         """
@@ -123,7 +124,7 @@ class Guard:
         return values if fine else torch.zeros_like(values)
 
     def _report(self, rows: Sequence[Sequence[int]], expected: Expected, last: bool) -> bool:
-        """Counts the faults of each row of a table with its decision in the last column; whether there are none."""
+        """Counts the faults of each row of the table of `decide`; returns True if all messages may be used."""
         used, step = [row[12] for row in rows], expected.header.step
         faults = [""] * len(rows) if all(used) else explain_faults(rows, expected)
         if last:
@@ -140,7 +141,7 @@ class Guard:
         return False
 
     def _compare_received(self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int) -> None:
-        """Did all receive the same earlier? A message that was damaged on its way to some only shows here."""
+        """Compares the digests of all replicas, which reveal a message that was damaged on the way to some of them."""
         self._received[self._opened] = hash63(repr([(row[7], fault) for row, fault in zip(rows, faults, strict=True)]))
         self._received.pop(self._opened - 2 - self._delay, None)
         self._opened += 1
@@ -152,7 +153,7 @@ class Guard:
                     self._counts.differ(sender, step)
 
     def _report_sum(self, found: Sequence[float], step: int) -> None:
-        """Counts everyone's status, and a sum that is not finite."""
+        """Counts the status of each replica, and a sum that is not finite."""
         finite, *digits = found
         if any(digits):
             for sender in range(len(digits) // DIGITS):
@@ -172,5 +173,5 @@ class Guard:
 
 
 def hash63(text: str) -> int:
-    """A word that stands for `text`: 63 bits of its sha256."""
+    """63 bits of the sha256 of `text`, as a number."""
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1

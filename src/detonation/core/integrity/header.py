@@ -1,4 +1,4 @@
-"""The header: 64 bytes before every gathered message, its kind, its sender and the checksum of its content."""
+"""The header: 64 bytes before every gathered message, with its schema, its sender and its checksum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from detonation.core.compute.checksum import checksum, checksums
 
 MAGIC = int.from_bytes(b"DeToNAT", "little")
 VERSION = 2
-"""Of header and messages: another version cannot be read."""
+"""Of the format of header and messages; messages of another version are refused."""
 IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES = 64
 DIGITS = 3
-"""Numbers below 256 in which a replica sends its status where the network adds messages up, exact in bf16 too."""
+"""The numbers below 256 that carry the status of a replica in an all-reduce; exact in bf16, too."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Header:
     """The content of a header; each word from 0 to below 2**63.
 
     Args:
-        schema: A hash of everything that both sides must know alike to read the message.
+        schema: A hash of all settings that sender and receiver must share to read the message.
         step: Of the exchange.
         place: Which of its sender's messages of that step it is.
         sender: The replica.
-        status: 0, or 1 + the number of the parameter for whose sake the message is empty; `[]` int64 where only the
-            device knows.
+        status: 0, or 1 + the number of the parameter because of which the message is empty; `[]` int64 where only
+            the device knows.
         received: A digest of the messages that its sender received earlier, which must be the same on all replicas.
     """
 
@@ -39,9 +39,9 @@ class Header:
     received: int = 0
 
     def sealed(self, messages: Sequence[Sequence[Tensor]], on_device: bool = False) -> list[tuple[Tensor, ...]]:
-        """The parts of each message, as long as those of the others, with a header before them.
+        """The parts of each message, with a header before them; all messages have parts of the same lengths.
 
-        Shapes: any -> `[8]` int64, and the parts.
+        Shapes: any -> `[8]` int64 and the parts, per message.
         """
         parts = messages[0]
         nbytes = sum(part.nbytes for part in parts)
@@ -58,7 +58,7 @@ class Header:
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
-    """The bytes of a sealed message as `sender` would have sent it; anything else as it is.
+    """The bytes of a sealed message as `sender` would have sent it; other bytes without a change.
 
     Shapes: `[bytes]` uint8 -> the same.
     """
@@ -73,7 +73,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
 
 
 def put(place: Tensor, value: int | Tensor) -> None:
-    """Makes `place` hold `value`. A number goes to the device with the call; a list would be waited for.
+    """Writes `value` to `place`. A number goes to the device with the call; for a list the host would wait.
 
     Shapes: `[]`.
     """

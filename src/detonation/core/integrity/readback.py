@@ -1,4 +1,4 @@
-"""Readback: numbers on their way from a device to the host, which reads them when it no longer has to wait."""
+"""Readback: the copy of numbers from a device to the host, which reads them once it no longer has to wait."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Readback:
-    """The numbers of a small tensor that nobody changes any more.
+    """A copy, made in the background, of a small tensor that no longer changes.
 
     Shapes: any; `read` returns nested lists of the same shape.
     """
@@ -22,7 +22,7 @@ class Readback:
             self._event.record(module.current_stream(numbers.device))
 
     def read(self) -> list[Any]:
-        """The numbers as lists. Waits for the work that the device was given before them, not for later work."""
+        """The numbers as lists. Waits for the work that the device got before the copy, not for later work."""
         if self._event:
             self._event.synchronize()
         return self._numbers.tolist()

@@ -12,7 +12,7 @@ from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.header import IDENTITY, MAGIC, VERSION, Header
 
 LOUDER = 1000.0
-"""How often the median of all norms one norm may be: momentum at decay 0.999 cannot be more times a single gradient."""
+"""The largest allowed ratio of a norm to the median norm: a momentum at decay 0.999 is at most 1000 gradients."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Expected:
     """The properties that all messages of an exchange must have, whoever sends them.
 
     Args:
-        header: Of replica 0; status and received digest are free.
-        nbytes: After the header.
+        header: Of replica 0; status and received digest are not compared.
+        nbytes: The bytes after the header.
         parameters: The largest status.
-        signals: Whether each message carries its sender's own signal, so that all are about as loud as one another; not
-            so an owner's aggregate.
+        signals: Whether each message carries its sender's own signal, so that all norms are of similar size; an
+            owner's aggregate is not.
     """
 
     header: Header
@@ -34,14 +34,14 @@ class Expected:
 
 
 def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expected: Expected) -> Tensor:
-    """Which messages have no fault and are not to be skipped, and the facts that say so.
+    """Decides which messages may be used: the ones that have no fault and are not empty.
 
     Args:
         messages: One sealed message per replica: header and parts.
-        content: What `Codec.open` found in each.
+        content: The facts about each message, from `Codec.open`.
 
     Shapes: content `[replicas, 3]` int64 -> `[replicas, 13]` int64: the eight words of the header, the checksum of the
-    content, the columns of `content`, and 1 where the message may be used.
+    content, the three facts of `content`, and 1 where the message may be used.
     """
     sums = checksums([[header[:-1], *parts] for header, *parts in messages])
     table = torch.cat([torch.stack([header for header, *_ in messages]), sums.unsqueeze(1), content], 1)
@@ -61,7 +61,7 @@ def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expecte
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
-    """Why each message of `table` (see `decide_usable`) is not to be used, in replica order; "" where it is."""
+    """The fault of each message of `table` (see `decide_usable`), in replica order; "" for a message without one."""
     norms = [struct.unpack("d", struct.pack("q", row[11]))[0] for row in table]
     found = [_fault(sender, row, norms[sender], expected) for sender, row in enumerate(table)]
     sending = sorted(norm for norm, fault in zip(norms, found, strict=True) if not fault and norm > 0)

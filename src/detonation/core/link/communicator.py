@@ -1,4 +1,4 @@
-"""Communicators carry bytes between the replicas of one axis: a process group, or something that plays one."""
+"""Communicators carry bytes between the replicas of one axis: a process group, or an emulation of one."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -51,7 +51,7 @@ class Communicator(Protocol):
 
 
 Axis = DeviceMesh | Communicator
-"""The axes along which replicas can be joined."""
+"""An axis along which replicas are joined."""
 
 
 class ProcessGroupCommunicator:
@@ -69,7 +69,7 @@ class ProcessGroupCommunicator:
     def size(self) -> int:
         return self._size
 
-    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         buffer = values.to(self._transport or values.device)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
@@ -79,7 +79,7 @@ class ProcessGroupCommunicator:
 
         return wait
 
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
         sent = mine.to(self._transport or mine.device)
         gathered, self._buffer = self._buffer, None
         if gathered is None or gathered.shape != (self._size, len(sent)):
@@ -93,15 +93,16 @@ class ProcessGroupCommunicator:
         return wait
 
     def recycle(self, gathered: Tensor) -> None:
-        """Takes back a buffer that `all_gather` returned on a CPU, for its next call: the pages of a large message cost
-        more than the message.
+        """Takes back a buffer that `all_gather` returned on a CPU, for its next call.
+
+        New memory pages for a large message cost more than the message.
 
         Shapes: `[replicas, bytes]` uint8.
         """
         if gathered.device.type == "cpu":
             self._buffer = gathered
 
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
         sent = mine.to(self._transport or mine.device)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)

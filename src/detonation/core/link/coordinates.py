@@ -23,12 +23,12 @@ class Coordinates:
 
     @property
     def name(self) -> str:
-        """How the rank is called in saved states."""
+        """The name of the rank in saved states."""
         return f"replica{self.replica}-shard{self.shard}"
 
 
 def coordinates_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor]) -> Coordinates:
-    """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh that the parameters lie on.
+    """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the parameters.
 
     Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1.
 
@@ -46,7 +46,7 @@ def coordinates_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[T
 
 
 def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
-    """The identity of an axis, and this rank's place on it, of how many."""
+    """The identity of an axis, and this rank's position on it and the size of the axis."""
     if not isinstance(axis, DeviceMesh):
         return id(axis), (axis.replica, axis.size())
     ranks = tuple(axis.mesh.flatten().tolist())
@@ -54,8 +54,8 @@ def _axis(axis: Axis) -> tuple[object, tuple[int, int]]:
 
 
 def alike(levels: Sequence[tuple[Axis, Scheme]]) -> bool:
-    """Whether replicas hold the same weights and base optimizer state between any two steps: all levels are gradients'.
+    """True if replicas hold the same weights and base optimizer state between any two steps.
 
-    Otherwise both are private to the replica until a round ends.
+    That needs levels of gradients alone; otherwise both are private to the replica until a round ends.
     """
     return bool(levels) and all(scheme.signal == "gradients" for _, scheme in levels)

@@ -1,6 +1,6 @@
-"""Exchanges: the collectives that turn every replica's message into the messages that all received alike.
+"""Exchanges: the collectives through which all replicas receive the same messages.
 
-An exchange seals a message, starts a collective and opens the messages that arrive; through owners it does so twice.
+An exchange seals a message, starts a collective and opens the messages that arrive; a two-stage exchange does so twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ Indices = Tensor | PackedIndices | None
 
 @dataclass
 class InFlight:
-    """One message on its way.
+    """One message in flight.
 
     Args:
         arriving: The collective that was started last.
         shared: The indices of each replica's values where all replicas know them, `[rows, k]`, or None.
         shape: Of the selected values.
-        own: This replica's values as everyone will read them, `[rows, k]` fp32, where they were asked for.
+        own: This replica's values as every receiver will decode them, `[rows, k]` fp32, where `start` was to read them.
     """
 
     arriving: Arriving | Callable[[], Tensor]
@@ -43,34 +43,36 @@ class InFlight:
 
 
 class Exchange(Protocol):
-    """The way of messages through one or two collectives. All replicas call its methods in the same order."""
+    """Sends messages through one or two collectives. All replicas call its methods in the same order."""
 
     secluded: bool
-    """Whether a replica receives messages that the others do not see."""
+    """True if a replica receives messages that the others do not see."""
 
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
-        """Encodes and sends what was selected.
+        """Encodes and sends a selection.
 
         Args:
             status: See `Header`.
             read_own: Whether `InFlight.own` is needed.
+
+        Shapes: selected values `[rows, k]` fp32, status an int or `[]` int64 -> own `[rows, k]` fp32.
         """
         ...
 
     def forward(self, flight: InFlight) -> None:
-        """Sends on what others need of this replica; all flights are forwarded before the first is received."""
+        """Starts the second collective, if there is one; called for all flights before the first `receive`."""
         ...
 
     def receive(self, flight: InFlight) -> Received:
-        """Waits for the messages that all replicas received alike."""
+        """Waits for the messages that all replicas receive."""
         ...
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
-        """The same for a bucket: `rows` rows from row `first` on, sharing the state."""
+        """The exchange of a bucket, `rows` rows from row `first` on, which shares the state."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that it keeps between steps, by name.
+        """The tensors that stay between steps, by name.
 
         Shapes: `[owned, chunk]` each.
         """
@@ -78,7 +80,7 @@ class Exchange(Protocol):
 
 
 class AllReduce:
-    """The network adds the messages up: all carry the same coordinates, in a type that can be added."""
+    """The network adds the messages: all carry the same coordinates, in a type that can be added."""
 
     secluded = False
 
@@ -87,6 +89,7 @@ class AllReduce:
         self._codec, self._link, self._guard, self._dtype = codec, link, guard, codec.precision.dtype
 
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
+        # selected values [rows, k] fp32, status [] int64 -> own [rows, k] fp32
         values = selected.values
         buffer = self._guard.seal_sum(values, self._dtype, self._link.replicas, status)
         own = None
@@ -105,7 +108,7 @@ class AllReduce:
     def for_rows(self, first: int, rows: int, guard: Guard) -> "AllReduce":
         return AllReduce(self._codec, self._link, guard)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:  # none: only `TwoStage` has a residual, [owned, chunk]
         return {}
 
 
@@ -118,6 +121,7 @@ class AllGather:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
 
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
+        # selected values [rows, k] fp32, status [] int64 -> own [rows, k] fp32
         (message,) = self._codec.encode(selected)
         own = self._codec.read(message, len(selected.values)) if read_own else None
         shared = selected.indices if self._codec.selection.shared else None
@@ -136,7 +140,7 @@ class AllGather:
     def for_rows(self, first: int, rows: int, guard: Guard) -> "AllGather":
         return AllGather(self._scheme, self._codec, self._link, guard)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:  # none: only `TwoStage` has a residual, [owned, chunk]
         return {}
 
 
@@ -144,8 +148,9 @@ class TwoStage:
     """A two-stage all-reduce: each replica owns some of the rows, receives them from all, aggregates them, and sends
     the result to all.
 
-    The bytes that a replica sends do not grow with their number. The result is selected and encoded again; the rest
-    stays in the server residual of the owner and is sent later, so that nothing is lost (law 1) between the two.
+    The bytes that a replica sends do not grow with the number of replicas. The result is
+    selected and encoded again; the rest stays in the server residual of the owner and is sent later, so that nothing is
+    lost (law 1) between the two stages.
     """
 
     secluded = True
@@ -157,6 +162,7 @@ class TwoStage:
         self.owners, self.residual = owners, residual  # [owned, chunk]
 
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
+        # selected values [rows, k] fp32, status [] int64 -> own [rows, k] fp32
         dealt = self._deal(selected)
         messages = self._codec.encode(*dealt)
         own = None
@@ -193,11 +199,11 @@ class TwoStage:
         residual = self.residual[start : start + owners.owned]
         return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32
         return {"server_residual": self.residual}
 
     def _deal(self, selected: Selected) -> list[Selected]:
-        """The selection of the rows of each owner. Padding is zeros, at indices that differ as in any row."""
+        """Splits a selection by the owners of its rows. Padding is zeros, at valid indices."""
         k, indices = self._codec.selection.k, list[Tensor | None]([None] * self._link.replicas)
         if selected.indices is not None:
             (sent,) = as_int64([selected.indices])
@@ -207,7 +213,7 @@ class TwoStage:
 
 
 def opened(codec: Codec, guard: Guard, flight: InFlight, rows: int, phase: int = 0, signals: bool = True) -> Received:
-    """Waits for one sealed message per replica: inspected, counted and read, with zeros where one must not be used.
+    """Waits for one sealed message per replica, and validates, counts and decodes them; zeros replace unusable ones.
 
     Args:
         phase, signals: See `Guard.seal` and `Expected`.
@@ -221,7 +227,7 @@ def opened(codec: Codec, guard: Guard, flight: InFlight, rows: int, phase: int =
 
 
 def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device, guard: Guard) -> Exchange:
-    """The exchange that the scheme asks for or, where it leaves it open, the one that sends least."""
+    """The exchange for the collective that `collective_for` chooses."""
     chosen = collective_for(scheme, rows, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
         return AllReduce(scheme.codec, link, guard)

@@ -14,7 +14,7 @@ class Mismatch(ValueError):
 
 
 def send_to_all(communicator: Communicator, value: Any, device: torch.device) -> list[Any]:
-    """Every replica's `value` (of JSON), in replica order, in messages of sizes that all know. Collective."""
+    """Every replica's `value` (of JSON), in replica order, in messages whose sizes all know. Collective."""
 
     def gathered(content: bytes) -> list[bytes]:
         rows = communicator.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))()
@@ -34,8 +34,8 @@ def require_same(
 ) -> None:
     """Raises `Mismatch` on every rank where descriptions differ, naming the difference. Collective.
 
-    All ranks of a node must describe the same, too. Messages of different sizes would end the receiver's process inside
-    the network library, so this comes before the first of them, in messages of sizes that all know.
+    All ranks of a node must have the same description, too. Messages of different sizes would end the receiver's
+    process inside the network library, so this comes before the first of them, in messages whose sizes all know.
 
     Args:
         description: Compared entry by entry.

@@ -12,7 +12,7 @@ from detonation.core.link.communicator import Communicator
 
 
 class HierarchicalCommunicator:
-    """Carries one message per node: each rank of the node takes its part over the slow link, then all swap parts.
+    """Sends one message per node: each rank of the node sends a part over the slow link, then all exchange parts.
 
     A message must be the same on all ranks of the node. The result is that of `inter_node` alone, bit for bit where
     that adds two numbers only (an all-reduce among more may add in another order).
@@ -29,7 +29,7 @@ class HierarchicalCommunicator:
     def size(self) -> int:
         return self._slow.size()
 
-    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         arriving = self._slow.all_reduce(self._own_part(values.reshape(1, -1)).view(-1))
 
         def wait() -> Tensor:
@@ -38,15 +38,15 @@ class HierarchicalCommunicator:
 
         return wait
 
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
         return self._joined(self._slow.all_gather(self._own_part(mine.view(1, -1)).view(-1)), len(mine))
 
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
         slices = mine.view(self.size(), -1)
         return self._joined(self._slow.all_to_all(self._own_part(slices).reshape(-1)), slices.shape[1])
 
     def _own_part(self, lines: Tensor) -> Tensor:
-        """The part of every line that this rank carries: an equal share, zero-padded."""  # [lines, n]
+        """The part of every line that this rank sends: an equal share, zero-padded."""  # [lines, n] -> [lines, share]
         share = -(-lines.shape[1] // self._fast.size())
         padded = torch.nn.functional.pad(lines, (0, share * self._fast.size() - lines.shape[1]))
         return padded[:, self._fast.replica * share : (self._fast.replica + 1) * share]
@@ -65,9 +65,9 @@ class HierarchicalCommunicator:
 def split_by_sharding(
     parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
 ) -> list[tuple[dict[str, Tensor], int]]:
-    """`parameters` by the way of their messages: first those of which each rank of the node holds a shard.
+    """Splits `parameters`: first the parameters of which each rank of the node holds a shard, then all others.
 
-    With each goes the number of local ranks that carry one message: 1, or as many as `intra_node` has.
+    With each part comes the number of local ranks that share one message: 1, or as many as `intra_node` has.
 
     Shapes: any.
     """
@@ -80,7 +80,7 @@ def split_by_sharding(
 
 
 def _is_sharded(parameter: Tensor, others: set[int]) -> bool:
-    """Whether `parameter` is sharded over one of the ranks `others`."""
+    """True if `parameter` is sharded over one of the ranks `others`."""
     if not isinstance(parameter, DTensor):
         return False
     mesh = parameter.device_mesh

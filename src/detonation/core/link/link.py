@@ -18,14 +18,13 @@ from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 class Link:
     """The replicas along one mesh axis, as one of them sees it.
 
-    bytes_sent: bytes that this rank has handed to the network for the others, by the arithmetic of ring collectives;
-    over the axis itself, not inside the node. waited_s: for how long it has stood still because an exchange was not
-    over. Over a network library that waits on the device (NCCL) the host does not stand still, and the device's waiting
-    is not in it.
+    bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring collectives; over the
+    axis itself, not inside the node. waited_s: seconds for which the host was blocked by an unfinished exchange. A
+    network library that waits on the device (NCCL) does not block the host, and the device's waiting is not counted.
 
     Args:
         axis: Between the replicas.
-        intra_node: The axis inside the node, where all its ranks send the same: each then carries a part of it.
+        intra_node: The axis inside the node, where all its ranks hold the same message: each then sends a part of it.
     """
 
     def __init__(self, axis: Axis, intra_node: Axis | None = None) -> None:
@@ -40,7 +39,7 @@ class Link:
         self.waited_s = 0.0
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """Starts adding `values` up over all replicas; the sum is bitwise the same on each.
+        """Starts the sum of `values` over all replicas; the result is bitwise the same on each.
 
         `values` belongs to the link from here on.
 
@@ -77,10 +76,10 @@ class Link:
         return Arriving(self, self._communicator.all_to_all(mine), slices[0])
 
     def collect(self, words: Tensor) -> Tensor:
-        """Every replica's `words`, of which all have equally many, in replica order. Not counted as sent.
+        """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
 
-        Ranks of a node may differ here, where their messages must not: the words of a node's ranks are mixed into one,
-        so that all ranks learn of a difference.
+        The ranks of a node may differ here, unlike in messages: their words are mixed into one, so that all ranks
+        notice a difference.
 
         Shapes: `[n]` int64 -> `[replicas, n]` int64.
         """
@@ -100,7 +99,7 @@ class Link:
         require_same(self._inter_node, self._intra_node, description, device, notes)
 
     def recycle(self, rows: Tensor) -> None:
-        """Returns a receive buffer whose content nobody looks at again.
+        """Returns a receive buffer whose content is no longer needed.
 
         Shapes: `[replicas, bytes]` uint8.
         """
@@ -110,7 +109,7 @@ class Link:
 
 @dataclass
 class Arriving:
-    """The parts that every replica sent, on their way, in replica order.
+    """The parts that every replica sent, in flight, in replica order.
 
     Args:
         like: One replica's parts, for their shapes and types.
@@ -142,6 +141,6 @@ class Arriving:
         return unpacked
 
     def release(self) -> None:
-        """Returns the receive buffer: nobody looks at the parts again."""
+        """Returns the receive buffer; the parts must not be used afterwards."""
         if self.rows is not None:
             self.link.recycle(self.rows)

@@ -1,4 +1,4 @@
-"""The speed of one tier of the network. Pure arithmetic, shared by planner, throttling and probe."""
+"""Link speed: rate and latency of one tier of the network. Pure arithmetic for planner, emulation and probe."""
 
 import math
 import re
@@ -13,9 +13,14 @@ _FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?bit)\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What a node can send at once, in both directions at the same time, and how long a bit is on its way.
+    """The rate at which a node sends and receives at the same time, and the latency.
 
-    rate_bits_per_s: above 0, may be infinite; shared by all local ranks of the node. latency_s: one way, at least 0.
+    Args:
+        rate_bits_per_s: Above 0, may be infinite; shared by all local ranks of the node.
+        latency_s: One way, at least 0.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     rate_bits_per_s: float
@@ -29,7 +34,7 @@ class LinkSpeed:
 
     @classmethod
     def parse(cls, text: str) -> "LinkSpeed":
-        """The speed that `text` spells, a rate and, if you like, a latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
+        """Parses a rate and an optional latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
 
         >>> LinkSpeed.parse("100mbit,5ms")
         LinkSpeed(rate_bits_per_s=100000000.0, latency_s=0.005)
@@ -47,7 +52,7 @@ class LinkSpeed:
             ) from error
 
     def seconds(self, nbytes: float, hops: int) -> float:
-        """How long a node's `nbytes` take over a path of `hops` messages, each of which waits for the one before."""
+        """Seconds that a node's `nbytes` take over a path of `hops` messages, each after the one before."""
         return 8 * nbytes / self.rate_bits_per_s + hops * self.latency_s
 
     def __str__(self) -> str:
@@ -57,9 +62,9 @@ class LinkSpeed:
 
 
 def hops(kind: CollectiveKind, replicas: int) -> int:
-    """Messages of one exchange that have to wait for one another, on a ring.
+    """The number of messages of one exchange that follow one another, on a ring.
 
-    R - 1 for an all-gather and twice that for an all-reduce; through owners one for all slices at once, then R - 1.
+    R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at once, then R - 1.
 
     >>> hops("all-reduce", 4), hops("all-gather", 4), hops("owner", 4)
     (6, 3, 4)

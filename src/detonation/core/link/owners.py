@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowOwners:
-    """`rows` rows dealt out to `replicas` in turns, `run` at a time; the remainder goes in equal parts.
+    """Assigns `rows` rows to `replicas` in turns of `run` rows each; the remainder is split into equal parts.
 
-    So the rows up to the end of any turn have the same owners by themselves as in the whole.
+    The rows up to the end of any turn therefore have the same owners alone as in the whole.
     """
 
     rows: int
@@ -21,7 +21,7 @@ class RowOwners:
 
     @cached_property
     def owned(self) -> int:
-        """Rows that each replica owns; the last ones may be padding."""
+        """The number of rows that each replica owns; the last ones may be padding."""
         return -(-self.rows // self.replicas)
 
     def deal(self, lines: Tensor, padding: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What `closure` returns, with gradients on; None where there is none."""
+    """Calls `closure` with gradients enabled and returns its value; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

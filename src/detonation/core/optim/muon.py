@@ -17,15 +17,34 @@ from detonation.core.optim.closure import evaluated
 class Muon(Optimizer):
     """`m = momentum * m + (1 - momentum) * gradient`; a matrix moves by `lr * 0.2 * sqrt(longer side) * orthogonal(m)`.
 
-    Jordan et al., 2024 (kellerjordan.github.io/posts/muon), with Nesterov momentum and the scale of Liu et al., arXiv
-    2502.16982, by which one lr serves matrices and the rest. Parameters that are no matrices, and those of groups with
-    `orthogonal=False` (embeddings and the output layer belong there), go by AdamW (`betas`, `eps`).
+    The momentum is Nesterov's, and with the scale one lr serves matrices and all other parameters. AdamW moves the
+    parameters that are not matrices, and all parameters of groups with `orthogonal=False` (embeddings and the output
+    layer belong there).
 
-    An orthogonal direction is one of the whole matrix: each step gathers every sharded matrix inside the node, and all
-    its ranks compute it, shards times the work of one. `torch.optim.Muon` and `AdamW` side by side take the same steps
-    on whole matrices; on shards torch 2.13 fails at a matrix with a single row and starts 8 collectives a matrix.
+    The orthogonal direction depends on the whole matrix: each step gathers every sharded matrix inside the node, and
+    every rank of the node computes the whole direction. `torch.optim.Muon` and `AdamW` side by side take the same steps
+    on whole matrices; on shards torch 2.13 fails for a matrix with a single row and starts 8 collectives per matrix.
 
-    lr: at least 0. momentum: from 0 to below 1. weight_decay: decoupled, at least 0.
+    Args:
+        params: Parameters or groups of them, as in torch; a group may set `orthogonal`.
+        lr: At least 0.
+        momentum: From 0 to below 1.
+        weight_decay: Decoupled, at least 0.
+        betas: The decay of AdamW's two moments, each from 0 to below 1.
+        eps: Added to the denominator of AdamW.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> optimizer = Muon([weight], lr=1.0)
+        >>> weight.grad = torch.tensor([[4.0, 0.0], [0.0, 0.5]])
+        >>> optimizer.step()
+        >>> weight.mul(10).round().tolist()
+        [[-2.0, 0.0], [0.0, -2.0]]
+
+    Reference: Jordan et al., Muon, 2024 (kellerjordan.github.io/posts/muon); the scale of Liu et al., arXiv 2502.16982.
     """
 
     def __init__(
@@ -48,7 +67,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all parameters that have a gradient; returns what `closure` returns."""
+        """Takes one step on all parameters that have a gradient; returns the value of `closure`."""
         loss = evaluated(closure)
         for group in self.param_groups:
             present = [p for p in group["params"] if p.grad is not None]
@@ -91,7 +110,7 @@ class Muon(Optimizer):
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """`_newton_schulz` of the whole matrix, laid out as `matrix` is."""
+    """`_newton_schulz` of the whole matrix, sharded as `matrix` is."""
     if not isinstance(matrix, DTensor):
         return _newton_schulz(matrix)
     whole = _newton_schulz(matrix.full_tensor())

@@ -15,14 +15,20 @@ from detonation.core.optim.closure import evaluated
 
 
 class SignedUpdate(Protocol):
-    """An update that moves weights by its signs while it is decoded, so that nobody writes it down."""
+    """An update that moves weights by its signs while it is decoded, without being stored."""
 
     def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """Whether it can move these weights."""
+        """True if the update can move these weights.
+
+        Shapes: one local shape per parameter.
+        """
         ...
 
     def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight."""
+        """`weight = shrink * weight - lr * sign(update)`, with shrink and lr of each weight.
+
+        Shapes: one local shape per parameter.
+        """
         ...
 
 
@@ -72,10 +78,12 @@ class SignSGD(Optimizer):
         self._updates = {}
 
     def take(self, parameters: Sequence[Tensor], update: SignedUpdate) -> bool:
-        """Moves `parameters` by `update` in the next step, whatever their gradients are.
+        """Moves `parameters` by `update` in the next step, and ignores their gradients.
 
-        Returns whether it will: only where the step is signs alone, nobody looks at the gradients before it, and the
-        update can.
+        Returns False, and does nothing, where a momentum or a step hook needs the gradients, or the update cannot move
+        these weights.
+
+        Shapes: any, each parameter as in its layer.
         """
         if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
             return False

@@ -43,8 +43,10 @@ def build_levels(
 ) -> tuple[list[list[Replicator]], StopConsensus]:
     """The replicators of each level over the local shards of `parameters`: one, or one per fragment, or none.
 
-    With `intra_node` there may be two of each: for parameters that the ranks of a node hold shards of, and for those
-    held whole. Raises `LargerThanDense` where a scheme would send more than full synchronisation.
+    With `intra_node` there may be two of each: for parameters that are sharded over the ranks of a node, and for
+    parameters that each rank holds whole.
+
+    Raises `LargerThanDense` where a scheme would send more than full synchronisation.
 
     Shapes: any.
     """
@@ -99,7 +101,7 @@ def compare_replicas(replicators: Sequence[Replicator], safety: Safety) -> None:
 
 
 def _description(replicator: Replicator, safety: Safety) -> dict[str, str]:
-    """All settings that must be the same, by the name that an error shall use."""
+    """All settings that must be the same, by their names in an error."""
     scheme, channel = replicator.scheme, replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed), "kernel": channel.engine.name}

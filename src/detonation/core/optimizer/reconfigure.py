@@ -1,4 +1,4 @@
-"""Other settings of a scheme between two steps, with everything that a replica remembers."""
+"""Reconfiguration: other settings of a scheme between two steps, without a loss of state."""
 
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +47,7 @@ def reconfigured(
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:
-    """Raises `ValueError` unless everything that `old` keeps has its place in `new`."""
+    """Raises `ValueError` unless all state of `old` has its place in `new`."""
     ways = [type(each.channel.exchange).__name__ for each in (old, new)]
     kept = [each.local_state().named().keys() for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None

@@ -1,4 +1,4 @@
-"""`replicate`: any torch optimizer, and the replicas that it shall agree with."""
+"""`replicate`: makes any torch optimizer train together with its replicas."""
 
 from collections.abc import Sequence
 
@@ -28,9 +28,9 @@ def replicate(
     kernels: bool = True,
     safety: Safety | None = None,
 ) -> Replicated:
-    """Makes `optimizer` train `model` together with its replicas along `axis`, as `scheme` says.
+    """Makes `optimizer` train `model` together with its replicas along `axis`, by `scheme`.
 
-    The result is an optimizer that schedulers, gradient clipping and state-dict helpers take as one. Collectives run at
+    The result is an optimizer for schedulers, gradient clipping and state-dict helpers, too. Collectives run at
     `step()` only, so all ranks must call it. At the first step the replicas compare settings, shapes and weights.
 
     Args:
@@ -44,7 +44,7 @@ def replicate(
             parameters.
         intra_node: The axis inside the node, such as mesh["shard"], where some parameters are held whole by each of its
             ranks (not sharded, or replicated DTensors) and their gradients are made equal there (by DDP, or as
-            DTensors). Each rank then carries a part of their messages, which so cross `axis` once per node.
+            DTensors). Each rank then sends a part of their messages, which cross `axis` once per node.
         seed: Of the random selections; the same on all replicas.
         kernels: Use compiled kernels where they can be built (g++); they round differently, so all replicas must, or
             none.
@@ -86,7 +86,7 @@ def replicate(
 
 
 def check_order(schemes: Sequence[Scheme]) -> None:
-    """Raises `ValueError` where these cannot be levels in this order, from the innermost to the outermost."""
+    """Raises `ValueError` if `schemes` cannot be levels in this order, from the innermost to the outermost."""
     signals = [scheme.signal for scheme in schemes]
     if "gradients" in signals[signals.index("parameters") :] if "parameters" in signals else False:
         raise ValueError("levels that exchange gradients come before levels that exchange parameters")

@@ -92,7 +92,7 @@ class Replicated(Optimizer):
 
     @property
     def is_built(self) -> bool:
-        """Whether the levels exist: from the first step on."""
+        """True once the levels exist: from the first step on."""
         return self._replicators is not None
 
     @torch.no_grad()
@@ -131,18 +131,18 @@ class Replicated(Optimizer):
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Within it the gradients are sent while `loss.backward()` still makes others; `step()` then waits for them.
+        """Context in which gradients are sent while `loss.backward()` still computes others; `step()` waits for them.
 
             with optimizer.overlap():
                 loss.backward()
             optimizer.step()
 
         For the last backward before each step (with accumulation: of the last micro-batch), on all replicas or none.
-        The results are those of a step without it, bit for bit where the network itself does not add up more than two
-        messages; so are the bytes, but for one header per bucket. Only the innermost level of gradients overlaps;
-        without one, and in the first step, which sets up, it does nothing. Gradients must not be changed between
-        backward and step (clipped, unscaled), for they are on their way: that raises `OverlapError`, and so does a
-        second backward within it, or no `step()` after it.
+        The results are those of a step without it, bit for bit where the network itself does not add more than two
+        messages; so are the bytes, except for one header per bucket. Only the innermost level of gradients overlaps;
+        without one, and in the first step, which sets up, it does nothing. Gradients must not change between
+        backward and step (by clipping or unscaling), because they are already sent: that raises `OverlapError`, and so
+        does a second backward within the context, or a missing `step()` after it.
         """
         # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
         if self._consensus is not None and self._consensus.decides_on_device:
@@ -156,8 +156,8 @@ class Replicated(Optimizer):
     def verify(self) -> None:
         """Compares the tensors that must be equal on all replicas, bit for bit: weights, anchors, optimizer states.
 
-        Raises `Desync` on all ranks that names parameter and replica, or repairs the difference, as `safety` says.
-        Collective; reads all of it once and sends 8 bytes per tensor.
+        Raises `Desync` on all ranks, which names parameter and replica, or repairs the difference, according to
+        `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
             with self.agreed_weights():
@@ -165,9 +165,9 @@ class Replicated(Optimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Ends rounds that are open and lands updates on their way, so that all replicas hold the same weights.
+        """Completes open rounds and updates in flight, so that all replicas hold the same weights.
 
-        Collective. A round that was ended early is not made up for: the next one ends when it would have.
+        Collective. The schedule does not change: after a round that ended early, the next one ends as planned.
         """
         self.refuse_overlap()
         if self._consensus is None:
@@ -183,10 +183,10 @@ class Replicated(Optimizer):
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
         """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next step on.
 
-        Everything that the replicas remember stays: memories, anchors, momenta. Open rounds are synchronized first. All
+        The state of the replicas stays: memories, anchors, momenta. Open rounds are synchronized first. All
         ranks call it between the same two steps; they compare settings as at the first step. Raises `ValueError` for
-        another scheme and for settings under which something would be forgotten, and `LargerThanDense`: all goes on as
-        before.
+        another scheme and for settings under which state would be lost, and `LargerThanDense`; the old settings then
+        stay.
         """
         self.set_up()
         self.synchronize()
@@ -199,9 +199,9 @@ class Replicated(Optimizer):
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
-        """Within it the weights are those that the replicas agreed on last, to evaluate and to save.
+        """Context in which the weights are the ones that the replicas agreed on last, for evaluation and saving.
 
-        Only a scheme that looks ahead keeps other weights in between; the look-ahead goes on afterwards.
+        Only a scheme with look-ahead has other weights between steps; it returns to them afterwards.
         """
         with torch.no_grad():
             for replicator in self._replicators or []:
@@ -224,9 +224,9 @@ class Replicated(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.
 
-        State that differs between replicas stands under a key that names the replica, so that a tool that takes equal
-        keys on different ranks for one tensor (torch.distributed.checkpoint) never mixes replicas. Under schemes that
-        exchange parameters that is the base optimizer's state, too. Saved to a file it is one file per rank. Helpers of
+        State that differs between replicas has a key that names the replica, so that a tool that takes equal keys on
+        different ranks for one tensor (torch.distributed.checkpoint) never mixes replicas. Under schemes that exchange
+        parameters this includes the base optimizer's state. Save one file per rank. Helpers of
         torch.distributed.checkpoint leave "replication" out; see `detonation.TrainingState`.
         """
         return to_state_dict(self)
@@ -239,7 +239,7 @@ class Replicated(Optimizer):
         from_state_dict(self, state_dict)
 
     def local_state(self) -> dict[str, Tensor]:
-        """The state private to this replica and shard, to read; waits for messages on their way.
+        """The state private to this replica and shard, to read; waits for messages in flight.
 
         Shapes: -> local shapes.
         """
@@ -263,7 +263,8 @@ class Replicated(Optimizer):
     def set_up(self) -> list[Replicator]:
         """Builds the levels, and compares the replicas. Collective.
 
-        The first step does it otherwise: not earlier, because the parameters may still be swapped for sharded ones.
+        Otherwise the first step does this, and not earlier, because the parameters may still be swapped for sharded
+        ones.
         """
         if self._replicators is None:
             compare_replicas(self.build(), self.settings.safety)
@@ -271,7 +272,7 @@ class Replicated(Optimizer):
 
     @torch.no_grad()
     def build(self) -> list[Replicator]:
-        """The levels, built where they are not yet; the replicas are not compared."""
+        """Builds the levels if they do not exist yet, without a comparison of the replicas."""
         if self._replicators is None:
             made = build_levels(self._parameters(), self.base, self.levels, self.settings)
             self._by_level, self._consensus = made
@@ -279,7 +280,7 @@ class Replicated(Optimizer):
         return self._replicators
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` while a step is half done."""
+        """Raises `OverlapError` between `overlap` and the step that completes it."""
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
@@ -292,9 +293,9 @@ class Replicated(Optimizer):
         return found
 
     def _only_creates_state(self) -> bool:
-        """torch's state-dict helpers call `step()` once on an optimizer without state, with lr 0 and zero gradients.
+        """True in the call of `step()` by which torch's state-dict helpers create state: lr 0 and zero gradients.
 
-        That call is not a step of training: it must not communicate, count or decay.
+        It is not a step of training: it must not communicate, count or decay.
         """
         groups = self.base.param_groups
         if any(group.get("lr", 1) != 0 for group in groups):

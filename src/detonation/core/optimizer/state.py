@@ -1,7 +1,7 @@
 """The state of a replicated optimizer: its replica's private part, and how other tools may save it.
 
 Memory and, in DiLoCo, mid-round parameters and inner optimizer state differ per replica. torch.distributed.checkpoint
-takes equal keys on different ranks for one tensor and silently keeps one of them, so here they never are equal.
+takes equal keys on different ranks for one tensor and silently saves one of them, so these keys are never equal.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
     Shapes: -> the local shape of a parameter per key; `step` is `[]` int64.
 
     Raises:
-        OverlapError: A step is half done.
+        OverlapError: Gradients were sent in `overlap`, and their step is missing.
 
     Example:
         >>> import detonation as dt
@@ -121,8 +121,8 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
 class TrainingState(Stateful):
     """A model and its replicated optimizer as one `Stateful`: `dcp.save({"app": TrainingState(model, optimizer)})`.
 
-    The state that all replicas share stands under shared keys, which torch.distributed.checkpoint writes once; private
-    state stands under keys that name replica and shard. A world with other replicas or shards misses its keys and is
+    The state that all replicas share has shared keys, which torch.distributed.checkpoint writes once; private state has
+    keys that name replica and shard. A world with other replicas or shards misses its keys and is
     refused by name. All ranks call save and load. For reading and writing torch's format only: it unpickles its own
     metadata, and is neither atomic nor checked; `detonation.save_checkpoint` is.
 

@@ -19,7 +19,7 @@ class Replicator(ABC):
     """
 
     acts_before = acts_after = True
-    """Whether `before` and `after` do anything."""
+    """False where `before` or `after` does nothing."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters, self.channel = parameters, channel
@@ -36,10 +36,10 @@ class Replicator(ABC):
 
     @abstractmethod
     def synchronize(self, step: int) -> None:
-        """Ends everything that is open after `step` steps, so that the replicas hold the same weights."""
+        """Completes open rounds and transfers after `step` steps, so that the replicas hold the same weights."""
 
     def enter_agreed(self) -> None:
-        """Moves to the weights that the replicas agreed on last, from which the next gradient is to be taken."""
+        """Moves to the weights that the replicas agreed on last."""
         return
 
     def leave_agreed(self) -> None:
@@ -48,11 +48,11 @@ class Replicator(ABC):
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Within it backward sends the gradients of `step`, where the level can."""
+        """Context in which backward sends the gradients of `step`, if the level supports it."""
         yield
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` while a step is half done."""
+        """Raises `OverlapError` between `overlap` and the step that completes it."""
         return
 
     @abstractmethod

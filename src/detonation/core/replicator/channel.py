@@ -1,4 +1,4 @@
-"""The channel: the only caller on the way of a signal through memory, codec, guard and link to an update."""
+"""The channel: takes a signal through memory, codec, guard and link to an update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +35,11 @@ class BucketPipeline:
 
 @dataclass
 class Transfer:
-    """The message of one replica at one step, under way in one piece or in buckets, until it becomes an update.
+    """The message of one replica at one step, in flight in one piece or in buckets, until it becomes an update.
 
-    own_update: what the update would be if all replicas had sent this replica's message; only for a scheme that needs
-    it. is_empty: whether any of it is zeros in the place of values that are not finite; `[]` bool where the host does
-    not know.
+    own_update: the update if all replicas had sent this replica's message; only for a scheme that needs it. is_empty:
+    True if a part of it is an empty message because of values that are not finite; `[]` bool where only the device
+    knows.
     """
 
     layout: Layout
@@ -64,7 +64,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Update:
-    """The messages that all replicas received alike, bucket by bucket: decoded to where the update is needed."""
+    """The messages that all replicas received, bucket by bucket, decoded where the update is needed."""
 
     layout: Layout
     received: Sequence[tuple[BucketPipeline, Received]]
@@ -99,7 +99,7 @@ class Update:
             copy([targets[i] for i in copied], [whole[i] for i in copied])
 
     def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """Whether `apply_signs` can be called with these: not where the update came in several buckets.
+        """True if `apply_signs` supports these weights; never for an update in several buckets.
 
         Shapes: one local shape per parameter.
         """
@@ -123,12 +123,12 @@ class Channel:
     """Sends one replica's signals in one message or bucket by bucket: the same bits either way.
 
     Args:
-        scheme: How.
+        scheme: The codec, the memory, the round and the collective.
         layout: Of the parameters.
         link: To the other replicas.
-        runtime: Where it runs.
-        counts: Of the faults of the level; its own when left out.
-        place: Which channel of its level it is.
+        runtime: The device, the seed, and the use of kernels.
+        counts: Of the faults of the level; a new one when left out.
+        place: The number of the channel among all channels of the optimizer.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Channel:
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
-        """One per bucket, in the order in which all replicas send them: backward makes the last rows first."""
+        """One per bucket, in the order in which all replicas send them: backward computes the last rows first."""
         buckets = cut_into_buckets(self.layout, self.scheme, self.link.replicas * self.link.local_ranks)
         if len(buckets) == 1:
             return [self._whole]
@@ -171,9 +171,9 @@ class Channel:
         return transfer
 
     def send_bucket(self, transfer: Transfer, pipeline: BucketPipeline, signals: Sequence[Tensor | None]) -> None:
-        """Encodes the bucket's part of a signal, takes it out of memory and sends it.
+        """Encodes the bucket's part of a signal, sends it and removes it from memory.
 
-        A part that is not finite stays out of the memory, which keeps its content; zeros are sent, with the reason.
+        A part that is not finite does not enter the memory; an empty message is sent, with the reason.
 
         Shapes: one local shape per parameter.
         """

@@ -27,8 +27,8 @@ class GradientReplicator(Replicator):
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then takes the update straight from the messages where
-            it can, and the gradients stay this replica's own: to write the update down and read it again would cost
-            more than to decode it.
+            it can, and the gradients stay this replica's own: storing the update and reading it again costs more than
+            decoding it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GradientReplicator(Replicator):
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Within it backward sends the gradients of `step`, of which `before` then sends the rest."""
+        """Context in which backward sends the gradients of `step`; `before` then sends the rest."""
         self.refuse_overlap()
         self._stream = self._stream or CommStream(self.channel.runtime.device)
         overlap = self._overlap = Overlap(self.parameters, self.channel, step, self._stream)
@@ -95,7 +95,7 @@ class GradientReplicator(Replicator):
             raise
 
     def refuse_overlap(self) -> None:
-        """Raises `OverlapError` while a step is half done, or where gradients changed after they were sent."""
+        """Raises `OverlapError` between `overlap` and its step, or where gradients changed after they were sent."""
         self._refuse_unequal()
         if self._overlap:
             raise OverlapError(

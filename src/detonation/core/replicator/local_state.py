@@ -1,4 +1,4 @@
-"""Local state: the tensors that a replica keeps to itself between steps, in the coordinates of its parameters."""
+"""Local state: the tensors that are private to a replica between steps, in the coordinates of its parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class LocalState:
     Args:
         layout: Of the flats.
         flats: By kind (`residual`, `anchor`, ...), `[rows, chunk]` each.
-        others: By name, in no parameter's coordinates.
+        others: By name, the tensors that are not in the coordinates of a parameter.
     """
 
     layout: Layout
@@ -24,7 +24,7 @@ class LocalState:
     others: Mapping[str, Tensor]
 
     def named(self) -> dict[str, Tensor]:
-        """All of it to read: `kind.parameter` in the local shape of the parameter, then the others.
+        """All tensors, to read: `kind.parameter` in the local shape of the parameter, then the others.
 
         Shapes: -> one local shape per kind and parameter.
         """

@@ -37,11 +37,11 @@ class OuterSGD:
 
 
 class EagerStart:
-    """Where this replica's round began: the anchor plus this replica's own share of the outer step on its way.
+    """The start of this replica's round: the anchor plus this replica's own share of the outer step in flight.
 
     An outer step is linear in the messages of the replicas, and so the sum of a share of each. The own share is known
     at once, with a momentum of its own; the others' shares come with the message (Kale et al., arXiv 2502.12996, where
-    each replica keeps the whole sum instead of an anchor that all agree on).
+    each replica holds the whole sum instead of an anchor that all agree on).
 
     Shapes: `[rows, chunk]` fp32.
     """

@@ -1,4 +1,4 @@
-"""Overlap: buckets of gradients are sent from hooks while backward still makes the others."""
+"""Overlap: hooks send buckets of gradients while backward still computes the others."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ class OverlapError(RuntimeError):
 class CommStream:
     """The stream of an accelerator on which buckets are encoded and sent; nothing on a CPU.
 
-    Hooks run on whatever stream has made the gradient (FSDP2 has its own), so one of ours waits for each of them and
-    keeps the buckets, and the memory that they share with the step before, in order.
+    Hooks run on the stream that computed the gradient (FSDP2 has its own), so this stream waits for each of them. It
+    orders the buckets, and their use of the memory that they share with the previous step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class CommStream:
         """Makes the comm stream wait for the current stream.
 
         Args:
-            used: Tensors that it is to read, and that the caller may forget at once: their memory is free when it has.
+            used: Tensors that the comm stream reads; the caller may release them at once.
 
         Shapes: any.
         """
@@ -47,7 +47,7 @@ class CommStream:
                 tensor.record_stream(self._stream)
 
     def active(self) -> AbstractContextManager[Any]:
-        """Within it operations go to the comm stream."""
+        """Context in which operations go to the comm stream."""
         return self._module.stream(self._stream) if self._module else nullcontext()
 
     def join(self) -> None:
@@ -57,11 +57,11 @@ class CommStream:
 
 
 class Overlap:
-    """The gradients of one step, sent bucket by bucket as backward makes them.
+    """The gradients of one step, sent bucket by bucket as backward computes them.
 
     The order is that of the channel's pipelines on every rank, in whatever order hooks fire: a bucket that is complete
-    waits for those before it, so that no two ranks ever start collectives in different orders. `finish` sends the rest
-    after backward; a gradient that did not come is zero.
+    waits for the buckets before it, so that no two ranks ever start collectives in different orders. `finish` sends the
+    rest after backward; a gradient that did not come is zero.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel, step: int, stream: CommStream) -> None:
@@ -77,12 +77,12 @@ class Overlap:
 
     @property
     def began(self) -> bool:
-        """Whether a bucket is on its way."""
+        """True once a bucket was sent."""
         return len(self._left) < self._count
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it backward sends."""
+        """Context in which backward sends."""
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters.values())
@@ -95,7 +95,7 @@ class Overlap:
                 hook.remove()
 
     def finish(self) -> tuple[Transfer, readback.Readback | None]:
-        """Sends the rest. Raises `OverlapError`; a change that only the device knows is for `refuse_unequal`, later."""
+        """Sends the rest. Raises `OverlapError` for changed gradients, or returns the numbers for `refuse_unequal`."""
         for name, seen in self._versions.items():
             gradient = self._parameters[name].grad
             if gradient is not seen[0] or _versions(gradient) != seen[1]:
@@ -135,20 +135,20 @@ class Overlap:
         self._left.popleft()
 
     def _keep_sample(self, pieces: Sequence[Tensor | None]) -> None:
-        """Keeps some numbers of the largest piece: torch's GradScaler leaves no trace in a tensor's version."""
+        """Copies a sample of the largest piece: torch's GradScaler does not change the version of a tensor."""
         largest = max((p for p in pieces if p is not None), key=Tensor.numel, default=None)
         if largest is not None:
             sample = largest.reshape(-1)[:: max(1, largest.numel() // SAMPLED_VALUES)]
             self._samples.append((sample, sample.clone()))
 
     def _equal(self) -> Tensor:
-        """Whether the samples are as they were."""  # [] bool
+        """True if the samples have not changed."""  # [] bool
         same = [(now.nan_to_num() == then.nan_to_num()).all() for now, then in self._samples]
         return torch.stack(same).all() if same else torch.ones((), dtype=torch.bool, device=self._device)
 
 
 def refuse_unequal(equal: bool) -> None:
-    """Raises `OverlapError` unless the samples of gradients were still `equal` to what was sent."""
+    """Raises `OverlapError` unless the samples of the gradients were `equal` to the sent ones."""
     if not equal:
         raise _changed("a gradient")
 
@@ -159,5 +159,5 @@ def _changed(which: str) -> OverlapError:
 
 
 def _versions(gradient: Tensor | None) -> tuple[int, ...]:
-    """Torch's count of the changes of a tensor, of a DTensor and its shard apart."""
+    """The version counters of a tensor and of its local shard, which torch counts separately for a DTensor."""
     return () if gradient is None else (gradient._version, local(gradient)._version)

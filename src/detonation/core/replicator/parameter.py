@@ -19,9 +19,9 @@ from detonation.core.schemes.scheme import ParameterScheme
 class ParameterReplicator(Replicator):
     """Lets the replicas train alone for a round, then moves all of them to a common anchor.
 
-    The signal is where the round began - parameters; the update that all agree on is the gradient of an outer SGD on
-    the anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay the message has that many steps to
-    arrive. How far the parameters then follow the anchor is the scheme's `resume_from` and `keep`.
+    The signal is start of the round - parameters; the update that all agree on is the gradient of an outer SGD on the
+    anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay the message has that many steps to
+    arrive. The scheme's `resume_from` and `keep` decide how far the parameters then follow the anchor.
     """
 
     acts_before = False
@@ -123,7 +123,7 @@ class ParameterReplicator(Replicator):
         copy(locals_of(self.parameters), self.layout.parts(target))
 
     def _arrived(self) -> Tensor:
-        """The update on its way, waited for; zeros where there is none."""
+        """The update in flight, after waiting for it; zeros where there is none."""
         if self._arriving is None:
             self._arriving = self.layout.zeros(self.channel.runtime.device)
         elif not isinstance(self._arriving, Tensor):

@@ -12,7 +12,7 @@ from detonation.core.flat.tensors import gradients_to_fill, local
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first; before the first ones arrive there are zeros.
+    """The updates of the last `delay` steps, oldest first; zeros before the first ones arrive.
 
     Shapes: `[rows, chunk]` per update.
     """
@@ -31,7 +31,7 @@ class Pending:
         return due if isinstance(due, Tensor) else due()
 
     def arrived(self) -> list[Tensor]:
-        """All updates, after waiting for those on their way.
+        """All updates, after waiting for the ones in flight.
 
         Shapes: `[rows, chunk]` each.
         """
@@ -39,14 +39,14 @@ class Pending:
         return [update for update in self._updates if isinstance(update, Tensor)]
 
     def clear(self) -> None:
-        """Forgets all updates: there are zeros again."""
+        """Replaces all updates by zeros."""
         self._updates = deque(self._layout.zeros(self._device) for _ in self._updates)
 
 
 class LookAhead:
     """Takes the gradient where the replica expects to be when its own pending messages land, and moves exactly back.
 
-    The base optimizer steps on this replica's own messages; the weights before are kept, so that nothing is rounded.
+    The base optimizer steps on this replica's own messages; the weights before are saved, so that nothing is rounded.
     This is DisTrO's answer to waiting (as run by Psyche). It needs an optimizer without state, because a step on a
     guess must leave no trace.
     """
@@ -78,7 +78,7 @@ class LookAhead:
 def step_on(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: Optimizer, layout: Layout) -> None:
     """Lets `base` step on each update, and on `parameters` only.
 
-    Gradients stay as they were: a backward pass may come next, and would add to what is left in them.
+    The gradients do not change, because a backward pass may come next and add to them.
 
     Shapes: updates `[rows, chunk]` each.
     """

@@ -1,4 +1,4 @@
-"""Schemes: frozen descriptions of what is sent, how and when, their registry, and the arithmetic of their bytes.
+"""Schemes: frozen descriptions of messages and their schedule, their registry, and the arithmetic of their bytes.
 
 Importing the room registers every scheme of the package. Everything above may call it; it knows no link.
 """

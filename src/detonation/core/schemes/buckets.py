@@ -1,4 +1,4 @@
-"""How a flat is divided into buckets that leave while backward still makes other gradients."""
+"""The division of a flat into buckets that are sent while backward still computes other gradients."""
 
 import math
 from dataclasses import replace
@@ -14,10 +14,10 @@ SMALLEST, LARGEST = 2**20, 25 * 2**20
 
 
 def aligned_rows(codec: Codec) -> int:
-    """Rows after which a message may be cut without a change to any bit of it.
+    """The number of rows after which a message may be cut without a change of any bit.
 
-    Whole blocks of the precision and whole bytes of packed numbers; 64 rows at least, because a matrix product of a
-    few rows may round as one of many does not.
+    Whole blocks of the precision and whole bytes of packed numbers; 64 rows at least, because a matrix product
+    of few rows may round differently.
     """
     block = codec.precision.block
     return math.lcm(block // math.gcd(block, codec.selection.k), 64)
@@ -27,8 +27,8 @@ def cut_into_buckets(layout: Layout, scheme: Scheme, ranks: int) -> list[Bucket]
     """The buckets of `layout`, in the order of their rows: together they send the bytes of the whole, bit for bit.
 
     Each but the last is a multiple of `aligned_rows` for each of the `ranks` (replicas x local ranks) that carry a
-    message, so that owners have whole runs and no share has a remainder. An aggregation that needs whole messages keeps
-    them whole, and so does a layout in tiles, because such a multiple ends within a line of tiles.
+    message, so that owners have whole runs and no share has a remainder. There is one bucket for an aggregation that
+    needs whole messages, and for a layout in tiles, because such a multiple ends within a line of tiles.
     """
     unit = aligned_rows(scheme.codec) * ranks
     row_bytes = 4 * layout.chunk

@@ -1,4 +1,4 @@
-"""Schemes that exchange once a round in fewer bytes: a selection, or few bits, of how far the parameters moved."""
+"""Schemes that exchange once per round in fewer bytes: a selection or few bits of the movement of the parameters."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def demo_diloco(
     precision: str = "fp32",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends the largest DCT coefficients of the movement and remembers the rest.
+    """`diloco` that sends the largest DCT coefficients of the movement and leaves the rest in memory.
 
     One difference to the paper: there each replica also applies the part that it did not send, to itself, so that
     replicas are never quite equal; here that part waits in the memory until it is sent.
@@ -28,7 +28,7 @@ def demo_diloco(
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         topk, chunk, link: As in `demo`.
-        decay: Of the memory of what was not sent, from 0 to 1.
+        decay: Of the memory of the unsent part, from 0 to 1.
 
     Raises:
         ValueError: A value is out of range.
@@ -53,12 +53,12 @@ def muloco(
 ) -> ParameterScheme:
     """`diloco` for Muon inside, in few bits with error feedback.
 
-    Orthogonal steps are equally long on all replicas, so their sum survives few bits and wants less outer momentum. The
-    scheme does not choose the inner optimizer: use it with `Muon`.
+    Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs less outer momentum.
+    The scheme does not choose the inner optimizer: use it with `Muon`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
-        decay: Of what the precision rounded away, which is sent in the next round; from 0 (forgotten) to 1.
+        decay: Of the rounding error of the precision, which is sent in the next round; from 0 (lost) to 1.
         link: As in `demo`.
 
     Raises:
@@ -77,11 +77,11 @@ def muloco(
 def sparta(rate: float = 1 / 200, precision: str = "fp32") -> ParameterScheme:
     """Averages a random subset of the parameters themselves after every step, the same subset on all replicas.
 
-    The optimizer is local and any; between steps no two replicas are equal. An anchor holds what was agreed on last of
-    each coordinate, bitwise equal on all replicas; `synchronize()` averages every coordinate once, in one whole cycle
-    of messages, after which all replicas are equal. In the paper the mask is drawn at random and broadcast; here every
+    Any local optimizer works; between steps no two replicas are equal. An anchor holds the last agreed value of each
+    coordinate, bitwise equal on all replicas; `synchronize()` averages every coordinate once, in one whole cycle of
+    messages, after which all replicas are equal. In the paper the mask is drawn at random and broadcast; here every
     replica knows it, and each coordinate has its turn once in 1 / rate steps. As a level before `diloco` on the same
-    axis it keeps long rounds together.
+    axis it holds replicas together over long rounds.
 
     Args:
         rate: The share of the parameters averaged per step, above 0 and at most 1, rounded down to one over a whole
@@ -111,7 +111,7 @@ def sparseloco(
     aggregate: str = "clipped_mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that sends only the largest coordinates of the movement, in two bits, and remembers the rest.
+    """`diloco` that sends only the largest coordinates of the movement, in two bits, and leaves the rest in memory.
 
     Top-k of each chunk without a transform, error feedback in the place of an outer momentum, every replica clipped to
     the median norm. With the defaults about 0.002 bytes per parameter and step.
@@ -119,14 +119,14 @@ def sparseloco(
     Args:
         every, outer_lr, precision: As in `diloco`.
         topk, chunk, aggregate, link: As in `demo`.
-        decay: Of the memory of what was not sent, from 0 to 1.
+        decay: Of the memory of the unsent part, from 0 to 1.
 
     Raises:
         ValueError: A value is out of range.
 
     Example:
-        >>> sparseloco().codec.selection.topk, sparseloco().codec.selection.chunk
-        (64, 4096)
+        >>> sparseloco().codec.selection == TopK(topk=64, chunk=4096)
+        True
 
     Reference: Sarfi et al., SparseLoCo, arXiv 2508.15706.
     """

@@ -21,20 +21,21 @@ def momentum(
     lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """A scheme that keeps a momentum of the gradients and sends a selection of it at every step: what `demo`, `random`,
-    `striding` and `slicing` have in common, and the base of a scheme of one's own.
+    """A scheme with a momentum of the gradients that sends a selection of it at every step.
+
+    It is the common part of `demo`, `random`, `striding` and `slicing`, and the base for new schemes.
 
     Args:
-        basis: The coordinates in which a row is looked at.
+        basis: The transform of each row before the selection.
         selection: The coefficients of each row that are sent.
         decay: Of the momentum, from 0 to 1; the longer the run, the closer to 1.
-        alpha: The share of what was sent that leaves the momentum, from 0 to 1.
+        alpha: The share of the sent coefficients that leaves the momentum, from 0 to 1.
         precision: One of `PRECISIONS`.
-        error_feedback: Whether what the precision rounds away stays in the momentum.
+        error_feedback: Whether the rounding error of the precision stays in the momentum.
         aggregate: One of `AGGREGATIONS`.
-        delay: Steps that a message may be on its way while training goes on, at least 0.
+        delay: Steps that a message may be in flight while training goes on, at least 0.
         lookahead: With a delay, take the gradient where this replica expects to be when the message lands.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one that sends least.
+        link: "all-reduce", "all-gather", "owner", or "auto" for the one that sends the fewest bytes.
 
     Raises:
         ValueError: A value is out of range.
@@ -108,16 +109,17 @@ def demo(
         tiles: Cut matrices into tiles of chunk x chunk, transformed along both sides, as the paper does. A parameter
             that fills no tile (a bias, a norm) is cut into rows as long as a tile.
         decay: Of the momentum, from 0 to 1; the longer the run, the closer to 1.
-        alpha: The share of what was sent that leaves the momentum, from 0 to 1; 1 in DeMo v1, 0.2 is best in v2.
+        alpha: The share of the sent coefficients that leaves the momentum, from 0 to 1; 1 in DeMo v1, 0.2 is best in
+            v2.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign" (DisTrO's single bit).
-        error_feedback: Whether what the precision rounds away stays in the momentum. False takes the whole coefficient
-            out, as DisTrO does.
-        aggregate: "mean" over all replicas as the paper says, "mean_nonzero" over those that sent a coefficient as its
-            published code does, "majority_vote" or "clipped_mean".
-        delay: Steps that a message may be on its way while training goes on, at least 0.
+        error_feedback: Whether the rounding error of the precision stays in the momentum. False removes the whole
+            coefficient, as DisTrO does.
+        aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that sent a coefficient as
+            in its published code, "majority_vote" or "clipped_mean".
+        delay: Steps that a message may be in flight while training goes on, at least 0.
         lookahead: With a delay, take the gradient where this replica expects to be when the message lands. Needs an
             optimizer without state.
-        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one that sends less.
+        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one with fewer bytes.
 
     Raises:
         ValueError: A value is out of range.
@@ -146,11 +148,12 @@ def decoupled_adamw(
     aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`demo` by the name that it has with AdamW, whose two moments no replica ever sends.
+    """`demo` under its name with AdamW, whose two moments no replica ever sends.
 
-    The moments are fed with the update that all replicas agreed on, and so are equal everywhere. The update keeps its
-    magnitude: a sign, as in the published code, would make AdamW a smoothed `SignSGD`. The scheme does not choose the
-    optimizer: use it with `torch.optim.AdamW`. `random`, `striding` and `slicing` go with AdamW in the same way.
+    The moments are computed from the update that all replicas agreed on, and so are equal everywhere. The update is not
+    reduced to its sign, as in the published code, which would make AdamW a smoothed `SignSGD`. The scheme does not
+    choose the optimizer: use it with `torch.optim.AdamW`. `random`, `striding` and `slicing` go with AdamW in the same
+    way.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.
@@ -176,10 +179,10 @@ def distro(
     delay: int = 1,
     link: LinkKind = "auto",
 ) -> GradientScheme:
-    """`demo` in signs of its coefficients, one step late, with look-ahead: nobody waits for the network.
+    """`demo` in signs of its coefficients, one step late, with look-ahead: no replica waits for the network.
 
-    As run by Psyche, the look-ahead goes along the sign of the whole momentum, which what was sent leaves one step
-    later; here it goes along what was sent, which leaves the momentum at once. Use it with `SignSGD`.
+    As run by Psyche, the look-ahead follows the sign of the whole momentum, and the sent part leaves the momentum one
+    step later; here the look-ahead follows the sent part, which leaves the momentum at once. Use it with `SignSGD`.
 
     Args:
         topk, chunk, tiles, decay, delay, link: As in `demo`.

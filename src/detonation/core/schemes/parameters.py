@@ -1,4 +1,4 @@
-"""Schemes that exchange once a round: how far the parameters have moved from where all replicas last were."""
+"""Schemes that exchange once per round: the movement of the parameters since the last common weights."""
 
 from dataclasses import replace
 
@@ -24,8 +24,9 @@ def outer_sgd(
     delay: int = 0,
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """A scheme whose signal is how far the parameters moved in a round: what the DiLoCo family has in common, and the
-    base of a scheme of one's own.
+    """A scheme whose signal is the movement of the parameters in a round.
+
+    It is the common part of the DiLoCo family, and the base for new schemes.
 
     Args:
         every: Local steps per round, at least 1.
@@ -33,12 +34,12 @@ def outer_sgd(
         outer_momentum: Of the outer SGD, from 0 to below 1.
         nesterov: Whether that momentum is Nesterov's.
         precision: One of `PRECISIONS`.
-        basis: The coordinates in which a row is looked at; those of the parameters when left out.
+        basis: The transform of each row before the selection; none when left out.
         selection: The coefficients of each row that are sent; all of them when left out.
-        decay: Of the memory of what was not sent, from 0 to 1; without one that is forgotten.
+        decay: Of the memory of the unsent part, from 0 to 1; without it the unsent part is lost.
         aggregate: One of `AGGREGATIONS`.
-        delay: Steps that a message may be on its way, from 0 to below every.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one that sends least.
+        delay: Steps that a message may be in flight, from 0 to below every.
+        link: "all-reduce", "all-gather", "owner", or "auto" for the one that sends the fewest bytes.
 
     Raises:
         ValueError: A value is out of range.
@@ -65,7 +66,7 @@ def diloco(
     nesterov: bool = True,
     precision: str = "fp32",
 ) -> ParameterScheme:
-    """Local steps with any optimizer; every `every` steps the replicas average how far their parameters moved.
+    """Local steps with any optimizer; every `every` steps the replicas average the movement of their parameters.
 
     The mean of anchor - parameters is the gradient of an outer SGD that moves the anchor, from which all replicas start
     the next round, bitwise equal. The inner optimizer's state stays private. With outer_lr 1 and outer_momentum 0 this
@@ -101,10 +102,10 @@ def streaming_diloco(
     precision: str = "4bit",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` in fragments that take turns, so that the network is never asked for much at once.
+    """`diloco` in fragments that take turns, so that the load on the network is even.
 
     Every n-th parameter makes a fragment; each has its round of `every` steps, offset against the others. A message has
-    `delay` steps to arrive; then the fragment follows its anchor, but keeps the share `keep` of its own movement. The
+    `delay` steps to arrive; then the fragment follows its anchor, except for the share `keep` of its own movement. The
     anchors are bitwise equal on all replicas; the parameters are after `synchronize()`.
 
     Args:
@@ -135,12 +136,12 @@ def eager_diloco(
     precision: str = "fp32",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
-    """`diloco` that never waits: a message has a whole round to arrive; until then a replica goes by its own share.
+    """`diloco` that never waits: a message has a whole round to arrive; until then a replica uses its own share.
 
     In the paper the outer gradient is this replica's fresh part and the others' part of the round before. Here the
-    anchor holds what has arrived, bitwise equal on all replicas, and a round starts from the anchor plus this replica's
-    own share of the next outer step: the same sum. The parameters are equal everywhere after `synchronize()`. With one
-    replica it is `diloco`.
+    anchor holds the updates that arrived, bitwise equal on all replicas, and a round starts from the anchor plus this
+    replica's own share of the next outer step: the same sum. The parameters are equal everywhere after `synchronize()`.
+    With one replica it is `diloco`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.

@@ -1,4 +1,4 @@
-"""Schemes by name: the one thing that recipes, the command line, the planner and the library exchange."""
+"""The registry of schemes by name, for recipes, the command line, the planner and the library."""
 
 import functools
 import inspect
@@ -22,8 +22,8 @@ _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "
 def register(function: Callable[P, S]) -> Callable[P, S]:
     """Registers the scheme that `function` makes, under the function's name.
 
-    Registered, it stands in recipes, `--help`, `compare` and `plan`, and `detonation.testing.check_scheme` holds it to
-    the laws. The decorator records name and arguments, defaults included, and checks each argument's type.
+    Recipes, `--help`, `compare` and `plan` then know it, and `detonation.testing.check_scheme` checks it against the
+    laws. The decorator records name and arguments, defaults included, and checks each argument's type.
 
     Args:
         function: Returns a `GradientScheme` or a `ParameterScheme`; every parameter is annotated with `int`, `float`,
@@ -52,7 +52,7 @@ def register(function: Callable[P, S]) -> Callable[P, S]:
 
 
 def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
-    """`function`, whose arguments are checked, and whose scheme knows them and its `name`."""
+    """Wraps `function`: checks its arguments, and records them and `name` in its scheme."""
     signature, hints = inspect.signature(function), get_type_hints(function)
 
     @checks_keywords(f"argument of scheme {name}")
@@ -71,7 +71,7 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
 
 
 def schemes() -> Mapping[str, Callable[..., Scheme]]:
-    """Every scheme by name, those of installed packages (entry points `detonation.schemes`) included."""
+    """Every scheme by name, including the schemes of installed packages (entry points `detonation.schemes`)."""
     for name, load in entry_points("detonation.schemes").items():
         if name not in SCHEMES:
             SCHEMES[name] = _recorded(load(), name)
@@ -100,7 +100,7 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
 
 
 def _require_type(name: str, value: object, hint: Any) -> None:
-    """Raises `ValueError` unless `value` is of a plain type that `hint` names; an int is a float, a bool is no int."""
+    """Raises `ValueError` unless `value` has a plain type that `hint` names; an int is a float, a bool is no int."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(str, get_args(hint)))}")

@@ -43,10 +43,24 @@ class Outer:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The part that all schemes share: how a signal becomes a message (`codec`, `feedback`), how messages become one
-    update (`aggregation`), when (`round`) and by which collective (`link`).
+    """The settings that all schemes share. By itself it exchanges nothing.
 
-    `name` and `arguments` are the spelling in a recipe, defaults included; `register` fills them in.
+    Args:
+        codec: Turns a signal into a message, and messages into an update.
+        feedback: The memory of the unsent part of the signal; None for no memory.
+        aggregation: Makes one update of the messages of all replicas.
+        round: The steps at which messages are sent, and when their update is applied.
+        link: The collective; "auto" for the one that sends the fewest bytes.
+        name: The name in a recipe; `register` sets it.
+        arguments: The arguments in a recipe, defaults included; `register` sets them.
+
+    Raises:
+        ValueError: The link does not exist, or is "all-reduce" for messages that cannot be added.
+
+    Example:
+        >>> scheme = Scheme(round=Round(every=10))
+        >>> scheme.signal, scheme.round.ends(9), scheme.summable
+        ('nothing', True, True)
     """
 
     signal: ClassVar[Literal["gradients", "parameters", "nothing"]] = "nothing"
@@ -72,12 +86,12 @@ class Scheme:
 
     @property
     def worth_overlapping(self) -> bool:
-        """Whether sending during backward hides the exchange: gradients that the same step waits for."""
+        """True if sending during backward hides the exchange: for gradients that the same step waits for."""
         return self.signal == "gradients" and not self.round.delay
 
     @property
     def needs_own_update(self) -> bool:
-        """Whether the replicator asks what the update would be if every replica had sent this replica's message."""
+        """True if the replicator needs the update for the case that every replica had sent this replica's message."""
         return False
 
     def __post_init__(self) -> None:
@@ -88,13 +102,13 @@ class Scheme:
 
     @property
     def summable(self) -> bool:
-        """Whether an all-reduce computes the update: summable messages, and a mean over all replicas."""
+        """True if an all-reduce computes the update: for summable messages and a mean over all replicas."""
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
 
 @dataclass(frozen=True)
 class GradientScheme(Scheme):
-    """Exchanges at every step: gradients, or a momentum of them. `lookahead`: see `LookAhead`."""
+    """Exchanges gradients, or a momentum of them, at every step. `lookahead`: see `LookAhead`."""
 
     signal = "gradients"
     lookahead: bool = False
@@ -106,15 +120,15 @@ class GradientScheme(Scheme):
 
 @dataclass(frozen=True)
 class ParameterScheme(Scheme):
-    """Exchanges once a round: how far the parameters moved from the anchor.
+    """Exchanges the movement of the parameters from the anchor, once per round.
 
     Args:
         outer: The optimizer that moves the anchor.
         fragments: Parts of the parameters whose rounds take turns; from 1 to `every`.
-        keep: The share of their own movement that parameters keep when they follow the anchor; from 0 to below 1.
-        resume_from: Where parameters go when the anchor has moved. "anchor": to it, but for `keep`. "own_share": to the
-            anchor plus this replica's share of the outer step on its way. "sent": to the anchor in the coordinates that
-            were sent; the rest stays.
+        keep: The share of their own movement that stays when parameters follow the anchor; from 0 to below 1.
+        resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for `keep`. "own_share": to
+            the anchor plus this replica's share of the outer step in flight. "sent": to the anchor in the coordinates
+            that were sent; the rest stays.
     """
 
     signal = "parameters"

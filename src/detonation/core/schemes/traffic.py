@@ -17,9 +17,9 @@ class LargerThanDense(ValueError):
 
 
 def collective_for(scheme: Scheme, rows: int, replicas: int, local_ranks: int = 1) -> CollectiveKind:
-    """The exchange that the scheme asks for or, where it leaves it open, the one that sends least.
+    """The collective of the scheme or, for "auto", the one that sends the fewest bytes.
 
-    An all-reduce where the network may add messages up. Otherwise an all-gather or, once that sends more, a two-stage
+    An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends more, a two-stage
     all-reduce through the owners of rows.
     """
     if scheme.link != "auto":
@@ -33,11 +33,11 @@ def collective_for(scheme: Scheme, rows: int, replicas: int, local_ranks: int = 
 def exchange_bytes(
     kind: CollectiveKind, codec: Codec, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False
 ) -> int:
-    """Bytes that one of `replicas` sends when all send messages of `rows` rows, on a ring.
+    """Bytes that one of `replicas` sends if all send messages of `rows` rows, on a ring.
 
     all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners twice R - 1 slices of rows / R.
     Where `local_ranks` of a node carry one message, n is the share of each. bare: without the header of a message, or
-    the status numbers that replace it where the network adds messages up.
+    the status numbers that replace it in an all-reduce.
     """
     if kind == "owner":
         return (
@@ -79,7 +79,7 @@ def dense_bytes(numel: int, replicas: int, local_ranks: int = 1) -> int:
 def bytes_sent(
     scheme: Scheme, layout: Layout, replicas: int, step: int, local_ranks: int = 1, bare: bool = False
 ) -> int:
-    """Bytes that one rank sends at `step` (from 0): exactly what its link will count. `layout` is of all parameters."""
+    """Bytes that one rank sends at `step` (from 0), exactly as its link counts them. `layout` is of all parameters."""
     if scheme.signal == "nothing":
         return 0
     ending = [i for i, round in enumerate(scheme.rounds) if round.ends(step)]
@@ -99,7 +99,7 @@ def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: in
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """The same where it overlaps with backward: each bucket has a header of its own."""
+    """`message_bytes` with overlap, where each bucket has a header of its own."""
     way = collective_for(scheme, layout.rows, replicas, local_ranks)
     rows = [bucket.layout.rows for bucket in cut_into_buckets(layout, scheme, replicas * local_ranks)]
     return sum(exchange_bytes(way, scheme.codec, count, replicas, local_ranks) for count in rows)
@@ -108,7 +108,7 @@ def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks:
 def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> None:
     """Raises `LargerThanDense`, with both numbers, where `scheme` would send more than full synchronisation.
 
-    Headers do not count: they decide nothing but for models of a few hundred parameters.
+    Headers do not count: they matter only for models of a few hundred parameters.
     """
     fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
     ours = (
