@@ -92,7 +92,8 @@ def defined(node: ast.stmt) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     if targets and node.value is not None and re.match(r"(TypeVar|ParamSpec)\(", ast.unparse(node.value)):
         return []
-    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    names = [name for target in targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return [name.id for name in names if isinstance(name, ast.Name)]
 
 
 def exported(modules: dict[str, Module]) -> dict[str, tuple[str, bool]]:

@@ -149,9 +149,7 @@ def launched(
     env: Mapping[str, object] = {},
 ) -> list[Command]:
     """The ranks of a world that a launcher like srun starts: each is told its place, and rank 0's address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": port}
+    meeting = {"WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": free_port()}
     local = {"LOCAL_WORLD_SIZE": 1 if networks else world_size}
     return [
         Command(
@@ -162,6 +160,15 @@ def launched(
         )
         for rank in range(world_size)
     ]
+
+
+def free_port() -> int:
+    """A port to listen on later, below those that the kernel gives out by itself: no other world takes it meanwhile."""
+    first = 20_000 + os.getpid() * 97 % 10_000
+    for port in range(first, 32_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")
 
 
 def outliving(pids: Sequence[int], timeout_s: float) -> list[int]:

@@ -144,7 +144,7 @@ def disk_full(folder: Path, whole: Run, sizes: int) -> list[Row]:
 
     whole: the uninterrupted run, replaced by a run of the needed length where it is shorter or longer.
     """
-    if whole.steps != (steps := 15 * sizes + 10):
+    if whole.steps != (steps := 15 * sizes + 60):
         whole = uninterrupted(folder / "whole", steps)
     saved = [file.bytes for file in newest(whole.out / "checkpoints")[1].files.values()]
     files, disk = Row("disk full: no file may grow"), Row("disk full: a file system of 64 MB")

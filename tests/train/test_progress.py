@@ -7,14 +7,13 @@ import pty
 import re
 import select
 import signal
-import socket
 import time
 
 import pytest
 import torch
 from rich.console import Console
 
-from commands import write_recipe
+from commands import free_port, write_recipe
 from detonation.cli import answers
 from detonation.cli.command import run_command
 from detonation.train.output import gauges
@@ -201,8 +200,7 @@ def assert_clean(terminal, last):
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_ctrl_c_leaves_the_terminal_clean(tmp_path, launched):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if launched else {}
     train = ["train", write_recipe(tmp_path / "tiny.toml"), "--out", tmp_path / "run", "--set", "train.steps=100000"]
     run = Typed(*train, "train.log_every=1000", **place)

@@ -1,12 +1,13 @@
 """The examples run in a world of four ranks, placed as torchrun places them."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from commands import free_port
 
 RANKS = """
 import gc, os, runpy, sys
@@ -35,8 +36,7 @@ EXAMPLES = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_is_short_its_replicas_end_equal_and_the_network_is_quiet_at_the_end(path):
     assert len(path.read_text().splitlines()) <= 60
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command, env = [sys.executable, "-c", RANKS, str(path)], {**os.environ, **meeting}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr

@@ -57,12 +57,10 @@ class Replicated(Optimizer):
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
     def __getattr__(self, name: str) -> Any:
-        if name in _RENAMED:
-            raise AttributeError(f"optimizer.{name} is called optimizer.{_RENAMED[name]} since version 0.2")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        now = f"is called optimizer.{_RENAMED[name]} since version 0.2" if name in _RENAMED else "does not exist"
+        raise AttributeError(f"optimizer.{name} {now}")
 
-    # state, param_groups and defaults are the base optimizer's own, also after it replaced them in load_state_dict
-
+    # the next three are the base optimizer's own, also after it replaced them in load_state_dict
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.base.param_groups
@@ -137,12 +135,10 @@ class Replicated(Optimizer):
                 loss.backward()
             optimizer.step()
 
-        For the last backward before each step (with accumulation: of the last micro-batch), on all replicas or none.
-        The results are those of a step without it, bit for bit where the network itself does not add more than two
-        messages; so are the bytes, except for one header per bucket. Only the innermost level of gradients overlaps;
-        without one, and in the first step, which sets up, it does nothing. Gradients must not change between
-        backward and step (by clipping or unscaling), because they are already sent: that raises `OverlapError`, and so
-        does a second backward within the context, or a missing `step()` after it.
+        For the last backward before each step, on all replicas or none. The results are those of a step without it,
+        bit for bit where the network itself does not add more than two messages; so are the bytes, except for one
+        header per bucket. Only the innermost level of gradients overlaps, and not in the first step. A gradient that
+        changes before `step()` (by clipping or unscaling), a second backward or a missing `step()` is an `OverlapError`.
         """
         # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
         if self._consensus is not None and self._consensus.decides_on_device:
@@ -287,7 +283,7 @@ class Replicated(Optimizer):
     def _parameters(self) -> Mapping[str, Tensor]:
         """The trained parameters by name, in the model's order."""
         mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        found: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
+        found = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
         if len(found) < len(mine):
             raise ValueError(f"{len(mine) - len(found)} parameters of the optimizer are not in the model")
         return found
