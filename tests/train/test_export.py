@@ -44,3 +44,12 @@ def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(tra
     assert "of 2 replicas that trained alone: there is no one model" in capsys.readouterr().err
     assert run_command(["export", str(tmp_path), "--out", str(tmp_path / "none")]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_code_that_a_checkpoint_names_is_run_on_request_alone(train, tiny_recipe, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own_model.py").write_text("from detonation.models.gpt import olmo2 as build\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train("own", "train.steps=1", tables={"model": {**tiny_recipe["model"], "name": "own_model:build"}})
+    assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model")]) == 2
+    assert "names the code own_model:build, which export would run: say --trust-code" in capsys.readouterr().err
+    assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model"), "--trust-code"]) == 0

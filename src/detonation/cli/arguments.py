@@ -209,6 +209,8 @@ class Export(Common):
     """A run directory, or one checkpoint."""
     out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
     """The directory for the model, new or empty."""
+    trust_code: _Flag = False
+    """Run the code of a model that the checkpoint names as package.module:function."""
 
 
 @dataclasses.dataclass(frozen=True)

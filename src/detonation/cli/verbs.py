@@ -121,7 +121,7 @@ def _verify(verb: Verify) -> dict[str, Any]:
 def _export(verb: Export) -> dict[str, Any]:
     from detonation.train.verbs.export import export
 
-    exported = export(verb.directory, verb.out)
+    exported = export(verb.directory, verb.out, verb.trust_code)
     say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}")
     return exported
 

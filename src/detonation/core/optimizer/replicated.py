@@ -138,7 +138,7 @@ class Replicated(Optimizer):
         For the last backward before each step, on all replicas or none. The results are those of a step without it,
         bit for bit where the network itself does not add more than two messages; so are the bytes, except for one
         header per bucket. Only the innermost level of gradients overlaps, and not in the first step. A gradient that
-        changes before `step()` (by clipping or unscaling), a second backward or a missing `step()` is an `OverlapError`.
+        changes before `step()` (clipping, unscaling), a second backward, or a missing `step()` is an `OverlapError`.
         """
         # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
         if self._consensus is not None and self._consensus.decides_on_device:

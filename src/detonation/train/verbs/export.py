@@ -16,14 +16,17 @@ from detonation.train.recipe.tables import from_table
 
 
 @torch.no_grad()
-def export(directory: Path, out: Path) -> dict[str, Any]:
+def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
     """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for `from_pretrained`.
 
     In the middle of a round it is the mean of the replicas.
 
+    Args:
+        trust_code: Import and call a model function that the checkpoint names as "package.module:function".
+
     Raises:
-        ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty, or the model cannot be
-            saved for transformers.
+        ValueError: There is no whole checkpoint, its replicas trained alone, `out` is not empty, the code is not
+            trusted, or the model cannot be saved for transformers.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
@@ -32,6 +35,10 @@ def export(directory: Path, out: Path) -> dict[str, Any]:
     if config.scheme.name == "none" and manifest.replicas > 1:
         raise ValueError(
             f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model to export"
+        )
+    if ":" in config.model.name and not trust_code:
+        raise ValueError(
+            f"{path} names the code {config.model.name}, which export would run: say --trust-code if you wrote it"
         )
     source = Elastic(CheckpointReader(path, manifest), Coordinates(0, 1, 0, 1))
     with torch.device("meta"):
