@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from detonation.core.codec.indices import IndexCoding, PackedIndices
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import checksum as summing
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
 from detonation.core.integrity import header, validate
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
@@ -123,13 +123,13 @@ def test_indices_that_no_encoder_makes_are_found_compiled_or_not(indices, monkey
     falling[rows - 1] = falling[rows - 1].flip(0)
     outside[7, 0] = 2**indices.width - 1
     found = []
-    for found_library in (library.load_library(), None):
+    for found_library in (kernel_library.load_library(), None):
         cases = indices.encode([right, twice])
         if not indices.bitmap:
             cases += indices.encode([falling])
         if not indices.bitmap and indices.chunk < 2**indices.width:
             cases += indices.encode([outside])
-        monkeypatch.setattr(library, "load_library", lambda found=found_library: found)
+        monkeypatch.setattr(kernel_library, "load_library", lambda found=found_library: found)
         found.append(indices.faults([PackedIndices(indices, case, rows) for case in cases]).tolist())
         monkeypatch.undo()
     assert found[0] == found[1] == [0, 2, 2, 1][: len(found[0])]

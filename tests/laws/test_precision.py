@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from detonation.core.codec.aggregate import AGGREGATIONS, Received, aggregate
 from detonation.core.codec.indices import IndexCoding
 from detonation.core.codec.precision import PRECISIONS, BlockCodebook
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 from zoo import PRECISION_ERRORS
 
@@ -29,7 +29,7 @@ def test_compiled_packing_gives_the_same_bytes(width, monkeypatch):
     numbers = torch.randint(0, 2**width, (5003,), generator=torch.Generator().manual_seed(0))
     packed = pack(numbers, width)
     assert torch.equal(unpack(packed, 5003, width), numbers)
-    monkeypatch.setattr(library, "load_library", lambda: None)
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert torch.equal(pack(numbers, width), packed)
     assert torch.equal(unpack(packed, 5003, width), numbers)
 
@@ -41,7 +41,7 @@ def test_compiled_bitmaps_give_the_same_bytes(chunk, k, monkeypatch):
     (encoded,) = codec.encode([indices])
     assert torch.equal(encoded, torch.cat(codec.encode(indices.split(8))))
     assert torch.equal(codec.decode([encoded], 800)[0], indices)
-    monkeypatch.setattr(library, "load_library", lambda: None)
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert torch.equal(codec.encode([indices])[0], encoded)
     assert torch.equal(codec.decode([encoded], 800)[0], indices)
 

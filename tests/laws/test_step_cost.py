@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 from detonation.core.codec.codec import Message
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.compiled import engine_for
 from detonation.core.memory import Memory
@@ -83,7 +83,7 @@ def advance(engine, scheme, rows, gradients, step):
 @pytest.fixture
 def plain(monkeypatch):
     """Without compiled code anywhere, as on an accelerator."""
-    monkeypatch.setattr(library, "load_library", lambda: None)
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
 
 
 @pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)

@@ -68,7 +68,7 @@ HOUSE = {
     "cli": ("train checkpoint cluster data report", NONE),
     "__main__": ("cli", NONE),
 }
-KERNELS_THROUGH = "core/compute/library.py"
+KERNELS_THROUGH = "core/compute/kernel_library.py"
 
 MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 300, 20
 SHORT = {

@@ -7,7 +7,7 @@ import pytest
 from detonation.checkpoint.files import manifest, retention
 from detonation.cluster.processes.failure import WorldError
 from detonation.core import runtime
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.flat.tensors import local
 from detonation.report.table import run_rows
 from detonation.train.loop import counts
@@ -50,7 +50,7 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
 def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
     monkeypatch.setattr(runtime, "decides_on_device", lambda device: late)
-    monkeypatch.setattr(library, "load_library", lambda: None)
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     with pytest.raises(WorldError, match=f"^the gradient of .*{NAME} is not finite on replica 1 at step 0$"):
         train("run", "train.steps=3")
 

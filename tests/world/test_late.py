@@ -8,7 +8,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.core import runtime
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity import fault_counts
 from detonation.core.integrity.fault_counts import NonFiniteGradient
@@ -30,7 +30,7 @@ SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.distro(ch
 @pytest.fixture(autouse=True)
 def small_buckets_patience_and_one_engine(monkeypatch):
     """Also in the ranks, which are forks."""
-    monkeypatch.setattr(library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
+    monkeypatch.setattr(kernel_library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
     monkeypatch.setattr(fault_counts, "STRIKES", 1000)
     monkeypatch.setattr(buckets, "SMALLEST", 2**12)
     monkeypatch.setattr(buckets, "LARGEST", 2**12)

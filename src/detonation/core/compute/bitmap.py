@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import pack, unpack
 
 _SOME_ROWS = 2048  # rows per pass, as many as stay in a cache
@@ -16,7 +16,7 @@ def mark(indices: Tensor, chunk: int) -> Tensor:
 
     Shapes: `[rows, k]` int64 -> `[ceil(rows * chunk / 8)]` uint8.
     """
-    kernel = library.load_library() if indices.device.type == "cpu" and indices.is_contiguous() else None
+    kernel = kernel_library.load_library() if indices.device.type == "cpu" and indices.is_contiguous() else None
     if kernel:
         return kernel.mark(indices, chunk)
     marked = torch.zeros(len(indices), chunk, dtype=torch.uint8, device=indices.device)
@@ -28,7 +28,7 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
 
     Shapes: `[ceil(rows * chunk / 8)]` uint8 -> `[rows, k]` of `dtype`.
     """
-    kernel = library.load_library() if bitmap.device.type == "cpu" and bitmap.is_contiguous() else None
+    kernel = kernel_library.load_library() if bitmap.device.type == "cpu" and bitmap.is_contiguous() else None
     if kernel:
         return kernel.marked(bitmap, rows, k, chunk).to(dtype)
     marked = unpack(bitmap, rows * chunk, 1, torch.uint8).view(rows, chunk)
@@ -48,7 +48,9 @@ def bitmap_faults(bitmaps: Sequence[Tensor], rows: int, k: int, chunk: int) -> T
 
     Shapes: `[ceil(rows * chunk / 8)]` uint8 each -> `[bitmaps]` int64.
     """
-    kernel = library.load_library() if _readable(bitmaps) else None  # exact, so even a small one is worth the call
+    kernel = (
+        kernel_library.load_library() if _readable(bitmaps) else None
+    )  # exact, so even a small one is worth the call
     if kernel:
         return torch.tensor([kernel.check_bitmap(bitmap, rows, k, chunk) for bitmap in bitmaps])
     return torch.stack([_bitmap_fault(bitmap, rows, k, chunk) for bitmap in bitmaps])
@@ -64,7 +66,7 @@ def packed_faults(
 
     Shapes: `[ceil(rows * k * width / 8)]` uint8 each -> `[messages]` int64.
     """
-    kernel = library.load_library() if width and _readable(packed) else None
+    kernel = kernel_library.load_library() if width and _readable(packed) else None
     if kernel:
         return torch.tensor([kernel.check_indices(each, rows, k, chunk, width) for each in packed])
     return torch.stack([_index_fault(unpacked(i), chunk, width) for i in range(len(packed))])

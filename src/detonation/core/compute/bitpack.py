@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -38,7 +38,7 @@ def pack_all(lines: Sequence[Tensor], width: int) -> list[Tensor]:
     Shapes: `[n]` integer each -> `[packed_bytes(n, width)]` uint8 each.
     """
     if all(numbers.device.type == "cpu" for numbers in lines):
-        kernel = library.load_library()  # exact, so it does not matter which replicas have it
+        kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
             return [kernel.pack(n.to(torch.int64).contiguous(), width, -(-len(n) * width // 8)) for n in lines]
     return [_pack(numbers, width) for numbers in lines]
@@ -58,7 +58,7 @@ def unpack_all(lines: Sequence[Tensor], count: int, width: int, dtype: torch.dty
     Shapes: `[packed_bytes(count, width)]` uint8 each -> `[count]` of `dtype` each.
     """
     if all(packed.device.type == "cpu" and packed.is_contiguous() for packed in lines):
-        kernel = library.load_library()
+        kernel = kernel_library.load_library()
         if kernel:
             return [kernel.unpack(packed, count, width).to(dtype) for packed in lines]
     return [_unpack(packed, count, width, dtype) for packed in lines]

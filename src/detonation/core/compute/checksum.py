@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import signed
 
 _BLOCK = 1 << 20  # words per pass: the temporary memory for a large tensor
@@ -35,7 +35,7 @@ def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
     starts = [0, *accumulate([-(-part.nbytes // 4) for part in messages[0]])]
     # exact, so it does not matter which replicas have the kernel; worth the call for a header, too
     if all(part.device.type == "cpu" and part.is_contiguous() for parts in messages for part in parts):
-        kernel = library.load_library()
+        kernel = kernel_library.load_library()
         if kernel:
             return torch.tensor([(total + 2**63) % 2**64 - 2**63 for total in kernel.checksums(messages, starts)])
     sums = [_summed(parts, first) for parts, first in zip(zip(*messages, strict=True), starts, strict=False)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
@@ -23,7 +23,7 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
     tensors = [signal for _, signal in present]
     if not runtime.decides_on_device:
         if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
-            kernel = library.load_library()
+            kernel = kernel_library.load_library()
             if kernel:
                 found = kernel.beyond(tensors, LIMIT)
                 return 0 if found < 0 else 1 + present[found][0]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 
 
 def sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
@@ -12,7 +12,7 @@ def sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weight
     Shapes: each direction as its weight.
     """
     shrink = 1 - lr * weight_decay
-    kernel = library.library_for(*weights, *directions)
+    kernel = kernel_library.library_for(*weights, *directions)
     if kernel and all(tensor.dtype == torch.float32 for tensor in (*weights, *directions)):
         for weight, direction in zip(weights, directions, strict=True):
             kernel.sign_step(weight, direction, shrink, lr)  # one pass, and no temporary of the model's size

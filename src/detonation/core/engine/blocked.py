@@ -10,7 +10,7 @@ from detonation.core.codec.aggregate import Received
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
-from detonation.core.compute.library import SignRate
+from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.topk_cpu import TopKFinder
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy

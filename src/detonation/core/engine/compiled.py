@@ -11,8 +11,8 @@ from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.selection import TopK
-from detonation.core.compute import library as compiled
-from detonation.core.compute.library import Library, SignRate
+from detonation.core.compute import kernel_library
+from detonation.core.compute.kernel_library import Library, SignRate
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS
 from detonation.core.engine.blocked import BlockedEngine
 from detonation.core.engine.reference import ReferenceEngine
@@ -90,7 +90,11 @@ def engine_for(codec: Codec, layout: Layout, memory: Memory | None, runtime: Run
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
     if memory is None or not fits or runtime.decides_on_device:
         return ReferenceEngine(codec, layout, memory, runtime)
-    library = compiled.load_library() if runtime.kernels and codec.selection.chunk in compiled.KERNEL_CHUNKS else None
+    library = (
+        kernel_library.load_library()
+        if runtime.kernels and codec.selection.chunk in kernel_library.KERNEL_CHUNKS
+        else None
+    )
     if library is not None:
         return NativeEngine(library, codec, layout, memory, runtime)
     if codec.selection.chunk in TOPK_CHUNKS:

@@ -10,7 +10,7 @@ from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import as_int64
 from detonation.core.codec.precision import Float
-from detonation.core.compute.library import SignRate
+from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime

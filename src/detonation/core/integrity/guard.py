@@ -8,7 +8,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from detonation.core.compute import library
+from detonation.core.compute import kernel_library
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.header import DIGITS, Header, put
@@ -118,7 +118,7 @@ class Guard:
             found = readback.Readback(torch.cat([finite.to(torch.float32), total[count:].to(torch.float32)]))
             self._counts.report_later(step + self._delay, found, partial(self._report_sum, step=step))
             return values.masked_fill_(finite.logical_not(), 0.0)
-        kernel = library.load_library() if values.dtype == torch.float32 and values.is_contiguous() else None
+        kernel = kernel_library.load_library() if values.dtype == torch.float32 and values.is_contiguous() else None
         fine = kernel.beyond([values], torch.finfo(torch.float32).max) < 0 if kernel else bool(values.isfinite().all())
         self._report_sum([fine, *total[count:].tolist()], step)
         return values if fine else torch.zeros_like(values)

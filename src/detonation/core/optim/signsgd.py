@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from detonation.core.compute.library import SignRate
+from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.sign_step import sign_step
 from detonation.core.flat.tensors import local
 from detonation.core.optim.closure import evaluated

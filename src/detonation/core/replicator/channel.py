@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Received
-from detonation.core.compute.library import SignRate
+from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
