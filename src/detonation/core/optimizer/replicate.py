@@ -88,7 +88,7 @@ def replicate(
 def check_order(schemes: Sequence[Scheme]) -> None:
     """Raises `ValueError` if `schemes` cannot be levels in this order, from the innermost to the outermost."""
     signals = [scheme.signal for scheme in schemes]
-    if "gradients" in signals[signals.index("parameters") :] if "parameters" in signals else False:
+    if "parameters" in signals and "gradients" in signals[signals.index("parameters") :]:
         raise ValueError("levels that exchange gradients come before levels that exchange parameters")
     gradients = [scheme for scheme in schemes if scheme.signal == "gradients"]
     if any(scheme.round.delay for scheme in gradients[:-1]):
