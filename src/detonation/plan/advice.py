@@ -1,35 +1,35 @@
 """Turns ranked options into advice: plain values for programs and a reason in words."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from detonation.core.schemes.registry import scheme
-from detonation.plan.choice import BUDGET, choose
+from detonation.plan.choice import why
 from detonation.plan.cost import Network, Work
-from detonation.plan.search import TOLERANCE, Option, break_even, options
-from detonation.plan.spelling import spelled
+from detonation.plan.losses import loss_table
+from detonation.plan.search import BUDGET, Option, break_even, options
+from detonation.plan.spelling import changed, spelled
 
 
-def advise(ranked: Sequence[Option], work: Work, network: Network) -> dict[str, Any]:
-    """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
-
-    `auto` in the result is the choice that `scheme = "auto"` makes with its default budget.
-    """
+def advise(ranked: Sequence[Option], work: Work, network: Network, budget: float = BUDGET) -> dict[str, Any]:
+    """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network."""
     best = ranked[0]
     candidates = [option.cost.scheme for option in ranked]
-    half, twice = (options(candidates, work, network.faster(times))[0] for times in (0.5, 2.0))
+    half, twice = (options(candidates, work, network.faster(times), budget)[0] for times in (0.5, 2.0))
     return {
         "options": [row(option) for option in ranked],
         "first": row(best),
-        "reason": reason(best, ranked, network),
+        "reason": why(best, ranked, network, budget) + _faster(best, ranked),
         "if_half_the_rate": row(half),
         "if_twice_the_rate": row(twice),
         "break_even_times": break_even(best.cost.scheme, scheme("full", {}), work, network),
         "replicas": network.replicas,
         "shards": network.shards,
         "rate_bits_per_s": network.rate_bits_per_s,
-        "auto": row(choose(ranked, BUDGET)),
-        "auto_budget": BUDGET,
+        "budget": budget,
+        "parameters": sum(math.prod(shape) for shapes in work.shards for shape in shapes.values()),
+        "measured_parameters": max(loss.parameters for loss in loss_table()),
     }
 
 
@@ -40,6 +40,7 @@ def row(option: Option) -> dict[str, Any]:
         "scheme": cost.scheme.name,
         "spelled": spelled(cost.scheme),
         "arguments": dict(cost.scheme.arguments),
+        "changed": changed(cost.scheme),
         "seconds": cost.total_s,
         "compute_s": cost.compute_s,
         "step_s": cost.step_s,
@@ -48,26 +49,20 @@ def row(option: Option) -> dict[str, Any]:
         "bytes_per_step": cost.bytes_sent,
         "bytes_per_day": cost.bytes_per_day,
         "memory_bytes": cost.memory_bytes,
+        "time_to_loss_s": option.time_to_loss_s,
         "loss_cost": loss.cost if loss else None,
+        "loss_interval": list(loss.interval) if loss and loss.interval else None,
+        "loss_text": f"{loss.verdict}; {loss.conditions}" if loss else "unknown",
         "loss_source": f"{loss}, {loss.source}" if loss else "unknown",
     }
 
 
-def reason(best: Option, ranked: Sequence[Option], network: Network) -> str:
-    """Explains in a few sentences why `best` is ranked first."""
-    full = next((o for o in ranked if o.cost.scheme.name == "full" and o.cost.scheme.codec.precision.summable), None)
-    cost = best.cost
-    text = f"{spelled(cost.scheme)} waits {cost.exposed_s:.3g} s for the network in a step of {cost.total_s:.3g} s"
-    if full is not None and full is not best:
-        text += f", {full.cost.total_s / cost.total_s:.3g} times as fast as full synchronisation"
-    if best.loss is not None:
-        text += f"; its measured cost in loss is {best.loss}"
-    faster = [o for o in ranked if o.cost.total_s < 0.98 * cost.total_s and o.cost.scheme.signal != "nothing"]
-    if faster:
-        fastest = min(faster, key=lambda option: option.cost.total_s)
-        why = f"cost {fastest.loss.cost:+.1%} in loss" if fastest.loss else "have an unknown cost in loss"
-        times = cost.total_s / fastest.cost.total_s
-        text += (
-            f". {len(faster)} would be faster, such as {spelled(fastest.cost.scheme)} ({times:.2f} times), but {why}"
-        )
-    return text + f". A first choice may cost at most {TOLERANCE:.0%} in loss."
+def _faster(best: Option, ranked: Sequence[Option]) -> str:
+    """The options with a shorter step than the first, in a clause of the reason."""
+    faster = [o for o in ranked if o.cost.total_s < 0.98 * best.cost.total_s and o.cost.scheme.signal != "nothing"]
+    if not faster:
+        return ""
+    fastest = min(faster, key=lambda option: option.cost.total_s)
+    loss = f"cost {fastest.loss.verdict} in loss" if fastest.loss else "have an unknown cost in loss"
+    times = best.cost.total_s / fastest.cost.total_s
+    return f". {len(faster)} have shorter steps, such as {spelled(fastest.cost.scheme)} ({times:.2f} times), but {loss}"

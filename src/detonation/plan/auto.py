@@ -16,9 +16,9 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
-from detonation.plan.choice import BUDGET, check_budget, choose, why
+from detonation.plan.choice import check_budget, why
 from detonation.plan.cost import Network, Shapes, Work
-from detonation.plan.search import candidate_settings, options
+from detonation.plan.search import BUDGET, candidate_settings, options
 
 PROBE_S = 3.0
 """Approximate seconds of measuring the links."""
@@ -27,18 +27,19 @@ _log = logging.getLogger("detonation")
 
 
 def auto(model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = BUDGET) -> Scheme:
-    """Measures the links of `axis` and chooses the scheme with the least expected loss for them.
+    """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
     Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
-    and all ranks return the same scheme. Among schemes that wait for the network at most `budget` of a step, the one
-    with the least expected loss wins; where none does, the one that waits least. Schemes with look-ahead are left out,
-    because they need an optimizer without state. The reason is logged at level INFO of the logger "detonation".
+    and all ranks return the same scheme: full synchronisation where it waits for the network at most `budget` of a
+    step, otherwise the scheme with a measured loss that is expected to reach a loss first. Schemes with look-ahead are
+    left out, because they need an optimizer without state. The reason is logged at level INFO of the logger
+    "detonation".
 
     Args:
         model: The sharded model; its trained parameters give the sizes of the messages.
         axis: The axis between the replicas, such as `mesh["replicate"]`.
         step_seconds: Duration of a training step without the network; above 0.
-        budget: Share of a step that may be spent waiting for the network; between 0 and 1.
+        budget: Share of a step that full synchronisation may spend waiting for the network; between 0 and 1.
 
     Returns:
         The scheme, to be passed to `replicate`.
@@ -65,8 +66,8 @@ def auto(model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = B
     shards = node_shapes(model, Link(axis).replica, world, device)
     network = Network(axis.size(), len(shards), probe_axis(axis, device, PROBE_S).operations)
     usable = [each for each in candidate_settings() if not (isinstance(each, GradientScheme) and each.lookahead)]
-    ranked = options(usable, Work(shards, step_seconds, overlap=False), network)
-    best = choose(ranked, budget)
+    ranked = options(usable, Work(shards, step_seconds, overlap=False), network, budget)
+    best = ranked[0]
     _log.info("auto: %s", why(best, ranked, network, budget))
     return broadcast_choice(best.cost.scheme, world, device)
 

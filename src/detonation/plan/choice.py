@@ -1,15 +1,11 @@
-"""Chooses one scheme: least expected loss among those whose wait for the network fits a budget."""
+"""The budget of waiting: the settings of a scheme that fit it, and the reason for a choice in words."""
 
-import math
 from collections.abc import Sequence
 
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.plan.cost import Network
-from detonation.plan.search import Option
+from detonation.plan.search import BUDGET, Option, is_full, waiting
 from detonation.plan.spelling import spelled
-
-BUDGET = 0.1
-"""Default share of a step that may be spent waiting for the network."""
 
 
 def check_budget(budget: float) -> float:
@@ -19,46 +15,29 @@ def check_budget(budget: float) -> float:
     return float(budget)
 
 
-def choose(ranked: Sequence[Option], budget: float) -> Option:
-    """Picks the option with the least expected loss among those that wait at most `budget` of a step.
+def largest_within(settings: Sequence[Option], budget: float) -> Option:
+    """Picks the setting of one scheme that sends most among those that wait at most `budget` of a step.
 
-    Ties go to full synchronisation, then to the scheme that sends most. Where nothing fits the budget, the option that
-    waits least wins. Schemes that exchange nothing are never chosen. The result does not depend on the order of
-    `ranked`.
+    Where nothing fits the budget, the setting that waits least wins.
     """
-    communicating = [option for option in ranked if option.cost.scheme.signal != "nothing"]
-    within = [option for option in communicating if waiting(option) <= budget]
+    within = [option for option in settings if waiting(option) <= budget]
     if within:
-        return min(within, key=_order)
-    return min(communicating, key=lambda option: (round(option.cost.exposed_s, 6), *_order(option)))
+        return max(within, key=lambda option: (option.cost.bytes_sent, spelled(option.cost.scheme)))
+    return min(settings, key=lambda option: (round(option.cost.exposed_s, 6), -option.cost.bytes_sent))
 
 
-def waiting(option: Option) -> float:
-    """Returns the share of a step that is spent waiting for the network."""
-    return option.cost.exposed_s / option.cost.total_s
-
-
-def why(chosen: Option, ranked: Sequence[Option], network: Network, budget: float) -> str:
-    """Explains in one line why `choose` picked `chosen`."""
+def why(chosen: Option, ranked: Sequence[Option], network: Network, budget: float = BUDGET) -> str:
+    """Explains in one line why `chosen`, the first of `ranked`, is first."""
     cost = chosen.cost
-    fits = sum(waiting(option) <= budget and option.cost.scheme.signal != "nothing" for option in ranked)
     link = f"at {LinkSpeed(network.rate_bits_per_s)} per node" if network.replicas > 1 else "with one node"
-    share = f"waits {waiting(chosen):.1%} of a step of {cost.total_s:.3g} s {link}"
-    if not fits:
-        return f"{spelled(cost.scheme)} {share}, the least of all: none stays within the budget of {budget:.0%}"
-    full = next((o for o in ranked if spelled(o.cost.scheme) == "full()"), chosen)
-    best = "the only option" if fits == 1 else f"of {fits} options the one with the least expected loss"
-    text = f"{spelled(cost.scheme)} {share}; {best} within the budget of {budget:.0%}: {_loss_text(chosen)}"
-    return text if full is chosen else f"{text}; full() would wait {waiting(full):.0%}"
-
-
-def _loss_text(option: Option) -> str:
-    if option.loss is not None:
-        return f"measured {option.loss}"
-    guess = option.expected
-    return f"{guess:+.1%} expected, from other settings of the scheme" if guess < math.inf else "its loss is unknown"
-
-
-def _order(option: Option) -> tuple[float, bool, float, str]:
-    scheme = option.cost.scheme
-    return option.expected, scheme.name != "full", -option.cost.bytes_sent, spelled(scheme)
+    text = f"{spelled(cost.scheme)} waits {waiting(chosen):.1%} of a step of {cost.total_s:.3g} s {link}"
+    full = next((option for option in ranked if is_full(option)), None)
+    if full is chosen:
+        return f"{text}, within the budget of {budget:.0%}" if waiting(chosen) <= budget else text
+    if chosen.loss is not None:
+        text += f"; of the {sum(o.loss is not None for o in ranked)} with a measured loss it is expected to reach a "
+        text += f"loss first: {chosen.loss}"
+    if full is not None:
+        times = full.cost.total_s / cost.total_s
+        text += f"; full() would wait {waiting(full):.0%} and take {times:.3g} times as long per step"
+    return text

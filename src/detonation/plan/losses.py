@@ -1,15 +1,15 @@
-"""Measured losses: how much validation loss each scheme cost, and where the measurement is documented."""
+"""Measured losses: how much validation loss each scheme cost, how certain that is, and where it was measured."""
 
 import json
-import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 from detonation.core.schemes.scheme import Scheme
 
-UNTRIED = 0.02
-"""Relative loss that is added where a scheme was measured only at other settings."""
+STEPS_EXPONENT = 0.205
+"""Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
+(docs/frontier.md)."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,53 @@ class Loss:
     Args:
         scheme, arguments: Of the scheme that was measured; arguments that are left out may have any value.
         cost: Validation loss over that of full synchronisation, minus 1; a mean over `seeds`.
-        recipe, steps, replicas: Of the run that was measured.
+        interval: The 95 % confidence interval of `cost`, paired over the seeds; None with fewer than three seeds, or
+            where the runs of single seeds were not kept.
+        recipe, parameters, steps, replicas: Of the runs that were measured.
         source: The document that describes the measurement.
     """
 
     scheme: str
     arguments: dict[str, object]
     cost: float
+    interval: tuple[float, float] | None
     seeds: int
     recipe: str
+    parameters: int
     steps: int
     replicas: int
     source: str
 
+    @property
+    def difference_seen(self) -> bool:
+        """False where the interval contains zero; without an interval the mean is taken at its word."""
+        return self.interval is None or not self.interval[0] <= 0 <= self.interval[1]
+
+    @property
+    def slowdown(self) -> float:
+        """Expected number of steps to a loss, relative to full synchronisation; at least 1.
+
+        A difference below full synchronisation is not counted on: it may be the optimizer's.
+        """
+        return float((1 + max(0.0, self.cost)) ** (1 / STEPS_EXPONENT))
+
+    @property
+    def verdict(self) -> str:
+        """The difference in words, with half the width of its interval."""
+        if self.interval == (0.0, 0.0):
+            return "the baseline"
+        if self.interval is None:
+            return f"{self.cost:+.1%} ({_counted(self.seeds, 'seed')})"
+        margin = f"±{(self.interval[1] - self.interval[0]) / 2:.1%}"
+        return f"{self.cost:+.1%} {margin}" if self.difference_seen else f"no difference seen ({margin})"
+
+    @property
+    def conditions(self) -> str:
+        """The size of the evidence: parameters, replicas and steps."""
+        return f"{self.parameters / 1e6:.1f} M parameters, {_counted(self.replicas, 'replica')}, {self.steps} steps"
+
     def __str__(self) -> str:
-        return f"{self.cost:+.1%} on {self.recipe} ({self.steps} steps, {self.replicas} replicas, {self.seeds} seeds)"
+        return f"{self.verdict} on {self.recipe} ({self.conditions}, {_counted(self.seeds, 'seed')})"
 
 
 def loss_of(scheme: Scheme, replicas: int) -> Loss | None:
@@ -45,19 +77,6 @@ def loss_of(scheme: Scheme, replicas: int) -> Loss | None:
         and all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
     ]
     return max(found, key=lambda loss: loss.cost, default=None)
-
-
-def expected(scheme: Scheme, replicas: int) -> float:
-    """Predicts the relative loss that `scheme` costs, at least 0: differences below full synchronisation are noise.
-
-    Returns the measured loss. Without one, returns the largest loss measured at other settings of the scheme plus
-    `UNTRIED`, and infinity where the scheme was never measured.
-    """
-    measured = loss_of(scheme, replicas)
-    if measured is not None:
-        return max(0.0, measured.cost)
-    relatives = [loss.cost for loss in near(replicas) if loss.scheme == scheme.name]
-    return max(0.0, *relatives) + UNTRIED if relatives else math.inf
 
 
 @cache
@@ -73,4 +92,10 @@ def near(replicas: int) -> tuple[Loss, ...]:
 def loss_table() -> tuple[Loss, ...]:
     """Reads all measurements from losses.json beside this module."""
     text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
-    return tuple(Loss(**row) for row in json.loads(text))
+    return tuple(
+        Loss(**{**row, "interval": tuple(row["interval"]) if row["interval"] else None}) for row in json.loads(text)
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

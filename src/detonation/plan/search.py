@@ -1,4 +1,4 @@
-"""Ranks schemes by measured loss and predicted step time."""
+"""Ranks schemes by the expected time to a loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,15 @@ from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import LargerThanDense
 from detonation.plan.cost import Cost, Network, Work, cost
-from detonation.plan.losses import Loss, expected, loss_of, loss_table
+from detonation.plan.losses import Loss, loss_of, loss_table
+from detonation.plan.spelling import spelled
 
-TOLERANCE = 0.02
-"""Largest measured loss, relative to full synchronisation, that a first choice may cost."""
+BUDGET = 0.1
+"""Default share of a step that full synchronisation may spend waiting for the network and still come first."""
 
 _SIGN = {"precision": "sign", "error_feedback": False}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "full": [{"precision": "bf16"}],
     "demo": [{"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, _SIGN)],
     "random": [{"rate": 1 / n} for n in (4, 16, 64)],
     "random_sign": [{"rate": 1 / n} for n in (2, 4, 8, 16)],
@@ -25,16 +27,25 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """A scheme with its predicted cost, its measured loss (None without one) and its expected relative loss."""
+    """A scheme with its predicted cost and its measured loss, None without one."""
 
     cost: Cost
     loss: Loss | None
-    expected: float
 
     @property
-    def trusted(self) -> bool:
-        """True where the measured loss is at most `TOLERANCE`."""
-        return self.loss is not None and self.loss.cost <= TOLERANCE
+    def time_to_loss_s(self) -> float | None:
+        """Expected seconds until training has come as far as in one step of full synchronisation; None if unknown."""
+        return None if self.loss is None else self.cost.total_s * self.loss.slowdown
+
+
+def waiting(option: Option) -> float:
+    """Returns the share of a step that is spent waiting for the network."""
+    return option.cost.exposed_s / option.cost.total_s
+
+
+def is_full(option: Option) -> bool:
+    """True for full synchronisation with values that the network adds as they are."""
+    return option.cost.scheme.name == "full" and option.cost.scheme.arguments["precision"] == "fp32"
 
 
 def settings(name: str) -> list[dict[str, Any]]:
@@ -50,25 +61,30 @@ def candidate_settings() -> list[Scheme]:
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 
-def options(candidates: Sequence[Scheme], work: Work, network: Network) -> list[Option]:
+def options(candidates: Sequence[Scheme], work: Work, network: Network, budget: float = BUDGET) -> list[Option]:
     """Ranks the candidates, best first; leaves out those that would send more than full synchronisation.
 
-    Schemes with a measured loss of at most `TOLERANCE` come first, then schemes without a measurement, then the rest.
-    Within each group the shorter step comes first, and of equal steps the one that sends less.
+    Full synchronisation comes first where it waits at most `budget` of a step. Schemes with a measured loss follow,
+    by expected time to a loss, then schemes without one by the time of a step, and schemes that exchange nothing. Of
+    equal times the scheme that sends less comes first.
     """
-    ranked, replicas = [], network.replicas
+    ranked = []
     for candidate in candidates:
         try:
             price = cost(candidate, work, network)
         except LargerThanDense:
             continue
-        ranked.append(Option(price, loss_of(candidate, replicas), expected(candidate, replicas)))
-    return sorted(ranked, key=_order)
+        ranked.append(Option(price, loss_of(candidate, network.replicas)))
+    return sorted(ranked, key=lambda option: _order(option, budget))
 
 
-def _order(option: Option) -> tuple[int, float, float]:
-    group = 0 if option.trusted else 1 if option.loss is None and option.cost.scheme.signal != "nothing" else 2
-    return group, round(option.cost.total_s, 4), option.cost.bytes_sent
+def _order(option: Option, budget: float) -> tuple[int, float, float, str]:
+    time_s, scheme = option.time_to_loss_s, option.cost.scheme
+    if is_full(option) and waiting(option) <= budget:
+        group = 0
+    else:
+        group = 3 if scheme.signal == "nothing" else 2 if time_s is None else 1
+    return group, round(time_s or option.cost.total_s, 4), option.cost.bytes_sent, spelled(scheme)
 
 
 def break_even(option: Scheme, against: Scheme, work: Work, network: Network) -> float | None:

@@ -11,9 +11,18 @@ def spelled(chosen: Scheme) -> str:
         >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
         'demo(topk=1)'
     """
+    return f"{chosen.name}({', '.join(f'{name}={_short(value)}' for name, value in changed(chosen).items())})"
+
+
+def changed(chosen: Scheme) -> dict[str, object]:
+    """The arguments that differ from the scheme's defaults.
+
+    Example:
+        >>> changed(scheme("demo", {"topk": 1, "chunk": 64}))
+        {'topk': 1}
+    """
     defaults = scheme(chosen.name, {}).arguments
-    changed = {name: value for name, value in chosen.arguments.items() if value != defaults[name]}
-    return f"{chosen.name}({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})"
+    return {name: value for name, value in chosen.arguments.items() if value != defaults[name]}
 
 
 def _short(value: object) -> str:

@@ -8,7 +8,17 @@ from rich.table import Table
 
 from detonation.report.words import duration, rate, size_text
 
-HEADS = ("scheme", "step", "waiting", "sent per step", "sent per day", "memory", "loss")
+HEADS = (
+    "scheme",
+    "step",
+    "waiting",
+    "sent per node and step",
+    "sent per node and day",
+    "state per rank",
+    "loss against AdamW in full; measured with",
+)
+SHOWN = 8
+"""Rows in a terminal; --json and the page have all of them."""
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -21,33 +31,41 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
             size_text(option["bytes_per_step"]),
             size_text(option["bytes_per_day"]),
             size_text(option["memory_bytes"]),
-            "unknown" if option["loss_cost"] is None else f"{option['loss_cost']:+.1%}",
+            option["loss_text"].replace(" parameters", ""),
         )
         for option in plan["options"]
     ]
 
 
 def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints the ranked schemes, the reason for the first, and the first choice on other links."""
+    """Prints the best ranked schemes, the reason for the first, and the first choice on other links."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
     table = Table(*HEADS, width=None if console.is_terminal else 140)
-    for row in plan_rows(plan):
+    ranked = plan_rows(plan)
+    for row in ranked[:SHOWN]:
         table.add_row(*row)
     console.print(table)
+    if len(ranked) > SHOWN:
+        console.print(f"{len(ranked) - SHOWN} more with --json")
     for line in words(plan):
         console.print(line)
 
 
 def words(plan: Mapping[str, Any]) -> list[str]:
-    """The text beside the table, in lines: the reason, other links, the automatic choice, the break-even rate."""
+    """The text beside the table, in lines: the reason, how to take the first, other links, the break-even rate."""
     speed, first = plan["rate_bits_per_s"], plan["first"]["spelled"]
-    lines = [plan["reason"]]
+    lines = [plan["reason"], f"to take it: {_flags(plan['first'])}; scheme.name=auto measures and chooses like this"]
     for key, times in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)):
         other = plan[key]
         choice = "the same first choice" if other["spelled"] == first else f"first {other['spelled']}"
         lines.append(f"at {rate(times * speed)} per node: {choice}, {duration(other['seconds'])} per step")
-    lines.append(f"scheme auto, with a budget of {plan['auto_budget']:.0%} of a step: {plan['auto']['spelled']}")
+    measured, size = plan["measured_parameters"], plan["parameters"]
+    if size > measured:
+        few, many = f"{measured / 1e6:.1f} M", f"{size / 1e6:,.1f} M"
+        lines.append(f"losses were measured on models of at most {few} parameters, this one has {many}: compare first")
     times = plan["break_even_times"]
+    if first == "full()":
+        return lines
     if times is None:
         lines.append(f"full synchronisation is never as fast as {first}, whatever the link")
     elif times == 0:
@@ -55,3 +73,13 @@ def words(plan: Mapping[str, Any]) -> list[str]:
     else:
         lines.append(f"full synchronisation is as fast as {first} from {rate(times * speed)} per node on")
     return lines
+
+
+def _flags(option: Mapping[str, Any]) -> str:
+    """The flags of `detonation train` that choose an option."""
+    settings = {"name": option["scheme"], **option["changed"]}
+    return "--set " + " ".join(f"scheme.{key}={_value(value)}" for key, value in settings.items())
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

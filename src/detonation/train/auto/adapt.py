@@ -10,7 +10,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 from detonation.plan.auto import world_link
-from detonation.plan.choice import check_budget, choose
+from detonation.plan.choice import check_budget, largest_within
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.search import options
 from detonation.plan.spelling import spelled
@@ -112,7 +112,7 @@ class Adapter:
         if 1 / FACTOR < times < FACTOR:
             return None
         found = options(self._settings(), self._work, network.faster(times))
-        return SettingChange(times, dict(choose(found, self.followed.budget).cost.scheme.arguments))
+        return SettingChange(times, dict(largest_within(found, self.followed.budget).cost.scheme.arguments))
 
     def _settings(self) -> list[Scheme]:
         """The schemes that the run can move to: its first, its present one, and the first at other values."""

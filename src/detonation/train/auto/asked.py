@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 
 from detonation.choices import unknown
 from detonation.core.schemes.registry import schemes
-from detonation.plan.choice import BUDGET, check_budget
-from detonation.plan.search import settings
+from detonation.plan.choice import check_budget
+from detonation.plan.search import BUDGET, settings
 from detonation.plan.spelling import spelled
 from detonation.train.loop.session import check_config, check_levels, scheme_of
 from detonation.train.recipe import optimizers
@@ -20,7 +20,8 @@ class Auto:
     """The arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: The part of a step that may be spent waiting for the network, between 0 and 1.
+        budget: The part of a step that full synchronisation, or the adapted setting, may spend waiting for the network,
+            between 0 and 1.
         adapt: Let the setting of the chosen scheme follow the link during the run.
 
     Raises:

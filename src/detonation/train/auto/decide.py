@@ -14,7 +14,7 @@ from detonation.cluster.network.profile import Step
 from detonation.core.link.link import Link
 from detonation.plan.advice import advise, row
 from detonation.plan.auto import PROBE_S, world_link
-from detonation.plan.choice import choose, why
+from detonation.plan.choice import why
 from detonation.plan.cost import Network, Work
 from detonation.plan.search import Option, options
 from detonation.plan.spelling import spelled
@@ -79,7 +79,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
         "link": asdict(measured),
         "compute_s": compute_s,
         "steps": {name: asdict(step) for name, step in work.steps.items()},
-        **advise(found, work, network),
+        **advise(found, work, network, asked.auto.budget),
     }
     followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
     return Chosen(config, f"auto: {line}", plan, followed)
@@ -97,8 +97,8 @@ def _search(
     steps: dict[str, Step] = {}
     while True:
         work = Work(work.shards, work.compute_s, dict(steps), work.overlap)
-        found = options(list(schemes.values()), work, network)
-        name = world.send_to_all(spelled(choose(found, budget).cost.scheme), device)[0]  # the first rank decides
+        found = options(list(schemes.values()), work, network, budget)
+        name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
             _agree(world, candidates[name], device)

@@ -10,7 +10,7 @@ from detonation.cluster.network.profile import Profile
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import schemes
 from detonation.plan.advice import advise
-from detonation.plan.cost import Network, Shapes, Work
+from detonation.plan.cost import Network, Work
 from detonation.plan.search import candidate_settings, options
 from detonation.train.auto.asked import standing
 from detonation.train.loop.session import check_config, scheme_of
@@ -52,12 +52,7 @@ def plan(question: Question) -> dict[str, Any]:
     if config is not None and config.scheme.name not in known:
         candidates = [*candidates, scheme_of(config.levels[-1])]
     found = options(candidates, work, network)
-    return {**advise(found, work, network), "parameters": sum(numel(shapes) for shapes in work.shards)}
-
-
-def numel(shapes: Shapes) -> int:
-    """Coordinates of all of `shapes`."""
-    return sum(math.prod(shape) for shape in shapes.values())
+    return advise(found, work, network)
 
 
 def count(text: str) -> int:
