@@ -18,7 +18,7 @@ PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loa
 .PHONY: train test chaos lint hooks clean
 
 train: $(VENV)/.train
-	$(VENV)/bin/detonation train recipes/quick-lm.toml
+	$(VENV)/bin/detonation train quick-lm
 
 ifdef PART
 test: $(VENV)/.test

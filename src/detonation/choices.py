@@ -34,13 +34,15 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
+    >>> str(unknown("optimizer", "adamw", ["Adam", "AdamW"]))
+    "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
     >>> str(unknown("key of [train]", "on_drift", ["on_desync", "steps"]))
     "key of [train] 'on_drift' is called on_desync since version 0.2"
     """
     names = sorted(valid)
     if name in RENAMED and RENAMED[name].split(" ")[0] in names:
         return ValueError(f"{kind} {name!r} is called {RENAMED[name]} since version 0.2")
-    near = difflib.get_close_matches(name, names, n=1)
+    near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
 

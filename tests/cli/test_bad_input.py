@@ -44,7 +44,7 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
         ("optimizer.lr=-1", "optimizer.lr is -1.0, but must be a finite number above 0"),
-        ("mesh.link=100mbps", "a link is '100mbps', must be a rate above 0 in bit, kbit, mbit or gbit (a second)"),
+        ("mesh.link=100mb", "a link is '100mb', must be a rate above 0 in bit, kbit, mbit or gbit (a second)"),
         ("scheme.topk=65", "topk is 65, must be from 1 to chunk (64)"),
         ("scheme.topk=1.5", "scheme.topk is 1.5, but must be a whole number"),
         ("scheme.name=random scheme.rate=0", "rate is 0, must be above 0 and at most 1"),
@@ -136,7 +136,7 @@ def test_the_examples_in_the_help_are_command_lines():
                 command, name, *arguments = line.split()
                 assert command == "detonation" and isinstance(tyro.cli(Verb, args=[name, *arguments]), kind)
                 found.append(name)
-    assert found == ["train", "compare", "simulate", "probe", "plan", "plan", "report", "report"]
+    assert found == ["train", "compare", "simulate", "probe", "plan", "plan", "report", "report", "recipes"]
 
 
 def test_a_port_that_another_process_has(tmp_path):

@@ -35,7 +35,6 @@ def _with_schemes(metavar: str) -> Any:
 _Flag = Annotated[bool, _shown()]
 _Integer = Annotated[int | None, _shown("INT")]
 _Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
-_SetsOfSchemes = Annotated[_Sets, _with_schemes("[STR [STR ...]]")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +46,44 @@ class Common:
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(Common):
+class Shortcuts(Common):
+    """Flags for the settings that change most; --set has all of them."""
+
+    scheme: Annotated[str | None, _with_schemes("NAME")] = None
+    """The same as --set scheme.name=NAME, with the settings that the recipe has tuned for it; auto measures the links
+    and chooses, package.module:function is yours."""
+    steps: _Integer = None
+    """The same as --set train.steps=INT."""
+    lr: Annotated[float | None, _shown("NUMBER")] = None
+    """The same as --set optimizer.lr=NUMBER."""
+    model: Annotated[str | None, _shown("NAME")] = None
+    """The same as --set model.name=NAME: olmo2, t5, vit or package.module:function."""
+    data: Annotated[str | None, _shown("SOURCE")] = None
+    """The same as --set data.source=SOURCE: a name of detonation fetch, a file or a directory."""
+
+
+SHORTCUTS = {
+    "scheme": "scheme.name",
+    "steps": "train.steps",
+    "lr": "optimizer.lr",
+    "model": "model.name",
+    "data": "data.source",
+}
+"""The recipe's key for each flag of `Shortcuts`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(Shortcuts):
     """Train the model of a recipe.
 
     Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
-    detonation train recipes/quick-lm.toml --replicas 2 --set train.steps=100 --out runs/first
+    detonation train quick-lm --steps 100 --out runs/first
     """
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
-    """The recipe, such as recipes/quick-lm.toml."""
-    set: _SetsOfSchemes = ()
-    """Override the recipe: --set train.steps=100 scheme.name=diloco; auto chooses, package.module:function is yours."""
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
+    """The recipe: a TOML file, or a name of detonation recipes."""
+    set: _Sets = ()
+    """Override any key of the recipe: --set train.steps=100 scheme.topk=1"""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
@@ -81,16 +107,16 @@ class Train(Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulate(Common):
+class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
 
     Each has its own model, memory and data, and runs the code of a real replica of one shard: the result is that of a
     real run, also its bytes. Only the seconds are this machine's. Example:
-    detonation simulate recipes/quick-lm.toml --replicas 64
+    detonation simulate quick-lm --replicas 64
     """
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
-    """The recipe, such as recipes/quick-lm.toml."""
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
+    """The recipe: a TOML file, or a name of detonation recipes."""
     set: _Sets = ()
     """Override the recipe: --set train.steps=100 scheme.name=random_sign"""
     replicas: _Integer = None
@@ -108,10 +134,10 @@ class Compare(Common):
     """Train a recipe under several schemes, one after another on the same data and seed, and write one page.
 
     Runs that are finished in --out are not run again. Example:
-    detonation compare recipes/quick-lm.toml --schemes full,demo --link 100mbit,5ms --out runs/slow
+    detonation compare quick-lm --schemes full,demo --link 100mbit,5ms --out runs/slow
     """
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE.toml")]] = dataclasses.field(kw_only=True)
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
     """The recipe; each scheme has the settings that it is tuned to there."""
     schemes: Annotated[str, _with_schemes("NAME,NAME,...")] = ""
     """The schemes to compare, two at least, such as full,demo,random,diloco; package.module:function for your own."""
@@ -134,10 +160,10 @@ class Probe(Common):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
     Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
-    detonation probe recipes/quick-lm.toml --out profile.json
+    detonation probe quick-lm --out profile.json
     """
 
-    recipe: Positional[Annotated[Path | None, _shown("[RECIPE.toml]")]] = None
+    recipe: Positional[Annotated[Path | None, _shown("[RECIPE]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
     set: _Sets = ()
     """Override the recipe, as in train."""
@@ -156,11 +182,11 @@ class Plan(Common):
     """Rank the schemes for a cluster: seconds per step, bytes, memory, and the measured cost in loss.
 
     Takes a recipe or --parameters, and --profile or --link. Examples:
-    detonation plan recipes/quick-lm.toml --profile profile.json, or
+    detonation plan quick-lm --profile profile.json, or
     detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
-    recipe: Positional[Annotated[Path | None, _shown("[RECIPE.toml]")]] = None
+    recipe: Positional[Annotated[Path | None, _shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
     set: _Sets = ()
     """Override the recipe, as in train."""
@@ -222,6 +248,17 @@ class Fetch(Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Recipes(Common):
+    """List the recipes that come with the package, or print one of them: into a file, it is the start of your own.
+
+    Example: detonation recipes quick-lm
+    """
+
+    name: Positional[Annotated[str | None, _shown("[NAME]")]] = None
+    """The recipe to print."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Env(Common):
     """Print versions and platform, to paste into a bug report."""
 
@@ -236,5 +273,6 @@ Verb = (
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Export, subcommand("export")]
     | Annotated[Fetch, subcommand("fetch")]
+    | Annotated[Recipes, subcommand("recipes")]
     | Annotated[Env, subcommand("env")]
 )

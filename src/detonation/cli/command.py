@@ -11,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff
 from detonation.cli.answers import explain, fail
 from detonation.cli.arguments import Probe, Train, Verb
 from detonation.cli.verbs import VERBS
+from detonation.version import __version__
 
 _RENAMED_FLAGS = {"--lab": "--namespaces"}
 """Flags of version 0.1, and the flags that took their place."""
@@ -22,6 +23,9 @@ def run_command(arguments: list[str] | None = None) -> int:
     A rank under a launcher does not return: see `end_now`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--version"]:
+        print(f"detonation {__version__}")
+        return 0
     for flag in arguments:
         if flag in _RENAMED_FLAGS:
             return fail(f"flag {flag} is called {_RENAMED_FLAGS[flag]} since version 0.2", 2, "--json" in arguments)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from detonation.choices import unknown
 from detonation.cli.answers import explain, say
 from detonation.cli.arguments import (
+    SHORTCUTS,
     Common,
     Compare,
     Env,
@@ -14,6 +17,7 @@ from detonation.cli.arguments import (
     Fetch,
     Plan,
     Probe,
+    Recipes,
     Report,
     Simulate,
     Train,
@@ -27,12 +31,17 @@ def requested(kind: type[_R], verb: Common) -> _R:
     """The request of this `kind`, whose fields are named like the flags of `verb`; it needs no field without a flag."""
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     renamed = {
-        "overrides": flat_sets(flags.pop("set", ())),
+        "overrides": (*shortcuts(flags), *flat_sets(flags.pop("set", ()))),
         "loggers": flags.pop("logger", ()),
         "to_stderr": flags.pop("json"),
     }
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known})
+
+
+def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """The assignments that the given flags of `Shortcuts` stand for; those of --set come after them, and count."""
+    return tuple(f"{key}={flags[flag]}" for flag, key in SHORTCUTS.items() if flags.get(flag) is not None)
 
 
 def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
@@ -139,6 +148,20 @@ def _fetch(verb: Fetch) -> dict[str, Any]:
     return paths
 
 
+def _recipes(verb: Recipes) -> dict[str, Any]:
+    from detonation.train.recipe.shipped import headline, shipped_recipes
+
+    texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
+    if verb.name is None:
+        for name, text in texts.items():
+            say(verb, f"{name:16}  {headline(text)}")
+        return {name: headline(text) for name, text in texts.items()}
+    if verb.name not in texts:
+        raise unknown("recipe", verb.name, texts)
+    say(verb, texts[verb.name].rstrip("\n"))
+    return {verb.name: texts[verb.name]}
+
+
 def _env(verb: Env) -> dict[str, Any]:
     from detonation.train.output.environment import environment, lines
 
@@ -158,5 +181,6 @@ VERBS: dict[type, Any] = {
     Verify: _verify,
     Export: _export,
     Fetch: _fetch,
+    Recipes: _recipes,
     Env: _env,
 }

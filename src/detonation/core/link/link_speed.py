@@ -8,7 +8,7 @@ from detonation.core.schemes.traffic import CollectiveKind
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
-_FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?bit)\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE)
+_FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?b(?:it|ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class LinkSpeed:
 
     @classmethod
     def parse(cls, text: str) -> "LinkSpeed":
-        """Parses a rate and an optional latency: "100mbit,5ms", "1gbit", "56kbit, 0.2s".
+        """Parses a rate and an optional latency: "100mbit,5ms", "1Gbit/s", "20Mbps", "56kbit, 0.2s".
 
-        >>> LinkSpeed.parse("100mbit,5ms")
-        LinkSpeed(rate_bits_per_s=100000000.0, latency_s=0.005)
+        >>> LinkSpeed.parse("100mbit,5ms") == LinkSpeed.parse("0.1 Gbit/s, 5ms") == LinkSpeed(1e8, 0.005)
+        True
         """
         found = _FORM.fullmatch(text)
         try:
             rate, unit, latency, time = found.groups() if found else (None,) * 4
             assert rate is not None and unit is not None
             seconds = float(latency) / _PER_SECOND[time.lower()] if latency and time else 0.0
-            return cls(float(rate) * _RATES[unit.lower()], seconds)
+            return cls(float(rate) * _RATES[unit.lower().replace("bps", "bit")], seconds)
         except (AssertionError, ValueError) as error:
             raise ValueError(
                 f"a link is {text!r}, must be a rate above 0 in bit, kbit, mbit or gbit (a second) and, where there is "

@@ -8,6 +8,7 @@ from typing import Any
 from detonation.choices import unknown
 from detonation.core.schemes.registry import SCHEMES, schemes
 from detonation.train.recipe.schema import Config, Table, require
+from detonation.train.recipe.shipped import shipped_recipes
 from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table
 
 _TUNABLE = ("scheme", "optimizer", "schedule", "train")
@@ -84,11 +85,16 @@ def replicas_of_levels(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def read_recipe(path: Path) -> Table:
-    """The tables of a recipe file. Raises `ValueError` for a file that is missing or not TOML."""
+    """The tables of a recipe file, or of the recipe of that name that comes with the package.
+
+    Raises `ValueError` for a file that is missing or not TOML.
+    """
+    shipped = {} if path.exists() or len(path.parts) > 1 else shipped_recipes()
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(shipped.get(path.name, path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from error
+        names = f"; the package has {', '.join(shipped)}" if shipped else ""
+        raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}{names}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} is not TOML: {error}") from error
 

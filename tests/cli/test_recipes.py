@@ -1,0 +1,71 @@
+"""Recipes by name, the flags that stand for settings, and the version, as someone without a checkout uses them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from detonation.cli.arguments import Train
+from detonation.cli.command import run_command
+from detonation.cli.verbs import requested
+from detonation.core.link.link_speed import LinkSpeed
+from detonation.train.recipe.resolve import read_recipe
+from detonation.train.recipe.shipped import shipped_recipes
+from detonation.train.run.request import Request, configure
+from detonation.version import __version__
+
+
+def test_recipes_are_listed_printed_and_found_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # no checkout here
+    assert run_command(["recipes", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"quick-lm", "vit-fashion", "t5-translation", "three-tiers"} <= listed.keys() == shipped_recipes().keys()
+    assert all(text.endswith((".", "images.")) for text in listed.values())
+    for name in listed:
+        assert run_command(["recipes", name]) == 0
+        (tmp_path / f"{name}.toml").write_text(capsys.readouterr().out)
+        assert read_recipe(tmp_path / f"{name}.toml") == packaged(name)
+    assert run_command(["recipes", "quick"]) == 2
+    assert "unknown recipe 'quick', did you mean 'quick-lm'?" in capsys.readouterr().err
+
+
+def packaged(name):
+    return read_recipe(Path(name))
+
+
+def test_a_file_of_the_directory_hides_a_recipe_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick-lm").write_text("seed = 7\n")
+    assert packaged("quick-lm") == {"seed": 7}
+
+
+def test_a_name_that_is_no_recipe_gets_the_names_of_those_that_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["train", "quick"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot read the recipe 'quick': No such file") and "quick-lm, t5-trans" in error
+
+
+def test_flags_stand_for_settings_and_set_counts_more():
+    flags = {"scheme": "random_sign", "steps": 7, "lr": 0.5, "model": "vit", "data": "fashion-mnist"}
+    verb = Train(recipe=Path("vit-fashion"), set=(("optimizer.lr=0.25",),), **flags)
+    config = configure(requested(Request, verb), None)
+    assert (config.scheme.name, config.train.steps, config.optimizer.lr) == ("random_sign", 7, 0.25)
+    assert (config.model.name, config.data.arguments["source"]) == ("vit", "fashion-mnist")
+    assert config.optimizer.name == "SignSGD"  # as the recipe has tuned it for that scheme
+
+
+def test_the_version_is_printed(capsys):
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"detonation {__version__}\n"
+
+
+@pytest.mark.parametrize("text", ["20mbit", "20Mbit", "20Mbps", "20mbit/s", "20 Mbit/s", "0.02Gbit/s", "20000kbps"])
+def test_a_link_is_read_as_people_and_our_own_tables_write_it(text):
+    assert LinkSpeed.parse(text).rate_bits_per_s == pytest.approx(2e7)
+
+
+@pytest.mark.parametrize("text", ["20MB/s", "20mb", "20", "20mbit/h"])
+def test_a_link_in_bytes_or_without_a_unit_is_refused(text):
+    with pytest.raises(ValueError, match="must be a rate above 0 in bit"):
+        LinkSpeed.parse(text)
