@@ -1,15 +1,20 @@
 """The exchange through owners: bytes that do not grow with the replicas, and nothing lost between two memories."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.tensors import digest
 from detonation.core.link.link import Link
 from detonation.core.memory import Feedback
 from detonation.core.replicator.channel import Channel
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import traffic
+from zoo import TALKING
 
 CPU = torch.device("cpu")
 SHAPES = {"w": (1000, 64), "b": (70,), "none": (0,)}
@@ -37,7 +42,11 @@ def sends(mesh, scheme):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.demo(), dt.random_sign(), dt.demo(precision="sign", aggregate="majority_vote")],
+    [
+        dt.demo(link="owner"),
+        dt.random_sign(link="owner"),
+        dt.demo(precision="sign", aggregate="majority_vote", link="owner"),
+    ],
     ids=["demo", "random-sign", "demo-majority"],
 )
 def test_bytes_through_owners_do_not_grow_with_the_replicas(scheme):
@@ -45,8 +54,7 @@ def test_bytes_through_owners_do_not_grow_with_the_replicas(scheme):
     for replicas in (2, 4, 8):
         sent, foreseen, header, dense, handed = worlds.run(sends, replicas, 1, scheme)[0]
         assert sent == foreseen
-        if replicas > 2:  # with two, all-gather sends as much and needs one collective
-            assert sent == 2 * handed // replicas * (replicas - 1)
+        assert sent == 2 * handed // replicas * (replicas - 1)
         reductions[replicas] = dense / (sent - header)
     assert reductions[4] == pytest.approx(reductions[2], rel=0.1)
     assert reductions[8] == pytest.approx(reductions[2], rel=0.1)
@@ -93,3 +101,51 @@ def test_an_all_reduce_is_refused_where_the_network_cannot_add():
         dt.scheme("random", {"link": "all-reduce", "precision": "sign"})
     with pytest.raises(ValueError, match="link is 'ring', must be one of auto"):
         dt.demo(link="ring")
+
+
+OWN_SELECTION = {
+    name: scheme for name, scheme in TALKING.items() if not scheme.codec.selection.shared and scheme.link == "auto"
+}
+
+
+def trained(communicator, scheme):
+    """A digest of the weights after some steps on gradients that differ between replicas."""
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in ((65, 64), (70,))])
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme)
+    generator = torch.Generator().manual_seed(communicator.replica)
+    for _ in range(2 * scheme.round.every + 2):
+        for parameter in model:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad[: 8 * communicator.replica] *= 10  # some rows of some replicas are loud
+        optimizer.step()
+    optimizer.synchronize()
+    return digest(model.parameters())
+
+
+def ends(scheme, link, replicas):
+    """The digest of each replica after training through `link`."""
+    return simulate_replicas(lambda communicator: trained(communicator, replace(scheme, link=link)), replicas)
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_auto_is_all_gather_bit_for_bit_for_a_selection_of_the_senders_own(replicas):
+    """An owner would select the largest coefficients of the mean once more: another algorithm, and a worse one."""
+    for name, scheme in OWN_SELECTION.items():
+        assert ends(scheme, "auto", replicas) == ends(scheme, "all-gather", replicas), name
+
+
+def test_auto_is_lawful_where_an_all_gather_would_send_more_than_dense():
+    layout = dt.demo().codec.layout(SHAPES)
+    for replicas in range(2, 200):
+        traffic.require_below_dense(dt.demo(), layout, replicas)
+    assert traffic.collective_for(dt.demo(), layout, 8) == "all-gather"
+    assert traffic.collective_for(dt.demo(), layout, 64) == "owner"
+
+
+@pytest.mark.parametrize("scheme", [dt.random(rate=1 / 4, aggregate="clipped_mean"), dt.sparseloco(every=2)])
+def test_clipping_takes_the_norms_of_whole_messages(scheme):
+    """An owner sees some rows of each message, and their norm is not that of the message."""
+    assert ends(scheme, "auto", 4) == ends(scheme, "all-gather", 4)
+    with pytest.raises(ValueError, match=r"link is 'owner'.*clipped_mean.*norm of the whole"):
+        replace(scheme, link="owner")

@@ -161,7 +161,7 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
     waits = 0.0
     for i in range(scheme.fragments):
         fragment = layout.fragment(i, scheme.fragments)
-        kind = traffic.collective_for(scheme, fragment.rows, network.replicas)
+        kind = traffic.collective_for(scheme, fragment, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         if scheme.round.delay:
             latency = network.seconds(kind, 0)
@@ -215,7 +215,7 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
         state += flat * (1 + (scheme.outer.momentum > 0) + (scheme.round.delay > 0))
     elif isinstance(scheme, GradientScheme):
         state += flat * scheme.round.delay * (1 + scheme.lookahead) + flat * scheme.lookahead
-    collective = traffic.collective_for(scheme, layout.rows, replicas)
+    collective = traffic.collective_for(scheme, layout, replicas)
     if collective == "owner":
         state += flat // replicas
     messages = scheme.codec.nbytes(layout.rows) * (replicas if collective == "all-gather" else 2)

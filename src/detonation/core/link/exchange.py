@@ -14,6 +14,7 @@ from detonation.core.codec.aggregate import Mean, Received, aggregate, scatter_s
 from detonation.core.codec.codec import Codec, Message, Selected
 from detonation.core.codec.indices import PackedIndices, as_int64
 from detonation.core.codec.precision import Float
+from detonation.core.flat.layout import Layout
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Arriving, Link
 from detonation.core.link.owners import RowOwners
@@ -226,13 +227,13 @@ def opened(codec: Codec, guard: Guard, flight: InFlight, rows: int, phase: int =
     return received if use is None else codec.blank(received, use)
 
 
-def exchange_for(scheme: Scheme, link: Link, rows: int, device: torch.device, guard: Guard) -> Exchange:
+def exchange_for(scheme: Scheme, link: Link, layout: Layout, device: torch.device, guard: Guard) -> Exchange:
     """The exchange for the collective that `collective_for` chooses."""
-    chosen = collective_for(scheme, rows, link.replicas, link.local_ranks)
+    chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
         return AllReduce(scheme.codec, link, guard)
     if chosen == "all-gather":
         return AllGather(scheme, scheme.codec, link, guard)
-    owners = RowOwners(rows, link.replicas, aligned_rows(scheme.codec))
+    owners = RowOwners(layout.rows, link.replicas, aligned_rows(scheme.codec))
     residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=device)
     return TwoStage(scheme, scheme.codec, link, owners, residual, guard)

@@ -145,7 +145,7 @@ class Channel:
         self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
-        self.exchange = exchange_for(scheme, link, layout.rows, runtime.device, self._guard(layout, 0))
+        self.exchange = exchange_for(scheme, link, layout, runtime.device, self._guard(layout, 0))
         self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property

@@ -35,7 +35,8 @@ def momentum(
         aggregate: One of `AGGREGATIONS`.
         delay: Steps that a message may be in flight while training goes on, at least 0.
         lookahead: With a delay, take the gradient where this replica expects to be when the message lands.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one that sends the fewest bytes.
+        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among those without a
+            loss of quality.
 
     Raises:
         ValueError: A value is out of range.
@@ -119,7 +120,8 @@ def demo(
         delay: Steps that a message may be in flight while training goes on, at least 0.
         lookahead: With a delay, take the gradient where this replica expects to be when the message lands. Needs an
             optimizer without state.
-        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one with fewer bytes.
+        link: "all-gather", "owner" (bytes that do not grow with the replicas, but some loss), or "auto": all-gather,
+            unless it would send more than full synchronisation.
 
     Raises:
         ValueError: A value is out of range.

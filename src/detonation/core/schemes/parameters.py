@@ -39,7 +39,8 @@ def outer_sgd(
         decay: Of the memory of the unsent part, from 0 to 1; without it the unsent part is lost.
         aggregate: One of `AGGREGATIONS`.
         delay: Steps that a message may be in flight, from 0 to below every.
-        link: "all-reduce", "all-gather", "owner", or "auto" for the one that sends the fewest bytes.
+        link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among those without a
+            loss of quality.
 
     Raises:
         ValueError: A value is out of range.

@@ -50,12 +50,13 @@ class Scheme:
         feedback: The memory of the unsent part of the signal; None for no memory.
         aggregation: Makes one update of the messages of all replicas.
         round: The steps at which messages are sent, and when their update is applied.
-        link: The collective; "auto" for the one that sends the fewest bytes.
+        link: The collective; "auto" for the one with the fewest bytes among those without a loss of quality.
         name: The name in a recipe; `register` sets it.
         arguments: The arguments in a recipe, defaults included; `register` sets them.
 
     Raises:
-        ValueError: The link does not exist, or is "all-reduce" for messages that cannot be added.
+        ValueError: The link does not exist, is "all-reduce" for messages that cannot be added, or is "owner" for an
+            aggregation of whole messages.
 
     Example:
         >>> scheme = Scheme(round=Round(every=10))
@@ -99,6 +100,11 @@ class Scheme:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
         if self.link == "all-reduce" and not self.summable:
             raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared indices and aggregate='mean'")
+        if self.link == "owner" and not self.aggregation.rowwise:
+            raise ValueError(
+                "link is 'owner', which shows an owner some rows of each message; aggregate='clipped_mean' needs the "
+                "norm of the whole: use link='all-gather'"
+            )
 
     @property
     def summable(self) -> bool:

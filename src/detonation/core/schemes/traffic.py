@@ -16,18 +16,25 @@ class LargerThanDense(ValueError):
     """A scheme would send more than the full synchronisation that it replaces."""
 
 
-def collective_for(scheme: Scheme, rows: int, replicas: int, local_ranks: int = 1) -> CollectiveKind:
-    """The collective of the scheme or, for "auto", the one that sends the fewest bytes.
+def collective_for(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> CollectiveKind:
+    """The collective of the scheme or, for "auto", the one that sends the fewest bytes and costs no loss.
 
-    An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends more, a two-stage
-    all-reduce through the owners of rows.
+    An all-reduce where the network can add messages, otherwise an all-gather. A two-stage all-reduce through the owners
+    of rows, where it sends less, for a shared selection. For a selection of the sender's own it is the last resort,
+    once an all-gather would send more than full synchronisation: owners select again, which costs loss.
     """
     if scheme.link != "auto":
         return scheme.link
     if scheme.summable:
         return "all-reduce"
-    gathered, owned = (exchange_bytes(k, scheme.codec, rows, replicas, local_ranks) for k in ("all-gather", "owner"))
-    return "owner" if owned < gathered else "all-gather"
+    sizes = layout.rows, replicas, local_ranks
+    gathered, owned = (exchange_bytes(kind, scheme.codec, *sizes) for kind in ("all-gather", "owner"))
+    if owned >= gathered or not scheme.aggregation.rowwise:
+        return "all-gather"
+    if scheme.codec.selection.shared:
+        return "owner"
+    dense = dense_bytes(layout.numel, replicas, local_ranks) * scheme.round.every
+    return "owner" if exchange_bytes("all-gather", scheme.codec, *sizes, bare=True) > dense else "all-gather"
 
 
 def exchange_bytes(
@@ -89,7 +96,7 @@ def bytes_sent(
 def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`."""
     return exchange_bytes(
-        collective_for(scheme, layout.rows, replicas, local_ranks),
+        collective_for(scheme, layout, replicas, local_ranks),
         scheme.codec,
         layout.rows,
         replicas,
@@ -100,7 +107,7 @@ def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: in
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
     """`message_bytes` with overlap, where each bucket has a header of its own."""
-    way = collective_for(scheme, layout.rows, replicas, local_ranks)
+    way = collective_for(scheme, layout, replicas, local_ranks)
     rows = [bucket.layout.rows for bucket in cut_into_buckets(layout, scheme, replicas * local_ranks)]
     return sum(exchange_bytes(way, scheme.codec, count, replicas, local_ranks) for count in rows)
 

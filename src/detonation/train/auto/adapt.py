@@ -131,7 +131,7 @@ class Adapter:
     def _way(self, scheme: Scheme) -> list[str]:
         """The collective of each shard: a server residual has no place in another."""
         replicas = self._session.config.mesh.replicas
-        return [collective_for(scheme, scheme.codec.layout(shapes).rows, replicas) for shapes in self._work.shards]
+        return [collective_for(scheme, scheme.codec.layout(shapes), replicas) for shapes in self._work.shards]
 
     def _follow(self, move: SettingChange, step: int) -> list[str]:
         was = _present(self._session)
