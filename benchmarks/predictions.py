@@ -125,7 +125,7 @@ class Trained:
 
         compute_s, _ = forward_backward(probed)
         steps = {self.scheme.name: optimizer_step(probed, self.config)}
-        work = Work(shard_shapes(self.config), compute_s, steps, overlap=not self.config.train.clip)
+        work = Work(shard_shapes(self.config), compute_s, steps)
         self.predicted.append(cost(self.scheme, work, network))
         count, every = max(5, min(STEPS, int(LONGEST_S / self.predicted[-1].total_s))), self.scheme.round.every
         until, records = self.done + -(-count // every) * every, []

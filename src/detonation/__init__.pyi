@@ -1,14 +1,24 @@
 """The public names: the one list of them, which type checkers read here and `__init__.py` reads at run time."""
 
+from detonation.checkpoint.files.manifest import CorruptCheckpoint as CorruptCheckpoint
+from detonation.checkpoint.load.newest import Loaded as Loaded
+from detonation.checkpoint.load.newest import NoCheckpoint as NoCheckpoint
 from detonation.checkpoint.load.newest import load_checkpoint as load_checkpoint
 from detonation.checkpoint.save.async_save import Checkpoints as Checkpoints
 from detonation.checkpoint.save.async_save import save_checkpoint as save_checkpoint
+from detonation.checkpoint.save.shard_job import NotSaved as NotSaved
 from detonation.cluster.fingerprint import fingerprint as fingerprint
 from detonation.cluster.init import leave as leave
 from detonation.cluster.mesh import init_mesh as init_mesh
 from detonation.cluster.mesh import same_weights as same_weights
 from detonation.cluster.mesh import shard as shard
 from detonation.core.agreement.safety import Safety as Safety
+from detonation.core.errors import DetonationError as DetonationError
+from detonation.core.integrity.fault_counts import BadPeer as BadPeer
+from detonation.core.integrity.fault_counts import Desync as Desync
+from detonation.core.integrity.fault_counts import NonFiniteGradient as NonFiniteGradient
+from detonation.core.link.coordinates import Coordinates as Coordinates
+from detonation.core.link.handshake import Mismatch as Mismatch
 from detonation.core.optim.muon import Muon as Muon
 from detonation.core.optim.signsgd import SignSGD as SignSGD
 from detonation.core.optimizer.replicate import replicate as replicate
@@ -16,6 +26,7 @@ from detonation.core.optimizer.replicated import Replicated as Replicated
 from detonation.core.optimizer.state import TrainingState as TrainingState
 from detonation.core.optimizer.state import load_replica_state as load_replica_state
 from detonation.core.optimizer.state import replica_state as replica_state
+from detonation.core.replicator.overlap import OverlapError as OverlapError
 from detonation.core.schemes.compressed import demo_diloco as demo_diloco
 from detonation.core.schemes.compressed import muloco as muloco
 from detonation.core.schemes.compressed import sparseloco as sparseloco
@@ -36,5 +47,6 @@ from detonation.core.schemes.rotating import random_sign as random_sign
 from detonation.core.schemes.rotating import slicing as slicing
 from detonation.core.schemes.rotating import striding as striding
 from detonation.core.schemes.scheme import Scheme as Scheme
+from detonation.core.schemes.traffic import LargerThanDense as LargerThanDense
 from detonation.plan.auto import auto as auto
 from detonation.version import __version__ as __version__

@@ -19,7 +19,8 @@ HOUSE = {
     "choices": ("", NONE),
     "version": ("", NONE),
     "kernels": ("", NONE),
-    "core/flat": ("", DTENSOR),
+    "core/errors": ("", NONE),
+    "core/flat": ("core/errors", DTENSOR),
     "core/round": ("", NONE),
     "core/runtime": ("", NONE),
     "core/compute": ("core/flat core/runtime kernels", NONE),
@@ -73,6 +74,7 @@ KERNELS_THROUGH = "core/compute/kernel_library.py"
 MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 300, 20
 SHORT = {
     "__main__.py": "the entry point, which says which extra is missing before anything else is imported",
+    "core/errors.py": "the base class of all errors, which every room of core and the rooms below it may import",
     "core/optim/closure.py": "the closure of torch optimizers, which SignSGD, Muon and Replicated evaluate alike",
     "version.py": "the version, for all that may not import the package's face",
 }
@@ -226,6 +228,23 @@ def test_every_public_name_is_there():
     assert all(getattr(detonation, name) is not None for name in detonation.__all__)
     with pytest.raises(AttributeError, match="no attribute 'demi'"):
         _ = detonation.demi
+
+
+def test_every_error_of_the_library_is_public_and_has_one_base():
+    """Of core and checkpoint, which users of the library call; the command line shows its own errors itself."""
+    found = {
+        node.name
+        for path in FILES
+        if path.startswith(("core/", "checkpoint/"))
+        for node in ast.walk(ast.parse((SOURCE / path).read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+    }
+    assert {"Mismatch", "LargerThanDense", "Desync", "OverlapError", "NonFiniteGradient", "BadPeer"} < found
+    assert found <= {*detonation.__all__}
+    for name in found:
+        base, builtin, *_ = getattr(detonation, name).__mro__[1:]
+        assert name == "DetonationError" or (base, builtin.__module__) == (detonation.DetonationError, "builtins")
 
 
 def test_without_the_extras_the_command_line_says_which_one_is_missing():

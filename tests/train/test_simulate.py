@@ -127,7 +127,7 @@ def profile(recipe, tmp_path):
         "all-gather": Operation(0.01, 1e6, 0.0),
         "all-to-all": Operation(0.01, 1e6, 0.0),
     }
-    compute = Compute(recipe.stem, 1, forward_backward_s=0.5, spread=0.0, steps={"full": Step(0.1, 0.05)})
+    compute = Compute(recipe.stem, 1, forward_backward_s=0.5, spread=0.0, steps={"local_sgd": Step(0.1, 0.05)})
     path = tmp_path / "profile.json"
     Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, operations)}, compute).write(path)
     return path
@@ -135,7 +135,7 @@ def profile(recipe, tmp_path):
 
 def test_seconds_are_those_that_a_profile_predicts(recipe, profile, tmp_path):
     out = tmp_path / "run"
-    sets = ("scheme.name=full", "train.steps=2", "train.clip=1.0")  # clipping needs all gradients: nothing overlaps
+    sets = ("scheme.name=local_sgd", "scheme.every=1", "train.steps=2")  # parameters are sent after backward
     request = Simulation(recipe, sets, replicas=4, total_batch=8, profile=profile, out=out, to_stderr=True)
     summary = simulate(request)
     # half the batch; a ring all-reduce of four has 6 messages in a row where one of two has 2

@@ -318,7 +318,7 @@ def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
     for rank in worlds.run(wrongly, 1, shards):
         clipped, unscaled, scaled, twice, skipped, left_out, saved, agreed_weights, forgotten = rank
         for changed in (clipped, unscaled, scaled, forgotten):
-            assert "changed after it was sent within overlap(): clip, unscale or zero gradients without" in changed
+            assert "changed after it was sent within overlap(): clip by replicate(clip=...), and unscale or" in changed
         assert "came twice within overlap(): put one backward into it" in twice
         for half_done in (skipped, left_out, saved, agreed_weights):
             assert "gradients of step 0 left within overlap(), but no step() followed" in half_done

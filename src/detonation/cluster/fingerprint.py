@@ -7,11 +7,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest, local
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     """Hashes the parameters of the first replica and compares all replicas with it, bit for bit. Collective.
+
+    The comparison includes the persistent buffers, such as the running statistics of BatchNorm: they are equal after
+    `synchronize()`, and differ as soon as replicas have trained on.
 
     Args:
         mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it.
@@ -28,11 +32,12 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
         (64, True)
         >>> dt.leave()
     """
-    own_digest = bytes.fromhex(digest(model.parameters()))
+    own_digest = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
     device = next(local(p).device for p in model.parameters())
     buffer = torch.tensor(list(own_digest), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)
     digests = [bytes(b.tolist()) for b in gathered]
     replicas = [[digests[rank] for rank in row] for row in mesh.mesh.tolist()]
-    return hashlib.sha256(b"".join(replicas[0])).hexdigest(), all(replica == replicas[0] for replica in replicas)
+    of_parameters = b"".join(both[:32] for both in replicas[0])
+    return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)

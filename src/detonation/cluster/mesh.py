@@ -59,6 +59,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     Returns:
         `model` itself.
 
+    Raises:
+        ValueError: the mesh has no axis "replicate" or no axis "shard".
+
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -71,6 +74,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
         Zhao et al., PyTorch FSDP (arXiv 2304.11277); FSDP inside the node and DeMo between nodes: From et al.,
         DeToNATION (arXiv 2502.06728).
     """
+    names = mesh.mesh_dim_names or ()
+    if not {"replicate", "shard"} <= {*names}:
+        raise ValueError(f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of init_mesh')
     same_weights(model, mesh["shard"])
     policy = mixed_precision or MixedPrecisionPolicy()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))

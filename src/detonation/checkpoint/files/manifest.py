@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from detonation.checkpoint.files.shard_file import ShardSummary
+from detonation.core.errors import DetonationError
 from detonation.version import __version__
 
 MANIFEST_NAME = "manifest.json"
@@ -19,7 +20,7 @@ MANIFEST_FORMAT = 2
 _MOST_BYTES = 1 << 26
 
 
-class CorruptCheckpoint(ValueError):
+class CorruptCheckpoint(DetonationError, ValueError):
     """A checkpoint is damaged, or was never a checkpoint. The message says why, without the path."""
 
 

@@ -15,6 +15,7 @@ from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.files.shard_file import shard_fault
 from detonation.checkpoint.gather import device_of, gather
 from detonation.checkpoint.load.restore import restore
+from detonation.core.errors import DetonationError
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 
@@ -22,7 +23,7 @@ _LONGEST = 600
 _log = logging.getLogger("detonation.checkpoint")
 
 
-class NoCheckpoint(ValueError):
+class NoCheckpoint(DetonationError, ValueError):
     """There is no checkpoint to load, or none that is whole."""
 
 

@@ -16,6 +16,7 @@ from detonation.checkpoint.files.manifest import Manifest, file_name, versions
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.rank_state import run_identity
 from detonation.checkpoint.save.snapshot import Snapshot, take_snapshot
+from detonation.core.errors import DetonationError
 from detonation.core.link.coordinates import Coordinates, alike
 from detonation.core.optimizer.replicated import Replicated
 
@@ -23,7 +24,7 @@ GatherText = Callable[[str], list[str]]
 """All-gathers a text: the texts of all ranks, by rank."""
 
 
-class NotSaved(OSError):
+class NotSaved(DetonationError, OSError):
     """A checkpoint could not be written. The message names it, the reason, and the checkpoint that is still whole."""
 
 

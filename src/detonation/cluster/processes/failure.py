@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from detonation.core.errors import DetonationError
+
 _NETWORK_WORDS = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "socket")
 ROOT_CAUSE_WAIT_S = 2.0
 """How long to wait for the root cause when a rank only lost its connection."""
@@ -32,7 +34,7 @@ class Failure:
     complete: bool = False
 
 
-class RunError(RuntimeError):
+class RunError(DetonationError, RuntimeError):
     """A failure whose message is complete: it needs no class name and no rank beside it."""
 
 
@@ -40,7 +42,7 @@ class SecondaryFailure(RunError):
     """This rank stops because another rank failed and reports the cause."""
 
 
-class WorldError(RuntimeError):
+class WorldError(DetonationError, RuntimeError):
     """A rank failed. Carries the root cause, not the effects of that rank's end on its peers.
 
     reported: another process of the same launcher has reported it already.

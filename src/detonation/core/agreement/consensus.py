@@ -70,13 +70,20 @@ class StopConsensus:
         """Raises as `end` does, after `step` steps and with no message in flight; waits for a device. Collective."""
         self._decide(step, math.inf)
 
-    def verify(self, replicators: Sequence[Replicator], step: int) -> None:
+    def verify(self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]) -> None:
         """Compares the tensors that must be equal on all replicas after `step` steps; repairs them, or raises `Desync`.
-        Collective."""
+        Collective.
+
+        Args:
+            options: Of the parameter groups, which must be equal, too; see `options_of`.
+        """
+        compared = set[Link]()
         for replicator in replicators:
             link, tensors = replicator.link, replicator.replicated()
+            texts = {} if link in compared else options
+            compared.add(link)
             mended: dict[str, Tensor] = {}
-            for difference in differences(link, tensors, self.runtime.device):
+            for difference in differences(link, tensors, self.runtime.device, texts):
                 if self.safety.on_desync == "repair" and difference.name in tensors:
                     mended[difference.name] = repaired(link, difference, tensors[difference.name])
                     outcome = "repaired"

@@ -4,6 +4,7 @@ the majority."""
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +33,47 @@ class Difference:
         return f"{which} from replica {self.source} in {self.name}"
 
 
-def differences(link: Link, tensors: Mapping[str, Tensor], device: torch.device) -> list[Difference]:
+def differences(
+    link: Link, tensors: Mapping[str, Tensor], device: torch.device, options: Mapping[str, str] | None = None
+) -> list[Difference]:
     """The `tensors` that are not bitwise equal on all replicas; the same list on all of them. Collective.
 
     Reads every tensor once and sends 8 bytes for each; not counted as sent.
 
+    Args:
+        options: Texts that must be equal, too, by name.
+
     Shapes: any.
     """
-    names = torch.tensor([hash63(repr(list(tensors)))], device=device)
+    options = options or {}
+    names = torch.tensor([hash63(repr([*tensors, *options]))], device=device)
     if len(set(link.collect(names).view(-1).tolist())) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum([tensor]).to(device) for tensor in tensors.values()]
+    sums += torch.tensor([hash63(text) for text in options.values()], device=device).unbind()
     if not sums:
         return []
-    everyone = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors]
-    found = [_difference(name, column) for name, column in zip(tensors, zip(*everyone, strict=True), strict=True)]
-    return [difference for difference in found if difference]
+    everyone = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors and options]
+    columns = zip([*tensors, *options], zip(*everyone, strict=True), strict=True)
+    return [difference for difference in (_difference(name, column) for name, column in columns) if difference]
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The plain options of parameter groups (lr, betas, weight_decay, ...) as texts that are equal where they are.
+
+    Reads the value of an lr that is a tensor.
+
+    Example:
+        >>> options_of([{"params": [], "lr": 0.1, "betas": (0.9, 0.95)}])
+        {'lr of group 0': '0.1', 'betas of group 0': '(0.9, 0.95)'}
+    """
+    found = {}
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            plain = value.tolist() if isinstance(value, Tensor) and value.device.type != "meta" else value
+            if plain is None or isinstance(plain, bool | int | float | str | tuple):
+                found[f"{key} of group {number}"] = repr(plain)
+    return found
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor) -> Tensor:

@@ -17,19 +17,20 @@ class Safety:
     Args:
         non_finite: Where a replica's gradient is not finite: "stop", or "skip" its contribution. On an accelerator
             "stop" skips it too, and stops one or two steps later.
-        verify_every: Steps after which the tensors that must be equal on all replicas are compared; 0 for never.
+        verify_every: Steps after which the tensors that must be equal on all replicas are compared, and the options of
+            the parameter groups; 0 for never.
         on_desync: Where these tensors differ: "stop", or "repair" them from the majority.
 
     Raises:
         ValueError: A value is out of range.
 
     Example:
-        >>> Safety(verify_every=100, on_desync="repair")
+        >>> Safety(on_desync="repair")
         Safety(non_finite='stop', verify_every=100, on_desync='repair')
     """
 
     non_finite: Policy = "stop"
-    verify_every: int = 0
+    verify_every: int = 100
     on_desync: OnDesync = "stop"
 
     def __post_init__(self) -> None:

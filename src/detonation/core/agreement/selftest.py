@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from detonation.core.agreement.clipping import norms_of
 from detonation.core.codec.aggregate import Received
 from detonation.core.engine.compiled import engine_for
 from detonation.core.flat.tensors import digest
@@ -14,6 +15,7 @@ from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
 
 SELFTEST = "decode of a test vector"
+NORM_SELFTEST = "norm of a test vector"
 _SHAPE = (512, 512)
 
 
@@ -41,6 +43,11 @@ def _hash(scheme: Scheme, runtime: Runtime) -> str:
     square = torch.zeros_like(update).addcmul_(update, update, value=0.001)
     stepped = torch.ones_like(update).mul_(0.99).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
     return digest([update, stepped])[:16]
+
+
+def norm_selftest(device: torch.device) -> str:
+    """The norm of a fixed vector, by which all replicas must scale the same update."""
+    return digest([norms_of([_ramp(device)], device)])[:16]
 
 
 def selftest_conditions() -> str:

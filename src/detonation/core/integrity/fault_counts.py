@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
+from detonation.core.errors import DetonationError
 from detonation.core.integrity.readback import Readback
 
 Policy = Literal["stop", "skip"]
@@ -14,18 +15,19 @@ STRIKES = 3
 IN_A_ROW = 10
 """Contributions in a row that one replica may skip before all stop."""
 _NON_FINITE, _REFUSED, _DESYNC = 1, 2, 3
+_NO_NAME = 0xFFFFFFFF
 _log = logging.getLogger("detonation")
 
 
-class NonFiniteGradient(ArithmeticError):
+class NonFiniteGradient(DetonationError, ArithmeticError):
     """A gradient holds NaN, infinity or more than `nonfinite.LIMIT`; it was caught before it reached a memory."""
 
 
-class BadPeer(RuntimeError):
+class BadPeer(DetonationError, RuntimeError):
     """The messages of a replica were refused too often."""
 
 
-class Desync(RuntimeError):
+class Desync(DetonationError, RuntimeError):
     """Replicas hold different tensors where they must be equal."""
 
 
@@ -117,7 +119,8 @@ class FaultCounts:
 
     def error(self, fatal: int, step: int) -> Exception:
         """The error at `step` for the number `fatal` of any rank of this level."""
-        kind, sender, name = fatal >> 56, fatal >> 32 & 0xFFFFFF, self._names[fatal & 0xFFFFFFFF]
+        kind, sender, number = fatal >> 56, fatal >> 32 & 0xFFFFFF, fatal & _NO_NAME
+        name = self._names[number] if number < len(self._names) else "a state that its log names"
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
             return NonFiniteGradient(
@@ -130,7 +133,7 @@ class FaultCounts:
 
     def _stop(self, kind: int, sender: int, name: str = "") -> None:
         parameter = name.partition(" (")[0]
-        number = self._names.index(parameter) if parameter in self._names else 0
+        number = self._names.index(parameter) if parameter in self._names else _NO_NAME
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from detonation.core.errors import DetonationError
 from detonation.core.link.communicator import Communicator
 
 
-class Mismatch(ValueError):
+class Mismatch(DetonationError, ValueError):
     """Replicas were started with different settings, versions or weights."""
 
 

@@ -77,6 +77,11 @@ class SignSGD(Optimizer):
         super().__setstate__(state)
         self._updates = {}
 
+    @property
+    def moves_by_signs_alone(self) -> bool:
+        """True if the size of a gradient does not count: without momentum."""
+        return not any(group["momentum"] for group in self.param_groups)
+
     def take(self, parameters: Sequence[Tensor], update: SignedUpdate) -> bool:
         """Moves `parameters` by `update` in the next step, and ignores their gradients.
 
@@ -85,7 +90,7 @@ class SignSGD(Optimizer):
 
         Shapes: any, each parameter as in its layer.
         """
-        if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
+        if self._optimizer_step_pre_hooks or not self.moves_by_signs_alone:
             return False
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         if not update.can_apply_signs(weights):

@@ -3,19 +3,22 @@
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
+from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
-from detonation.core.agreement.selftest import SELFTEST, selftest, selftest_conditions
+from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, norm_selftest, selftest, selftest_conditions
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link
+from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
@@ -36,10 +39,11 @@ class Settings:
     seed: int
     kernels: bool
     safety: Safety
+    clip: float | None
 
 
 def build_levels(
-    parameters: Mapping[str, Tensor], base: Optimizer, levels: Sequence[Level], settings: Settings
+    parameters: Mapping[str, Tensor], base: BaseStep, levels: Sequence[Level], settings: Settings
 ) -> tuple[list[list[Replicator]], StopConsensus]:
     """The replicators of each level over the local shards of `parameters`: one, or one per fragment, or none.
 
@@ -62,7 +66,8 @@ def build_levels(
         ways = split_by_sharding(parameters, settings.intra_node) if scheme.signal != "nothing" else []
         for group, local_ranks in ways:
             link = Link(axis, settings.intra_node if local_ranks > 1 else None)
-            counts = consensus.add_level(list(group), link, scheme.signal == "gradients")
+            named = [*group, *options_of(base.optimizer.param_groups)]
+            counts = consensus.add_level(named, link, scheme.signal == "gradients")
             whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
             require_below_dense(scheme, whole, link.replicas, link.local_ranks)
             for fragment in range(scheme.fragments):
@@ -71,12 +76,13 @@ def build_levels(
                 channel = Channel(scheme, layout, link, runtime, counts, place=sum(map(len, made)))
                 made[-1].append(replicator_of(mine, channel, base, fragment, last))
     active = [axis for axis, scheme in levels if scheme.signal != "nothing"]
+    base.clip = Clip(parameters, base.optimizer, settings.clip) if settings.clip else None
     consensus.connect(active, [each for level in made for each in level])
     return made, consensus
 
 
 def replicator_of(
-    parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, fragment: int, last: bool
+    parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, fragment: int, last: bool
 ) -> Replicator:
     """The replicator of one fragment of a level. last: whether no later level exchanges gradients.
 
@@ -89,23 +95,31 @@ def replicator_of(
     return ParameterReplicator(parameters, channel, scheme, scheme.rounds[fragment])
 
 
-def compare_replicas(replicators: Sequence[Replicator], safety: Safety) -> None:
-    """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective."""
+def compare_replicas(
+    replicators: Sequence[Replicator], settings: Settings, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
+
+    Args:
+        groups: The parameter groups of the base optimizer.
+    """
     tested: dict[int, str] = {}  # by scheme: its fragments decode alike
     for replicator in replicators:
         key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
         tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
-        description = _description(replicator, safety) | {SELFTEST: tested[key]}
-        notes = {SELFTEST: selftest_conditions()}
+        description = _description(replicator, settings) | options_of(groups) | {SELFTEST: tested[key]}
+        if settings.clip:
+            description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
+        notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions())
         link.require_same(description, runtime.device, notes)
 
 
-def _description(replicator: Replicator, safety: Safety) -> dict[str, str]:
+def _description(replicator: Replicator, chosen: Settings) -> dict[str, str]:
     """All settings that must be the same, by their names in an error."""
     scheme, channel = replicator.scheme, replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed), "kernel": channel.engine.name}
-    settings |= {name: str(value) for name, value in (asdict(safety) | dict(scheme.arguments)).items()}
+    settings |= {name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()}
     for slot, tensor in zip(replicator.layout.slots, replicator.shared_weights(), strict=True):
         settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"
         settings[f"{slot.name} (weights)"] = digest([tensor])[:16]

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from detonation.core.link.exchange import TwoStage
 from detonation.core.link.owners import RowOwners
+from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.build import replicator_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
@@ -16,7 +16,7 @@ from detonation.core.schemes.traffic import require_below_dense
 
 
 def reconfigured(
-    old: Sequence[Replicator], was: Scheme, scheme: Scheme, parameters: Mapping[str, Tensor], base: Optimizer
+    old: Sequence[Replicator], was: Scheme, scheme: Scheme, parameters: Mapping[str, Tensor], base: BaseStep
 ) -> list[Replicator]:
     """The replicators of a synchronized level under `scheme`, with the links, fault counts and memories of `old`.
 

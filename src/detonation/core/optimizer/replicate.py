@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -10,8 +9,9 @@ from torch.optim import Optimizer
 from detonation.choices import checks_keywords
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
-from detonation.core.optimizer.build import Level, Settings
+from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.setup_checks import check_arguments, checked_levels
 from detonation.core.schemes.scheme import Scheme
 
 
@@ -20,31 +20,36 @@ def replicate(
     optimizer: Optimizer,
     model: nn.Module,
     axis: Axis | None = None,
-    scheme: Scheme | None = None,
+    scheme: Scheme | str | None = None,
     *,
-    levels: Sequence[Level] | None = None,
+    levels: Sequence[tuple[Axis, Scheme | str]] | None = None,
     intra_node: DeviceMesh | None = None,
+    clip: float | None = None,
     seed: int = 0,
     kernels: bool = True,
     safety: Safety | None = None,
 ) -> Replicated:
     """Makes `optimizer` train `model` together with its replicas along `axis`, by `scheme`.
 
-    The result is an optimizer for schedulers, gradient clipping and state-dict helpers, too. Collectives run at
-    `step()` only, so all ranks must call it. At the first step the replicas compare settings, shapes and weights.
+    The result is an optimizer for schedulers and state-dict helpers, too. Collectives run at `step()` only, so all
+    ranks must call it. At the first step the replicas compare settings, shapes and weights.
 
     Args:
         optimizer: Any torch optimizer over parameters of `model`, sharded or not (FSDP2 on the mesh *inside* the node
             only); its own step applies the updates that the replicas agreed on.
         model: The trained model.
         axis: Between the replicas, such as mesh["replicate"].
-        scheme: How the replicas communicate, such as `demo()`.
+        scheme: How the replicas communicate, such as `demo()`; a name such as "demo" stands for its defaults.
         levels: Instead of axis and scheme, a list of (axis, scheme) from the innermost tier of the network to the
             outermost; the output of one level is the signal of the next. Levels of gradients come before levels of
             parameters.
         intra_node: The axis inside the node, such as mesh["shard"], where some parameters are held whole by each of its
             ranks (not sharded, or replicated DTensors) and their gradients are made equal there (by DDP, or as
             DTensors). Each rank then sends a part of their messages, which cross `axis` once per node.
+        clip: The largest global norm of the gradients that `optimizer` steps on, above 0; None does not clip. It clips
+            after the exchange, like hybrid sharding: the agreed update under a scheme of gradients, and the gradient of
+            each replica under a scheme of parameters. torch's `clip_grad_norm_` before `step()` clips the gradient of
+            each replica before the exchange.
         seed: Of the random selections; the same on all replicas.
         kernels: Use compiled kernels where they can be built (g++); they round differently, so all replicas must, or
             none.
@@ -54,7 +59,9 @@ def replicate(
         An optimizer that shares `param_groups` and `state` with `optimizer`.
 
     Raises:
-        ValueError: The levels contradict each other, or the optimizer cannot be replicated.
+        TypeError: An argument is of another kind, such as the name of an axis in the place of the axis.
+        ValueError: The levels contradict each other, or the optimizer cannot be replicated; at the first step, where
+            replicas share a sharded parameter.
         Mismatch: At the first step, where replicas differ in a setting or a weight.
         LargerThanDense: At the first step, where the scheme would send more than full synchronisation.
 
@@ -79,10 +86,12 @@ def replicate(
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
     if isinstance(optimizer, Replicated):
         raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated")
-    check_order([scheme for _, scheme in levels])
-    return Replicated(optimizer, model, levels, Settings(intra_node, seed, kernels, safety or Safety()))
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
+    check_arguments(optimizer, model)
+    checked = checked_levels(levels)
+    check_order([scheme for _, scheme in checked])
+    return Replicated(optimizer, model, checked, Settings(intra_node, seed, kernels, safety or Safety(), clip))
 
 
 def check_order(schemes: Sequence[Scheme]) -> None:

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.agreement.desync import options_of
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates, coordinates_of
+from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.closure import evaluated
 from detonation.core.optimizer.build import Level, Settings, build_levels, compare_replicas
 from detonation.core.optimizer.reconfigure import reconfigured
-from detonation.core.optimizer.state import from_state_dict, to_state_dict
+from detonation.core.optimizer.setup_checks import check_layout
+from detonation.core.optimizer.shares_base import SharesBase
+from detonation.core.optimizer.state import from_state_dict, to_state_dict, warn_of_lost_memory
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level
 from detonation.core.replicator.base import Replicator
 from detonation.core.schemes.scheme import Scheme
 
-_RENAMED = {"settle": "synchronize", "settled": "agreed_weights", "change": "reconfigure", "place": "coordinates"} | {
-    name: f"stats.{name}"
-    for name in ("bytes_sent", "bytes_sent_by_level", "waited_s", "skipped", "skipped_by_parameter", "refused")
-}
 
-
-class Replicated(Optimizer):
+class Replicated(SharesBase):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
     It shares `param_groups` and `state` with the base optimizer. `step_count` is the number of steps taken, `stats`
@@ -46,37 +46,24 @@ class Replicated(Optimizer):
     """
 
     def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings) -> None:
-        self.base, self.levels, self.settings = base, tuple(levels), settings
+        super().__init__(base)
+        self.levels, self.settings = tuple(levels), settings
         self.step_count = 0
+        self._base_step = BaseStep(base)
         self._model = model
+        self._buffers = BufferSync(model)
+        self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         self._ends_before = any(scheme.signal == "gradients" for _, scheme in levels)
         self._ends_after = any(scheme.signal == "parameters" for _, scheme in levels)
-        super().__setstate__({})  # hooks and profiling, without a second list of parameters
-
-    def __getattr__(self, name: str) -> Any:
-        now = f"is called optimizer.{_RENAMED[name]} since version 0.2" if name in _RENAMED else "does not exist"
-        raise AttributeError(f"optimizer.{name} {now}")
-
-    # the next three are the base optimizer's own, also after it replaced them in load_state_dict
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.base.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.base.defaults
 
     @property
     def stats(self) -> Stats:
         """Bytes, waiting, and contributions that were left out, so far."""
-        return Stats(self._by_level, self._consensus, self.step_count)
+        clip = self._base_step.clip
+        return Stats(self._by_level, self._consensus, self.step_count, clip.norm if clip else None)
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
@@ -99,8 +86,10 @@ class Replicated(Optimizer):
         loss = evaluated(closure) if closure else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         if not overlapping and not self.base.state and self._only_creates_state():
-            self.base.step()
+            self._base_step.unclipped()
             return loss
+        if self.memory_lost:
+            warn_of_lost_memory(self)
         replicators = self._replicators if self._replicators is not None else self.set_up()
         assert self._consensus is not None
         with self._consensus.runtime.without_autocast():
@@ -116,7 +105,7 @@ class Replicated(Optimizer):
                 replicator.before(step)
         if self._ends_before:  # before the weights move
             consensus.end(step)
-        self.base.step()
+        self._base_step()
         for replicator in replicators:
             if replicator.acts_after:
                 replicator.after(step)
@@ -152,16 +141,20 @@ class Replicated(Optimizer):
     def verify(self) -> None:
         """Compares the tensors that must be equal on all replicas, bit for bit: weights, anchors, optimizer states.
 
+        The options of the parameter groups must be equal, too. Buffers that differ, such as the running statistics of
+        BatchNorm, become their mean.
+
         Raises `Desync` on all ranks, which names parameter and replica, or repairs the difference, according to
         `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
             with self.agreed_weights():
-                self._consensus.verify(self.build(), self.step_count)
+                self._consensus.verify(self.build(), self.step_count, options_of(self.param_groups))
+                self._buffers(self.build())
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Completes open rounds and updates in flight, so that all replicas hold the same weights.
+        """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
 
         Collective. The schedule does not change: after a round that ended early, the next one ends as planned.
         """
@@ -173,6 +166,7 @@ class Replicated(Optimizer):
         with self._consensus.runtime.without_autocast():
             for replicator in self.build():
                 replicator.synchronize(self.step_count)
+        self._buffers(self.build())
         self._consensus.conclude(self.step_count)
 
     @torch.no_grad()
@@ -188,10 +182,10 @@ class Replicated(Optimizer):
         self.synchronize()
         number = range(len(self.levels))[level]
         (axis, was), old = self.levels[number], self._by_level[number]
-        self._by_level[number] = reconfigured(old, was, scheme, self._parameters(), self.base)
+        self._by_level[number] = reconfigured(old, was, scheme, self._parameters(), self._base_step)
         self.levels = (*self.levels[:number], (axis, scheme), *self.levels[number + 1 :])
         self._replicators = [replicator for made in self._by_level for replicator in made]
-        compare_replicas(self._replicators, self.settings.safety)
+        compare_replicas(self._replicators, self.settings, self.param_groups)
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
@@ -208,9 +202,6 @@ class Replicated(Optimizer):
             with torch.no_grad():
                 for replicator in self._replicators or []:
                     replicator.leave_agreed()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._replicators is not None:
@@ -251,7 +242,7 @@ class Replicated(Optimizer):
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
         if self._replicators is not None:
-            compare_replicas(self._replicators, self.settings.safety)
+            compare_replicas(self._replicators, self.settings, self.param_groups)
             for replicator in self._replicators:
                 replicator.leave_agreed()
 
@@ -263,14 +254,16 @@ class Replicated(Optimizer):
         ones.
         """
         if self._replicators is None:
-            compare_replicas(self.build(), self.settings.safety)
+            compare_replicas(self.build(), self.settings, self.param_groups)
         return self.build()
 
     @torch.no_grad()
     def build(self) -> list[Replicator]:
         """Builds the levels if they do not exist yet, without a comparison of the replicas."""
         if self._replicators is None:
-            made = build_levels(self._parameters(), self.base, self.levels, self.settings)
+            parameters = self._parameters()
+            check_layout(self._model, parameters, self.levels, self.settings.intra_node)
+            made = build_levels(parameters, self._base_step, self.levels, self.settings)
             self._by_level, self._consensus = made
             self._replicators = [replicator for level in self._by_level for replicator in level]
         return self._replicators
@@ -285,7 +278,10 @@ class Replicated(Optimizer):
         mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
         found = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
         if len(found) < len(mine):
-            raise ValueError(f"{len(mine) - len(found)} parameters of the optimizer are not in the model")
+            raise ValueError(
+                f"{len(mine) - len(found)} parameters of the optimizer are not in the model: were they made before "
+                "sharding? Build the optimizer after detonation.shard"
+            )
         return found
 
     def _only_creates_state(self) -> bool:

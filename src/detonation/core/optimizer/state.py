@@ -4,6 +4,7 @@ Memory and, in DiLoCo, mid-round parameters and inner optimizer state differ per
 takes equal keys on different ranks for one tensor and silently saves one of them, so these keys are never equal.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from detonation.core.link.coordinates import alike
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated
+
+_log = logging.getLogger("detonation")
 
 
 def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
@@ -70,6 +73,7 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
         7
     """
     optimizer.refuse_overlap()
+    optimizer.memory_lost = False
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
     if saved or optimizer.is_built:
         optimizer.build()
@@ -116,6 +120,23 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
             odd = f"the saved state is of {', '.join(saved)}, this rank is {coordinates.name}"
             raise ValueError(f"{odd}: save one file per rank, or use detonation.save_checkpoint")
         load_replica_state(optimizer, saved[coordinates.name])
+    else:
+        schemes = [scheme for _, scheme in optimizer.levels]
+        optimizer.memory_lost = any(s.feedback or s.round.delay or s.signal == "parameters" for s in schemes)
+
+
+def warn_of_lost_memory(optimizer: "Replicated") -> None:
+    """Warns once that a loaded state had no "replication" part, as the checkpoints of other frameworks have none."""
+    optimizer.memory_lost = False
+    if (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
+        schemes = ", ".join(scheme.name for _, scheme in optimizer.levels)
+        _log.warning(
+            'the optimizer state that was loaded has no part "replication": what the replicas of %s remember is lost, '
+            "and their steps count from %d; save and load with detonation.save_checkpoint and load_checkpoint, with "
+            "TrainingState, or with replica_state and load_replica_state beside the framework's own",
+            schemes,
+            optimizer.step_count,
+        )
 
 
 class TrainingState(Stateful):

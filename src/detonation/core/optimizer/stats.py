@@ -22,9 +22,18 @@ class Stats:
         by_level: The replicators of each level, from the innermost tier of the network to the outermost.
         consensus: None before the first step.
         step: How many steps were taken.
+        grad_norm: The global norm of the gradients of the last step before clipping, `[]` fp32 on their device; None
+            without `clip`, and where the base optimizer takes signs alone. Reading its value waits for the device.
     """
 
-    def __init__(self, by_level: Sequence[Sequence[Replicator]], consensus: StopConsensus | None, step: int) -> None:
+    def __init__(
+        self,
+        by_level: Sequence[Sequence[Replicator]],
+        consensus: StopConsensus | None,
+        step: int,
+        grad_norm: Tensor | None = None,
+    ) -> None:
+        self.grad_norm = grad_norm
         self._links = [list({id(each.link): each.link for each in level}.values()) for level in by_level]
         self._counts = consensus.counts if consensus else []
         for counts in self._counts:

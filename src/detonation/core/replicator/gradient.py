@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of
 from detonation.core.integrity.readback import Readback
+from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel, Transfer
@@ -32,7 +32,7 @@ class GradientReplicator(Replicator):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], channel: Channel, base: Optimizer, scheme: GradientScheme, last: bool
+        self, parameters: Mapping[str, Tensor], channel: Channel, base: BaseStep, scheme: GradientScheme, last: bool
     ) -> None:
         super().__init__(parameters, channel)
         self._base, self.last, delay, device = base, last, scheme.round.delay, channel.runtime.device
@@ -56,9 +56,8 @@ class GradientReplicator(Replicator):
             copy(gradients_to_fill(self.parameters), self.layout.parts(due))
             return
         update = transfer.receive()
-        taken = (
-            self.last and isinstance(self._base, SignSGD) and self._base.take(list(self.parameters.values()), update)
-        )
+        base = self._base.optimizer
+        taken = self.last and isinstance(base, SignSGD) and base.take(list(self.parameters.values()), update)
         if not taken:
             update.write(gradients_to_fill(self.parameters))
 
@@ -110,7 +109,7 @@ class GradientReplicator(Replicator):
         found = {}
         for name, parameter in self.parameters.items():
             found[name] = local(parameter).detach()
-            for key, state in sorted(self._base.state.get(parameter, {}).items()):
+            for key, state in sorted(self._base.optimizer.state.get(parameter, {}).items()):
                 if isinstance(state, Tensor):
                     found[f"{name} ({key})"] = local(state)
         return found

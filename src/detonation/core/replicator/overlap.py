@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from detonation.core import runtime
+from detonation.core.errors import DetonationError
 from detonation.core.flat.tensors import local, local_gradients
 from detonation.core.integrity import readback
 from detonation.core.replicator.channel import Channel, Transfer
@@ -17,7 +18,7 @@ from detonation.core.replicator.channel import Channel, Transfer
 SAMPLED_VALUES = 1024
 
 
-class OverlapError(RuntimeError):
+class OverlapError(DetonationError, RuntimeError):
     """Gradients that were sent during backward have changed since, came twice, or never had their step."""
 
 
@@ -155,7 +156,7 @@ def refuse_unequal(equal: bool) -> None:
 
 def _changed(which: str) -> OverlapError:
     text = f"{which} changed after it was sent within overlap()"
-    return OverlapError(f"{text}: clip, unscale or zero gradients without overlap()")
+    return OverlapError(f"{text}: clip by replicate(clip=...), and unscale or zero gradients without overlap()")
 
 
 def _versions(gradient: Tensor | None) -> tuple[int, ...]:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.tensors import gradients_to_fill, local
+from detonation.core.optim.base_step import BaseStep
 
 
 class Pending:
@@ -51,7 +51,7 @@ class LookAhead:
     guess must leave no trace.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], base: Optimizer, layout: Layout) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], base: BaseStep, layout: Layout) -> None:
         self._parameters, self._base, self._layout = parameters, base, layout
         self._agreed = [local(p).clone() for p in parameters.values()]
         self._ahead = False
@@ -64,7 +64,7 @@ class LookAhead:
         weights = [local(p) for p in self._parameters.values()]
         copy(self._agreed, weights)
         step_on(updates, self._parameters, self._base, self._layout)
-        if self._base.state:
+        if self._base.optimizer.state:
             raise ValueError("look-ahead needs an optimizer without state: SignSGD or SGD without momentum")
         self._ahead = True
 
@@ -75,19 +75,19 @@ class LookAhead:
         self._ahead = False
 
 
-def step_on(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: Optimizer, layout: Layout) -> None:
+def step_on(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: BaseStep, layout: Layout) -> None:
     """Lets `base` step on each update, and on `parameters` only.
 
     The gradients do not change, because a backward pass may come next and add to them.
 
     Shapes: updates `[rows, chunk]` each.
     """
-    everyone = [parameter for group in base.param_groups for parameter in group["params"]]
+    everyone = [parameter for group in base.optimizer.param_groups for parameter in group["params"]]
     kept = [parameter.grad for parameter in everyone]
     for parameter in everyone:
         parameter.grad = None
     for update in updates:
         copy(gradients_to_fill(parameters), layout.parts(update))
-        base.step()
+        base()
     for parameter, gradient in zip(everyone, kept, strict=True):
         parameter.grad = gradient

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Literal
 
 from detonation.core.codec.codec import Codec
+from detonation.core.errors import DetonationError
 from detonation.core.flat.layout import Layout
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.schemes.buckets import cut_into_buckets
@@ -12,7 +13,7 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 
-class LargerThanDense(ValueError):
+class LargerThanDense(DetonationError, ValueError):
     """A scheme would send more than the full synchronisation that it replaces."""
 
 

@@ -68,7 +68,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     measured = probe_axis(axis, device, PROBE_S)
     network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
     compute_s, _ = forward_backward(session)
-    work = Work(shard_shapes(session.config), compute_s, {}, overlap=not session.config.train.clip)
+    work = Work(shard_shapes(session.config), compute_s, {})
     best, found, work = _search(asked.auto.budget, candidates, session, network, work)
     line = why(best, found, network, asked.auto.budget)
     config = check_config(candidates[spelled(best.cost.scheme)])

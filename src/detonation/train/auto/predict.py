@@ -34,7 +34,7 @@ def predict(config: Config, recipe: Path, path: Path) -> Cost:
     measured = read_layers(recipe, (), mesh={}).config().train
     examples = config.train.batch_size * config.train.accumulate / (measured.batch_size * measured.accumulate)
     seconds = compute.forward_backward_s * examples
-    work = Work(shard_shapes(config), seconds, compute.steps, overlap=not config.train.clip)
+    work = Work(shard_shapes(config), seconds, compute.steps)
     return cost(scheme_of(config.levels[-1]), work, among(Network.of_profile(profile), config.mesh.replicas))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from detonation.cluster.processes.failure import RunError
@@ -95,19 +94,14 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
     reports = session.world.all_gather(torch.stack([total, total.new_tensor(stop.number)]))  # [2] fp32: loss, signal
-    if not _leave_early(session):
+    _, innermost = session.optimizer.levels[0]
+    if not innermost.worth_overlapping:
         loss.backward()  # type: ignore[no-untyped-call]
         return _agreed(session, step, reports())
     agreed = _agreed(session, step, reports())
     with session.optimizer.overlap():
         loss.backward()  # type: ignore[no-untyped-call]
     return agreed
-
-
-def _leave_early(session: Session) -> bool:
-    """Gradients are sent during backward, unless clipping needs all of them first."""
-    _, innermost = session.optimizer.levels[0]
-    return innermost.worth_overlapping and not session.config.train.clip
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
@@ -143,8 +137,6 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> tuple[fl
 
 
 def _update(session: Session, schedule: LambdaLR) -> None:
-    if session.config.train.clip:
-        clip_grad_norm_(session.model.parameters(), session.config.train.clip)
     session.optimizer.step()
     session.optimizer.zero_grad()
     schedule.step()

@@ -89,7 +89,8 @@ def start_session(config: Config, device: torch.device) -> Session:
     shard(model, mesh)
     base = optimizers.build_optimizer(config.optimizer, model)
     levels = list(zip(axes(config, mesh), map(scheme_of, config.levels), strict=True))
-    optimizer = replicate(base, model, levels=levels, seed=config.seed, safety=safety(config))
+    clip = config.train.clip or None
+    optimizer = replicate(base, model, levels=levels, clip=clip, seed=config.seed, safety=safety(config))
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
 
 

@@ -33,7 +33,8 @@ def optimizer_step(session: Session, config: Config) -> Step | None:
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
-    optimizer = replicate(base, session.model, LoopbackCommunicator(session.config.mesh.replicas), scheme)
+    communicator = LoopbackCommunicator(session.config.mesh.replicas)
+    optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
     try:
         optimizer.step()
     except ValueError:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.cluster.fingerprint import fingerprint
 from detonation.core import runtime
+from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity import readback
 from detonation.core.link.communicator import Communicator
@@ -87,9 +88,9 @@ class Alone:
         return count
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        mine = torch.tensor(list(bytes.fromhex(digest(model.parameters()))), dtype=torch.uint8)
-        digests = [bytes(each) for each in self.all_gather(mine)()]
-        return hashlib.sha256(digests[0]).hexdigest(), all(other == digests[0] for other in digests)
+        both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
+        digests = [bytes(each) for each in self.all_gather(torch.tensor(list(both), dtype=torch.uint8))()]
+        return hashlib.sha256(digests[0][:32]).hexdigest(), all(other == digests[0] for other in digests)
 
 
 def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:

@@ -61,7 +61,7 @@ class TrainConfig:
     Args:
         batch_size: Examples per process and micro-batch.
         accumulate: Micro-batches per step.
-        clip: Largest norm of the gradient; 0 turns clipping off.
+        clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
         validate_every: Steps between validations; 0 validates at the end only.
         validation_batches: Batches of `batch_size` that a validation takes.
         checkpoint_every: Steps between checkpoints; 0 saves at the end only. The newest `keep` stay.

@@ -111,4 +111,4 @@ def _work(question: Question, profile: Profile | None, config: Config | None, sh
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
     shapes = shard_shapes(config) if config else [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
-    return Work(shapes, seconds, measured.steps if measured else {}, overlap=config is None or not config.train.clip)
+    return Work(shapes, seconds, measured.steps if measured else {})

@@ -106,7 +106,8 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     model = build_model(config.model.name, config.model.arguments)
     base = optimizers.build_optimizer(config.optimizer, model)
     scheme = scheme_of(config.levels[-1])
-    optimizer = replicate(base, model, communicator, scheme, seed=config.seed, safety=safety(config))
+    clip = config.train.clip or None
+    optimizer = replicate(base, model, communicator, scheme, clip=clip, seed=config.seed, safety=safety(config))
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 

@@ -1,0 +1,83 @@
+"""Buffers: state of a model that no optimizer moves, such as the running statistics of BatchNorm."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from detonation.core.agreement.desync import differences, repaired
+from detonation.core.flat.tensors import local
+from detonation.core.link.link import Link
+from detonation.core.replicator.base import Replicator
+
+_log = logging.getLogger("detonation")
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of `model` that belong to its state dict, by name.
+
+    Shapes: any.
+
+    Example:
+        >>> sorted(persistent_buffers(nn.BatchNorm1d(3)))
+        ['num_batches_tracked', 'running_mean', 'running_var']
+    """
+    modules = dict(model.named_modules())
+    found = {}
+    for name, buffer in model.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        if own_name not in modules[owner]._non_persistent_buffers_set:
+            found[name] = buffer
+    return found
+
+
+class BufferSync:
+    """Makes the persistent buffers of a model equal on all replicas: the mean of those that are not.
+
+    Each replica feeds its own data to BatchNorm, whose running statistics then differ. Training does not use them,
+    evaluation does. Buffers of whole numbers become those of the majority.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._warned = model, False
+
+    @torch.no_grad()
+    def __call__(self, replicators: Sequence[Replicator]) -> None:
+        """Compares the buffers over the link of each level in turn, and averages those that differ. Collective.
+
+        Sends 8 bytes per buffer, which do not count as sent, and the buffers that differ, which do.
+        """
+        buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
+        if not buffers:  # the same model on all replicas, so the same decision
+            return
+        links = {replicator.link: replicator.channel.runtime.device for replicator in replicators}
+        for link, device in links.items():
+            self._warn(_made_equal(link, buffers, device), link.replica == 0)
+
+    def _warn(self, names: list[str], speaks: bool) -> None:
+        if names and not self._warned and speaks:
+            _log.warning(
+                "buffers differ between replicas, and become their mean at every comparison (verify_every) and "
+                "synchronize(); register_buffer(..., persistent=False) keeps one private: %s",
+                ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+            )
+        self._warned |= bool(names)
+
+
+def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    """The names of the buffers that differed over `link`, and no longer do."""
+    keys = {f"{name} {tuple(buffer.shape)} {buffer.dtype}": name for name, buffer in buffers.items()}
+    found = []
+    for difference in differences(link, {key: buffers[name] for key, name in keys.items()}, device):
+        if difference.name not in keys:
+            _log.warning("%s: their buffers have other names or shapes, and stay apart", difference)
+            continue
+        name = keys[difference.name]
+        buffer = buffers[name]
+        if buffer.is_floating_point():
+            buffer.copy_(link.all_reduce(buffer.float())() / link.replicas)
+        else:
+            buffer.copy_(repaired(link, difference, buffer))
+        found.append(name)
+    return found

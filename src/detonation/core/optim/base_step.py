@@ -1,0 +1,82 @@
+"""The step of the base optimizer, which replicas take together or not at all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Clipping(Protocol):
+    """Scales the gradients before a step."""
+
+    norm: Tensor | None
+
+    def __call__(self) -> None: ...
+
+
+class BaseStep:
+    """Steps a base optimizer on the gradients that are agreed on; raises where somebody else steps it.
+
+    clip: runs before each step, if set; see `Clip`.
+
+    Args:
+        optimizer: The base optimizer. It gets a hook, which looks at every step of it.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.clip: Clipping | None = None
+        self._lookout = _lookout_of(optimizer)
+        self._lookout.users.add(self)
+
+    def __call__(self) -> None:
+        """Clips, if it is to be, and steps."""
+        if self.clip:
+            self.clip()
+        self.unclipped()
+
+    def unclipped(self) -> None:
+        """Steps on the gradients as they are."""
+        with self._lookout.away():
+            self.optimizer.step()
+
+
+class _Lookout:
+    """A hook after each step of an optimizer: a step that no `BaseStep` takes moves one replica alone.
+
+    Not before each step: `SignSGD.take` leaves gradients unwritten where nothing looks at them.
+    """
+
+    def __init__(self) -> None:
+        self.users: WeakSet[BaseStep] = WeakSet()
+        self._is_away = False
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Context in which steps are allowed."""
+        self._is_away = True
+        try:
+            yield
+        finally:
+            self._is_away = False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)  # else torch's helpers make state
+        if self.users and moves and not self._is_away:
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} inside was stepped, which moves this replica alone: call step() of "
+                "the optimizer that detonation.replicate returned"
+            )
+
+
+def _lookout_of(optimizer: Optimizer) -> _Lookout:
+    """The hook of `optimizer`; one, however often it is replicated."""
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        if isinstance(hook, _Lookout):
+            return hook
+    lookout = _Lookout()
+    optimizer.register_step_post_hook(lookout)
+    return lookout

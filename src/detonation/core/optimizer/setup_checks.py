@@ -1,0 +1,148 @@
+"""Mistakes in a set-up, each found once and answered in one line that names the remedy."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS
+
+from detonation.core.link.communicator import Axis
+from detonation.core.optimizer.build import Level
+from detonation.core.schemes.registry import scheme as scheme_named
+from detonation.core.schemes.scheme import Scheme
+
+_log = logging.getLogger("detonation")
+_INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'
+
+
+def check_arguments(optimizer: object, model: object) -> None:
+    """Raises `TypeError` unless `replicate` got an optimizer and a model, `ValueError` for LBFGS."""
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        raise TypeError(f"the optimizer is the class {name}: make one, {name}(model.parameters())")
+    if not (hasattr(optimizer, "param_groups") and isinstance(model, nn.Module)):
+        kinds = f"got {type(optimizer).__name__} and {type(model).__name__}"
+        raise TypeError(f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated")
+
+
+def checked_levels(levels: Iterable[tuple[Axis, Scheme | str]]) -> list[Level]:
+    """`levels` with schemes in the place of their names.
+
+    Raises:
+        TypeError: An axis is no mesh axis and no communicator, or a scheme is none.
+        ValueError: No scheme has this name.
+    """
+    return [(_checked_axis(axis), _checked_scheme(scheme)) for axis, scheme in levels]
+
+
+def _checked_axis(axis: object) -> Axis:
+    if isinstance(axis, str):
+        raise TypeError(f'the axis is the name {axis!r}: pass the axis itself, mesh["{axis}"]')
+    if isinstance(axis, dist.ProcessGroup):
+        raise TypeError('the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")')
+    if not isinstance(axis, DeviceMesh) and not hasattr(axis, "all_gather"):
+        raise TypeError(f'the axis is a {type(axis).__name__}, must be an axis of a device mesh, mesh["replicate"]')
+    return axis  # type: ignore[return-value]
+
+
+def _checked_scheme(scheme: object) -> Scheme:
+    if isinstance(scheme, str):
+        return scheme_named(scheme)
+    if isinstance(scheme, Scheme):
+        return scheme
+    if callable(scheme):
+        name = getattr(scheme, "__name__", repr(scheme))
+        raise TypeError(f"the scheme is the function {name}: call it, {name}()")
+    raise TypeError(f"the scheme is {scheme!r}, must be one such as detonation.demo(), or its name")
+
+
+def check_layout(
+    model: nn.Module, parameters: Mapping[str, Tensor], levels: Sequence[Level], intra_node: DeviceMesh | None
+) -> None:
+    """Raises `ValueError` where `parameters` span the replicas of `levels`, or cannot be seen or sent.
+
+    Replicas that share a sharded or averaged parameter would exchange its whole gradient over the slow link, and the
+    scheme would run on top of that. Warns where ranks of the world are joined by nothing.
+
+    Shapes: any.
+    """
+    axes = [axis for axis, _ in levels if isinstance(axis, DeviceMesh)]
+    if not axes:
+        return
+    for axis in axes:
+        if axis.ndim > 1:
+            names = f"{axis.ndim} dimensions {axis.mesh_dim_names}"
+            raise ValueError(f'the axis has {names}: pass one, mesh["replicate"]')
+    others = {rank for axis in axes for rank in axis.mesh.flatten().tolist()} - {dist.get_rank()}
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(f"FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2, {_INSIDE}")
+        if isinstance(module, DistributedDataParallel):
+            _check_averaged(module, others, intra_node)
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            ranks = parameter.device_mesh.mesh.flatten().tolist()
+            if others & set(ranks):
+                kind = "by hybrid sharding (HSDP)" if parameter.device_mesh.ndim > 1 else "or the axis is the wrong one"
+                raise ValueError(
+                    f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard inside the replica, "
+                    f'{_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
+                )
+    for axis in axes:
+        group, device = axis.get_group(), next(iter(parameters.values())).device.type if parameters else "cpu"
+        check_backend(str(dist.get_backend_config(group)), device)
+    _warn_alone(axes, parameters)
+
+
+def check_backend(config: str, device: str) -> None:
+    """Raises `ValueError` where a process group carries no tensors of `device`.
+
+    Args:
+        config: As torch spells it: "cpu:gloo,cuda:nccl". Tensors of any device can take a detour over gloo.
+    """
+    backends = dict(part.split(":", 1) for part in config.split(","))
+    if device not in backends and "gloo" not in backends.values():
+        raise ValueError(
+            f"the trained parameters are on {device}, and the process group of the axis carries {config} only: move "
+            'the model to the accelerator, or init_process_group("cpu:gloo,cuda:nccl")'
+        )
+
+
+def _check_averaged(module: DistributedDataParallel, others: set[int], intra_node: DeviceMesh | None) -> None:
+    ranks = dist.get_process_group_ranks(module.process_group)
+    if others & set(ranks):
+        raise ValueError(
+            f"DistributedDataParallel averages gradients over ranks {_listed(ranks)}, which are of several replicas: "
+            "pass the plain model, whose gradients the scheme exchanges, or give DistributedDataParallel the process "
+            'group inside the node, and replicate intra_node=mesh["shard"]'
+        )
+    if intra_node is None and len(ranks) > 1:
+        _log.warning(
+            "DistributedDataParallel makes the ranks of a node equal, and each sends the same messages: with "
+            'intra_node=mesh["shard"] they cross the slow link once per node'
+        )
+
+
+def _warn_alone(axes: Sequence[DeviceMesh], parameters: Mapping[str, Tensor]) -> None:
+    world = dist.get_world_size()
+    shards = max((p.device_mesh.size() for p in parameters.values() if isinstance(p, DTensor)), default=1)
+    if all(axis.size() == 1 for axis in axes) and shards < world and dist.get_rank() == 0:
+        one = "one rank" if shards == 1 else f"{shards} ranks"
+        _log.warning(
+            "the axis joins no other replica, so the %d ranks of the world train apart, %s at a time: pass the axis "
+            'between replicas, mesh["replicate"]',
+            world,
+            one,
+        )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:8]))
+    return f"{first}, ... ({len(ranks)} in all)" if len(ranks) > 8 else first

@@ -1,0 +1,331 @@
+"""Set-ups that train wrongly without a word: each gets one line that names the remedy."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import detonation as dt
+import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.optimizer.setup_checks import check_backend
+from worlds import caught
+from zoo import Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def advance(mesh, model, optimizer, steps=2):
+    for step in range(steps):
+        model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def attempted(mesh, model, axis="replicate", **options):
+    """The error of the first steps of `model`, and what the log says."""
+    with logged() as lines:
+        optimizer = dt.replicate(sgd(model), model, mesh[axis], dt.demo(), **options)
+        return *caught(advance, mesh, model, optimizer), lines
+
+
+class logged(logging.Handler):
+    """Collects the warnings of the library."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("detonation").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        logging.getLogger("detonation").removeHandler(self)
+
+
+def summed(module, mesh):
+    return fully_shard(module, mesh=mesh).set_force_sum_reduction_for_comms(True) or module
+
+
+def spanning(mesh):
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    node = mesh["shard"].get_group()
+    right = dt.shard(built(Plain), mesh)
+    parallel = parallelize_module(
+        built(Plain), mesh["shard"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    )
+    return {
+        "hsdp": attempted(mesh, summed(built(Plain), mesh)),
+        "fsdp over the world": attempted(mesh, summed(built(Plain), world)),
+        "wrong axis": attempted(mesh, dt.shard(built(Plain), mesh), "shard"),
+        "ddp over the world": attempted(mesh, DistributedDataParallel(built(Plain))),
+        "fsdp1": attempted(mesh, FullyShardedDataParallel(built(Plain), node, device_id=torch.device("cpu"))),
+        "right": attempted(mesh, right),
+        "tensor parallel": attempted(mesh, parallel),
+        "ddp": attempted(mesh, DistributedDataParallel(built(Plain), process_group=node)),
+        "ddp, intra_node": attempted(
+            mesh, DistributedDataParallel(built(Plain), process_group=node), intra_node=mesh["shard"]
+        ),
+        "plain": attempted(mesh, built(Plain)),
+    }
+
+
+def test_parameters_that_span_the_replicas_are_refused_and_others_are_not():
+    ranks = worlds.run(spanning, 2, 2)
+    expected = {
+        "hsdp": "so replicas share it (by hybrid sharding (HSDP)): shard inside the replica",
+        "fsdp over the world": "layers.0.weight lies on ranks 0, 1, 2, 3, so replicas share it",
+        "wrong axis": "(or the axis is the wrong one): shard inside the replica",
+        "ddp over the world": "averages gradients over ranks 0, 1, 2, 3, which are of several replicas",
+        "fsdp1": "FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2",
+    }
+    for found in ranks:
+        for how, text in expected.items():
+            assert found[how][0] == "ValueError" and text in found[how][1], (how, found[how])
+            assert "\n" not in found[how][1]
+        for how in found.keys() - expected:
+            assert found[how][:2] == ("nothing", ""), (how, found[how])
+        said = {how for how in found if found[how][2]}
+        assert said == {"ddp"} and 'with intra_node=mesh["shard"]' in found["ddp"][2][0]
+
+
+def alone(mesh):
+    """On 2 x 1 the wrong axis has one rank, and each rank would train by itself."""
+    plain, sharded = attempted(mesh, built(Plain), "shard"), attempted(mesh, dt.shard(built(Plain), mesh), "shard")
+    return plain, sharded, attempted(mesh, dt.shard(built(Plain), mesh))
+
+
+def test_an_axis_of_one_rank_in_a_larger_world_is_warned_of():
+    first, second = worlds.run(alone, 2, 1)
+    for *error, lines in first[:2]:
+        assert error == ["nothing", ""]
+        assert len(lines) == 1 and "the 2 ranks of the world train apart, one rank at a time" in lines[0]
+    assert [lines for *_, lines in (first[2], *second)] == [[]] * 4
+    assert [lines for *_, lines in worlds.run(alone, 1, 2)[0][2:]] == [[]]  # one replica over all ranks is as it says
+
+
+def too_early(mesh):
+    model = built(Plain)
+    base = sgd(model)
+    dt.shard(model, mesh)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+    other = built(Plain)
+    early = dt.replicate(sgd(other), other, mesh["replicate"], dt.demo())
+    dt.shard(other, mesh)
+    bare = caught(dt.shard, built(Plain), mesh["shard"])
+    return caught(advance, mesh, model, optimizer), caught(advance, mesh, other, early), bare
+
+
+def test_what_was_made_before_sharding_is_told_so():
+    text = (
+        "4 parameters of the optimizer are not in the model: were they made before sharding? Build the optimizer after"
+    )
+    for *early, bare in worlds.run(too_early, 2, 2):
+        for kind, said in early:
+            assert kind == "ValueError" and text in said
+        assert bare[0] == "ValueError" and "pass the whole mesh" in bare[1]
+
+
+def wrong_arguments(mesh):
+    model = built(Plain)
+    base, axis = sgd(model), mesh["replicate"]
+    return [
+        caught(dt.replicate, base, model, axis, dt.demo),
+        caught(dt.replicate, base, model, axis, "dmo"),
+        caught(dt.replicate, base, model, axis, 3),
+        caught(dt.replicate, base, model, axis.get_group(), dt.demo()),
+        caught(dt.replicate, base, model, "replicate", dt.demo()),
+        caught(dt.replicate, base, model, 2, dt.demo()),
+        caught(dt.replicate, torch.optim.AdamW, model, axis, dt.demo()),
+        caught(dt.replicate, model, base, axis, dt.demo()),
+        caught(lambda: dt.demo(top_k=4)),
+    ]
+
+
+def test_an_argument_of_another_kind_gets_the_remedy():
+    expected = [
+        ("TypeError", "the scheme is the function demo: call it, demo()"),
+        ("ValueError", "unknown scheme 'dmo', did you mean 'demo'?"),
+        ("TypeError", "the scheme is 3, must be one such as detonation.demo(), or its name"),
+        ("TypeError", 'the axis is a process group: pass mesh["replicate"], or DeviceMesh.from_group(group, "cuda")'),
+        ("TypeError", "the axis is the name 'replicate': pass the axis itself, mesh[\"replicate\"]"),
+        ("TypeError", "the axis is a int, must be an axis of a device mesh"),
+        ("TypeError", "the optimizer is the class AdamW: make one, AdamW(model.parameters())"),
+        ("TypeError", "an optimizer and then its model, got Plain and SGD: replicate(optimizer, model, ...)"),
+        ("TypeError", "unknown argument of scheme demo 'top_k', did you mean 'topk'?"),
+    ]
+    for outcome, (kind, text) in zip(worlds.run(wrong_arguments, 2, 1)[0], expected, strict=True):
+        assert outcome[0] == kind and text in outcome[1], outcome
+
+
+def test_a_scheme_goes_by_its_name():
+    model = built(Plain)
+    optimizer = dt.replicate(sgd(model), model, LoopbackCommunicator(), "demo")
+    assert [scheme for _, scheme in optimizer.levels] == [dt.demo()]
+
+
+@pytest.mark.parametrize(
+    "config, device, carried",
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", True),
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cpu:gloo", "cuda", True),
+        ("cuda:nccl", "cuda", True),
+        ("cuda:nccl", "cpu", False),
+        ("xpu:xccl", "cuda", False),
+    ],
+)
+def test_a_group_that_cannot_carry_the_parameters_is_refused(config, device, carried):
+    if carried:
+        check_backend(config, device)
+        return
+    with pytest.raises(ValueError, match=f"are on {device}, and the process group of the axis carries {config} only"):
+        check_backend(config, device)
+
+
+def other_options(mesh, when):
+    """The lr of replica 1 is another, from the start or after the first step."""
+    model = dt.shard(built(Plain), mesh)
+    safety = dt.Safety(verify_every=4)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.diloco(every=50), safety=safety)
+    if when:
+        advance(mesh, model, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + mesh.get_local_rank("replicate")
+    with logged() as lines:
+        return *caught(advance, mesh, model, optimizer, 3), optimizer.step_count, lines
+
+
+def test_options_of_the_groups_are_compared_at_the_first_step():
+    for kind, text, steps, _ in worlds.run(other_options, 2, 2, False):
+        assert (kind, steps) == ("Mismatch", 0)
+        assert "replica 1 has lr of group 0=0.2, replica 0 has lr of group 0=0.1" in text
+
+
+def test_and_at_each_comparison():
+    for kind, text, steps, lines in worlds.run(other_options, 2, 2, True):
+        assert (kind, text) == ("Desync", "replica 1 differs from the others in lr of group 0 after step 4")
+        assert steps == 4 and "replica 1 differs from replica 0 in lr of group 0" in lines[0]
+
+
+def test_drift_is_looked_for_by_default():
+    assert dt.Safety().verify_every == 100
+
+    def act(communicator):
+        model = nn.Linear(4, 4)
+        with torch.no_grad():
+            model.weight.zero_(), model.bias.zero_()
+        optimizer = dt.replicate(sgd(model), model, communicator, dt.full())
+        for step in range(101):
+            model(torch.ones(1, 4)).sum().backward()
+            if (communicator.replica, step) == (1, 40):
+                model.weight.data[0, 0] += 1e-3
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(dt.Desync, match="replica 1 differs from the others in weight after step 100"):
+        simulate_replicas(act, 2)
+
+
+def test_the_optimizer_inside_is_not_stepped_alone():
+    """But torch's helpers may make its state, and it is free once its replication is over."""
+    model = built(Plain)
+    base = torch.optim.AdamW(model.parameters())
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(), dt.demo())
+    again = dt.replicate(base, model, LoopbackCommunicator(), dt.demo())
+    get_optimizer_state_dict(model, base)
+    for one in (optimizer, again):
+        model(batch(0, 0, 32)).mean().backward()
+        one.step()
+        one.synchronize()
+    with pytest.raises(RuntimeError, match=r"the AdamW inside was stepped.*call step\(\) of the optimizer that"):
+        base.step()
+    del optimizer, again, one
+    base.step()
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+        self.register_buffer("own", torch.zeros(3), persistent=False)
+        self.register_buffer("small", torch.ones(3, dtype=torch.int64))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))).square().mean(1)
+
+
+def buffers(mesh):
+    replica = mesh.get_local_rank("replicate")
+    model = dt.shard(built(Normed), mesh)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.demo(), safety=dt.Safety(verify_every=3))
+    with logged() as lines:
+        advance(mesh, model, optimizer)
+        model.own += replica
+        found = [model.norm.running_mean.clone(), dt.fingerprint(model, mesh)]
+        optimizer.synchronize()
+        found += [model.norm.running_mean.clone(), dt.fingerprint(model, mesh)]
+        advance(mesh, model, optimizer, 1)
+        found += [dt.fingerprint(model, mesh)[1], model.own.tolist()]
+        sent = optimizer.stats.bytes_sent
+        optimizer.verify()
+        return found, optimizer.stats.bytes_sent - sent, lines
+
+
+def test_running_statistics_become_their_mean():
+    ranks = worlds.run(buffers, 2, 1)
+    (first, sent, lines), (second, _, none) = ranks
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[2], (first[0] + second[0]) / 2) and torch.equal(first[2], second[2])
+    for (_, before, _, after, verified, own), replica in ((first, 0), (second, 1)):
+        assert before[0] == after[0] and (before[1], after[1], verified) == (False, True, True)
+        assert own == [replica] * 3  # a buffer that is not saved is private
+    assert sent == 0 and none == []
+    assert len(lines) == 1 and "buffers differ between replicas" in lines[0] and "norm.running_mean" in lines[0]
+
+
+def foreign(mesh, scheme, how):
+    """Another framework keeps the state of the optimizer, and its own keys alone."""
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], scheme)
+    advance(mesh, model, optimizer)
+    saved, own = get_optimizer_state_dict(model, optimizer), dt.replica_state(optimizer)
+    whole = optimizer.state_dict()
+    again = dt.shard(built(Plain), mesh)
+    again.load_state_dict(model.state_dict())
+    other = dt.replicate(torch.optim.AdamW(again.parameters()), again, mesh["replicate"], scheme)
+    with logged() as lines:
+        if how == "whole":
+            other.load_state_dict(whole)
+        else:
+            set_optimizer_state_dict(again, other, saved)
+        if how == "repaired":
+            dt.load_replica_state(other, own)
+        advance(mesh, again, other)
+    return lines
+
+
+@pytest.mark.parametrize("scheme", [dt.demo(), dt.diloco(every=2)], ids=lambda s: s.name)
+def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
+    def first(how):
+        return worlds.run(foreign, 2, 1, scheme, how)
+
+    (line,), nothing = first("lost")
+    assert f'no part "replication": what the replicas of {scheme.name} remember is lost' in line
+    assert "load_checkpoint" in line and "load_replica_state" in line
+    assert [nothing, *first("repaired"), *first("whole")] == [[]] * 5
+    assert worlds.run(foreign, 2, 1, dt.full(), "lost") == [[], []]
