@@ -1,4 +1,8 @@
-"""The surroundings of a step change nothing in it: neither autocast nor torch's default dtype."""
+"""The surroundings of a step change nothing in it: autocast, torch's default dtype, torch's default device."""
+
+import ast
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,51 +12,66 @@ import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from zoo import TALKING
 
-NAMES = [
-    "full",
-    "demo",
-    "demo-tiles",
-    "demo-bitmap-2bit",
-    "random",
-    "random-majority",
-    "diloco",
-    "streaming",
-    "eager-int8",
-]
-ODD = {"chunk-48": dt.demo(topk=24, chunk=48), "demo-owner": TALKING["demo-owner"]}
-SCHEMES = {name: TALKING[name] for name in NAMES} | ODD
+SCHEMES = TALKING | {"chunk-48": dt.demo(topk=24, chunk=48)}
+OF_A_THREAD = {
+    "none": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),  # as `torch.set_default_device`
+}
+SOURCES = [p for name in ("core", "kernels") for p in (Path(dt.__file__).parent / name).rglob("*.py")]
+CREATION = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+            "tensor", "zeros"}  # fmt: skip
 
 
-def run(scheme, kernels, autocast=False):
-    """Weights, bytes and refused messages after four steps of two replicas."""
+def run(scheme, kernels, surroundings):
+    """Weights, bytes and refused messages after four steps of two replicas in each of `surroundings`."""
 
     def act(communicator):
-        generator = torch.Generator().manual_seed(communicator.replica)
-        model = nn.Linear(128, 64, bias=False, dtype=torch.float32)
-        with torch.no_grad():
-            model.weight.copy_(torch.linspace(-1, 1, 128 * 64, dtype=torch.float32).view(64, 128))
-        optimizer = dt.replicate(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme, kernels=kernels
-        )
-        for _ in range(4):
-            model.weight.grad = torch.randn(64, 128, generator=generator, dtype=torch.float32)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                optimizer.step()
-        return model.weight.detach().clone(), optimizer.stats.bytes_sent, optimizer.stats.refused
+        found = []
+        for name in surroundings:
+            generator = torch.Generator().manual_seed(communicator.replica)
+            model = nn.Linear(128, 64, bias=False, dtype=torch.float32)
+            with torch.no_grad():
+                model.weight.copy_(torch.linspace(-1, 1, 128 * 64, dtype=torch.float32).view(64, 128))
+            base = torch.optim.SGD(model.parameters(), lr=0.1)
+            with OF_A_THREAD[name]():
+                optimizer = dt.replicate(base, model, communicator, scheme, kernels=kernels)
+            for _ in range(4):
+                model.weight.grad = torch.randn(64, 128, generator=generator, dtype=torch.float32)
+                with OF_A_THREAD[name]():
+                    optimizer.step()
+            with OF_A_THREAD[name]():
+                optimizer.synchronize()
+            found.append((model.weight.detach(), optimizer.stats.bytes_sent, optimizer.stats.refused))
+        return found
 
     return simulate_replicas(act, 2)[0]
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_neither_autocast_nor_the_default_dtype_reaches_into_a_step(name, kernels):
-    weights, sent, refused = run(SCHEMES[name], kernels)
-    under = [run(SCHEMES[name], kernels, autocast=True)]
-    for dtype in (torch.bfloat16, torch.float64):
+def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kernels):
+    expected, *others = run(SCHEMES[name], kernels, OF_A_THREAD)
+    for dtype in (torch.bfloat16, torch.float64):  # of the process, so for both replicas at once
         torch.set_default_dtype(dtype)
         try:
-            under.append(run(SCHEMES[name], kernels))
+            others += run(SCHEMES[name], kernels, ["none"])
         finally:
             torch.set_default_dtype(torch.float32)
-    for other, other_sent, other_refused in under:
-        assert torch.equal(other, weights) and (other_sent, other_refused) == (sent, refused) and not refused
+    for weights, *counts in others:
+        assert torch.equal(weights, expected[0]) and counts == [*expected[1:]] and not expected[2]
+
+
+def creations(source):
+    """The line and the names of the arguments of each call of torch that makes a tensor from numbers."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CREATION:
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
+                yield node.lineno, {keyword.arg for keyword in node.keywords}
+
+
+def test_core_states_dtype_and_device_of_each_tensor_that_it_makes():
+    assert list(creations("x = torch.zeros(3, device=d)")) == [(1, {"device"})]
+    silent = {f"{path}:{line}" for path in SOURCES for line, said in creations(path.read_text())
+              if not said >= {"dtype", "device"}}  # fmt: skip
+    assert len(SOURCES) > 50 and not silent

@@ -83,8 +83,8 @@ class Library:
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]` fp32, indices `[nbytes]` uint8.
         """
         rows, chunk = residual.shape
-        values = torch.empty(rows, k, dtype=torch.float32)
-        indices = torch.empty(nbytes, dtype=torch.uint8)
+        values = torch.empty(rows, k, dtype=torch.float32, device="cpu")
+        indices = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
         status = self._library.detonation_encode(
             residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, values.data_ptr(),
@@ -175,7 +175,7 @@ class Library:
 
         Shapes: `[n]` int64 -> `[nbytes]` uint8.
         """
-        packed = torch.empty(nbytes, dtype=torch.uint8)
+        packed = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._library.detonation_pack(numbers.data_ptr(), len(numbers), width, packed.data_ptr())
         return packed
 
@@ -184,7 +184,7 @@ class Library:
 
         Shapes: `[nbytes]` uint8 -> `[count]` int64.
         """
-        numbers = torch.empty(count, dtype=torch.int64)
+        numbers = torch.empty(count, dtype=torch.int64, device="cpu")
         self._library.detonation_unpack(packed.data_ptr(), count, width, numbers.data_ptr())
         return numbers
 
@@ -194,7 +194,7 @@ class Library:
         Shapes: `[rows, k]` int64 -> `[ceil(rows * chunk / 8)]` uint8.
         """
         rows, k = indices.shape
-        bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8)
+        bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
         self._library.detonation_mark(indices.data_ptr(), rows, k, chunk, bitmap.data_ptr())
         return bitmap
 
@@ -203,7 +203,7 @@ class Library:
 
         Shapes: `[ceil(rows * chunk / 8)]` uint8 -> `[rows, k]` int64.
         """
-        indices = torch.empty(rows, k, dtype=torch.int64)
+        indices = torch.empty(rows, k, dtype=torch.int64, device="cpu")
         self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
         return indices
 

@@ -114,7 +114,7 @@ class StopConsensus:
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
         """The gravest reason of all ranks. Collective."""  # [1] int64
-        gravest = torch.full((1,), fatal, device=self.runtime.device)
+        gravest = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
         for link in self._others:
             gravest = link.collect(gravest).amax(0)
         return gravest

@@ -46,7 +46,7 @@ def differences(
     Shapes: any.
     """
     options = options or {}
-    names = torch.tensor([hash63(repr([*tensors, *options]))], device=device)
+    names = torch.tensor([hash63(repr([*tensors, *options]))], dtype=torch.int64, device=device)
     if len(set(link.collect(names).view(-1).tolist())) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum([tensor]).to(device) for tensor in tensors.values()]

@@ -92,7 +92,7 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 
     Shapes: -> `[size, size]` fp32.
     """
-    at = torch.arange(size, dtype=torch.float64)
+    at = torch.arange(size, dtype=torch.float64, device="cpu")
     matrix = torch.cos(math.pi / size * torch.outer(at + 0.5, at)) * math.sqrt(2 / size)
     matrix[:, 0] = math.sqrt(1 / size)
     return matrix.to(torch.float32).to(device)

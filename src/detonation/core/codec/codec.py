@@ -101,16 +101,17 @@ class Codec:
         if self._dense:
             return Selected(torch.zeros(rows, self.selection.chunk, dtype=torch.float32, device=device), None)
         if self.selection.shared:
-            like = torch.empty(rows, self.selection.chunk, device=device)
+            like = torch.empty(rows, self.selection.chunk, dtype=torch.float32, device=device)
             indices = self.selection.indices(like, step, seed)
         else:
-            indices = torch.arange(self.selection.k, device=device).expand(rows, -1)
+            indices = torch.arange(self.selection.k, dtype=torch.int64, device=device).expand(rows, -1)
         return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
 
-    def encode(self, *selected: Selected) -> list[Message]:
-        """Encodes each selection as one message."""
+    def encode(self, *selected: Selected, negative_zeros: bool = False) -> list[Message]:
+        """Encodes each selection as one message; `negative_zeros` as in `Precision.encode`."""
+        exact = self.precision == Float(torch.float32)
         values = [
-            each.values if each.owned and self.precision == Float(torch.float32) else self.precision.encode(each.values)
+            each.values if each.owned and exact else self.precision.encode(each.values, negative_zeros)
             for each in selected
         ]
         indices = [each.indices for each in selected if each.indices is not None]

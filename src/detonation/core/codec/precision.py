@@ -10,7 +10,11 @@ from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 
 class Precision(Protocol):
-    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`."""
+    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`.
+
+    It is odd: the negated values, with the other sign of zeros, read as the negated result. Otherwise values that are
+    zero, or noise around zero, would move a parameter in one direction.
+    """
 
     @property
     def summable(self) -> bool:
@@ -22,7 +26,15 @@ class Precision(Protocol):
         """The number of values that are encoded together: a message may be cut between blocks."""
         ...
 
-    def encode(self, values: Tensor) -> Tensor: ...  # [rows, k] fp32 -> one tensor that owns its memory
+    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
+        """Encodes values.
+
+        Args:
+            negative_zeros: The sign of zeros, where no code stands for zero: see `zeros_are_negative`.
+
+        Shapes: `[rows, k]` fp32 -> one tensor that owns its memory.
+        """
+        ...
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [rows, k] fp32
 
@@ -44,7 +56,7 @@ class Float:
     summable: bool = True
     block: ClassVar[int] = 1
 
-    def encode(self, values: Tensor) -> Tensor:  # [rows, k] fp32 -> [rows, k] of `dtype`
+    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:  # [rows, k] fp32 -> [rows, k] of `dtype`
         return values.to(self.dtype, copy=True)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [rows, k] of `dtype` -> [rows, k] fp32
@@ -69,9 +81,9 @@ class BlockCodebook:
     block: ClassVar[int] = 1024
     summable: ClassVar[bool] = False
 
-    def encode(self, values: Tensor) -> Tensor:  # [rows, k] fp32 -> [nbytes] uint8
+    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:  # [rows, k] fp32 -> [nbytes] uint8
         blocks, real = _blocked(values.reshape(-1), self.block)
-        codes, statistics = self.quantise(blocks, real)
+        codes, statistics = self.quantise(blocks, real, negative_zeros)
         packed = pack(codes.reshape(-1)[: values.numel()], self.width)
         return torch.cat([packed, statistics.to(torch.bfloat16).view(-1).view(torch.uint8)])
 
@@ -92,8 +104,12 @@ class BlockCodebook:
         packed = packed_bytes(count, self.width)
         return encoded[packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
 
-    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """The code of each value, and the statistics of each block; `real` is 0 at the padding of a block, else 1.
+    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        """The code of each value, and the statistics of each block.
+
+        Args:
+            real: 0 at the padding of a block, else 1.
+            negative_zeros: The sign of zeros, where no code stands for zero.
 
         Shapes: `[blocks, block]` fp32 each -> codes `[blocks, block]` integer, `[blocks, statistics]` fp32.
         """
@@ -121,8 +137,9 @@ class Sign(BlockCodebook):
     width = 1
     statistics = 1
 
-    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        return (blocks < 0).to(torch.uint8), blocks.abs().sum(1, keepdim=True) / real.sum(1, keepdim=True)
+    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        magnitude = blocks.abs().sum(1, keepdim=True) / real.sum(1, keepdim=True)
+        return _negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
 
     def levels(self, statistics: Tensor) -> Tensor:
         return torch.cat([statistics, -statistics], 1)
@@ -132,16 +149,22 @@ class Sign(BlockCodebook):
 class TwoBit(BlockCodebook):
     """Two bits: values are split at 0 and at one standard deviation, and each part is decoded as its mean.
 
-    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts, not evenly spaced levels.
+    MuLoCo (arXiv 2505.23725) finds that two bits need the means of the parts, not evenly spaced levels. The two parts
+    next to 0 share the mean of their magnitudes, so that a zero reads as one magnitude under either sign.
     """
 
     width = 2
     statistics = 4
 
-    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        deviation = (blocks.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
-        codes = 2 * (blocks < 0).to(torch.int64) + (blocks.abs() > deviation).to(torch.int64)
-        return codes, _bin_means(blocks, codes, real, 4)
+    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        size, count = blocks.abs(), real.sum(1, keepdim=True)
+        deviation = (blocks.square().sum(1, keepdim=True) / count).sqrt_()
+        large, negative = size > deviation, _negative(blocks, deviation, negative_zeros)
+        means = []  # one sum per part, whose order is fixed: scatter_add would add in any order on an accelerator
+        for part in (large & ~negative, large & negative):
+            means.append((size * part).sum(1, keepdim=True) / part.sum(1, keepdim=True).clamp_(min=1))
+        small = (size * ~large).sum(1, keepdim=True) / (count - large.sum(1, keepdim=True)).clamp_(min=1)
+        return 2 * negative.to(torch.uint8) + large, torch.cat([small, means[0], -small, -means[1]], 1)
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
@@ -153,45 +176,60 @@ class TwoBit(BlockCodebook):
 
 @dataclass(frozen=True)
 class E3M0(BlockCodebook):
-    """Four bits: a sign and a power of two, from the block's largest magnitude down (arXiv 2501.18512)."""
+    """Four bits: a sign and seven powers of two, from the block's largest magnitude down (arXiv 2501.18512).
+
+    As in every floating-point format, the smallest exponent stands for zero.
+    """
 
     width = 4
     statistics = 1
     block = 256
 
-    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        largest = blocks.abs().amax(1, keepdim=True).to(torch.bfloat16).float()
-        octaves = (largest / blocks.abs()).log2().round().nan_to_num(7, posinf=7).clamp_(0, 7)
-        return 8 * (blocks < 0).to(torch.int64) + octaves.to(torch.int64), largest
+    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        size = blocks.abs()
+        largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
+        octaves = (largest / size).log2().round().clamp_(0, 6).masked_fill_(size <= largest / 128, 7)
+        return octaves.to(torch.uint8).add_(blocks < 0, alpha=8), largest
 
     def levels(self, statistics: Tensor) -> Tensor:
         falling = torch.exp2(-torch.arange(8, dtype=torch.float32, device=statistics.device))
+        falling[7] = 0
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
 
 @dataclass(frozen=True)
 class Int8(BlockCodebook):
-    """Eight bits: 256 bins over six standard deviations on either side of the mean, each decoded as its mean.
+    """Eight bits: 255 bins over six standard deviations on either side of 0, each decoded as its mean.
 
-    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values.
+    As in INTELLECT-1 (arXiv 2412.01152), with one codebook per 65,536 values. The bins are centred on 0 instead of on
+    the mean of the values, and the bin that contains 0 is decoded as 0.
     """
 
     width = 8
     statistics = 256
     block = 65536
 
-    def quantise(self, blocks: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        count = real.sum(1, keepdim=True)
-        mean = blocks.sum(1, keepdim=True) / count
-        deviation = (((blocks - mean) * real).square().sum(1, keepdim=True) / count).sqrt().clamp_(min=1e-30)
-        codes = ((blocks - mean) / (12 * deviation) * 256 + 128).floor_().clamp_(0, 255).to(torch.int64)
-        return codes, _bin_means(blocks, codes, real, 256)
+    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        deviation = (blocks.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt_().clamp_(min=1e-30)
+        bins = deviation * (12 / 256)
+        scaled = blocks / bins
+        codes = scaled.round().clamp_(-127, 127).to(torch.int64).add_(128)
+        # a sum of integers is exact, so its order, which an accelerator does not fix, does not matter
+        totals = torch.zeros(len(blocks), 256, dtype=torch.int64, device=blocks.device)
+        counts = totals.scatter_add(1, codes, real.to(torch.int64)).clamp_(min=1)
+        totals.scatter_add_(1, codes, scaled.mul_(_FIXED_POINT).to(torch.int64))
+        totals[:, 128] = 0
+        return codes, totals.float() / counts * (bins / _FIXED_POINT)
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
         return torch.ones_like(statistics, dtype=torch.bool)
+
+
+_FIXED_POINT = 4096
+"""Of a bin's width: 65,536 of the largest values that fp32 can square stay below 2**63 units."""
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -215,8 +253,13 @@ def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return filled, real
 
 
-def _bin_means(blocks: Tensor, codes: Tensor, real: Tensor, bins: int) -> Tensor:
-    """The mean of the values of each code in each block; 0 for a code without values."""  # [blocks, bins]
-    empty = blocks.new_zeros(len(blocks), bins)
-    total = empty.scatter_add(1, codes, blocks)
-    return total / empty.scatter_add(1, codes, real).clamp_(min=1)
+def _negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
+    """True where a value is sent as a negative number; the rounding error of values of size `scale` counts as zero.
+
+    A row of a memory that gets no more signals never returns to 0: first the rounding errors of the basis stay, then
+    denormal numbers, which no decay makes smaller.
+
+    Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
+    """
+    zero = scale * 2**-18
+    return blocks <= zero if negative_zeros else blocks < -zero

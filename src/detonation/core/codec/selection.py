@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from detonation.core.compute.bitpack import signed
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS, topk_indices
 from detonation.core.flat.layout import CACHE_BLOCK
 
@@ -49,7 +50,7 @@ class Everything:
     period: int = 1
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
-        return _same_for_all_rows(torch.zeros(1, dtype=torch.long, device=coefficients.device), coefficients)
+        return _same_for_all_rows(torch.zeros(1, dtype=torch.int64, device=coefficients.device), coefficients)
 
     def for_rows(self, first: int, rows: int) -> "Everything":
         return self
@@ -153,7 +154,8 @@ class Striding(Rotation):
     """A comb: every `period`-th coordinate, at an offset that moves by one each step."""
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        comb = torch.arange(step % self.period, self.chunk, self.period, device=coefficients.device)
+        device = coefficients.device
+        comb = torch.arange(step % self.period, self.chunk, self.period, dtype=torch.int64, device=device)
         return _same_for_all_rows(comb, coefficients)
 
 
@@ -164,31 +166,57 @@ class Slicing(Rotation):
     run = 16
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        start = step % self.period * self.k
-        return _same_for_all_rows(torch.arange(start, start + self.k, device=coefficients.device), coefficients)
+        start, device = step % self.period * self.k, coefficients.device
+        run = torch.arange(start, start + self.k, dtype=torch.int64, device=device)
+        return _same_for_all_rows(run, coefficients)
 
 
 def _same_for_all_rows(indices: Tensor, coefficients: Tensor) -> Tensor:
     return indices.expand(len(coefficients), -1)
 
 
-def _generator(device: torch.device, *key: int) -> torch.Generator:
-    """A generator that depends on `key` alone: a resumed run has no hidden counter to restore."""
-    mixed = 0
-    for part in key:
-        mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) % 2**63
-    return torch.Generator(device).manual_seed(mixed)
-
-
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    return torch.rand(
-        64, size, generator=_generator(device, seed, cycle, 0), dtype=torch.float32, device=device
-    ).argsort(1)  # [64, size]
+    """64 random permutations: the order of random words, whose low bits are the index, so that no two are equal."""
+    bits = (size - 1).bit_length()
+    words = _random_words(64 * size, device, seed, cycle, 0).view(64, size) >> bits << bits
+    return words.add_(torch.arange(size, dtype=torch.int64, device=device)).argsort(1)  # [64, size]
 
 
 @lru_cache(maxsize=4)
 def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    # drawn for all rows even where a part is looked at: an accelerator's generator gives other numbers for fewer
-    generator = _generator(device, seed, cycle, 1)
-    return torch.randint(64, (rows,), generator=generator, device=device, dtype=torch.uint8)  # [rows]
+    octets = _random_words(-(-rows // 8), device, seed, cycle, 1).view(torch.uint8)
+    return octets[:rows].bitwise_and_(63)  # [rows] uint8
+
+
+def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
+    """`count` random words that depend on `key` alone, so that a resumed run has no counter to restore.
+
+    Splitmix64 (Steele, Lea & Flood, 2014) in integers: torch's generators give other numbers on other devices, even on
+    GPUs of other sizes, and replicas would select other coordinates.
+
+    Shapes: -> `[count]` int64.
+    """
+    words, start = torch.empty(count, dtype=torch.int64, device=device), 0
+    for part in key:
+        start = _mixed(start + _GOLDEN * (part + 1))
+    for first in range(0, count, _SOME):
+        block = words[first : first + _SOME]  # each operation within a cache
+        torch.arange(first + 1, first + 1 + len(block), dtype=torch.int64, device=device, out=block)
+        block.mul_(signed(_GOLDEN)).add_(signed(start))
+        for shift, factor in _ROUNDS:
+            block.bitwise_xor_((block >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
+    return words
+
+
+def _mixed(word: int) -> int:
+    for shift, factor in _ROUNDS:
+        word %= 2**64
+        word = (word ^ (word >> shift)) * factor
+    return word
+
+
+_SOME = 1 << 14
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""The shifts and factors of splitmix64."""

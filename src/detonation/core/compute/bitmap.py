@@ -52,7 +52,8 @@ def bitmap_faults(bitmaps: Sequence[Tensor], rows: int, k: int, chunk: int) -> T
         kernel_library.load_library() if _readable(bitmaps) else None
     )  # exact, so even a small one is worth the call
     if kernel:
-        return torch.tensor([kernel.check_bitmap(bitmap, rows, k, chunk) for bitmap in bitmaps])
+        found = [kernel.check_bitmap(bitmap, rows, k, chunk) for bitmap in bitmaps]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
     return torch.stack([_bitmap_fault(bitmap, rows, k, chunk) for bitmap in bitmaps])
 
 
@@ -68,7 +69,8 @@ def packed_faults(
     """
     kernel = kernel_library.load_library() if width and _readable(packed) else None
     if kernel:
-        return torch.tensor([kernel.check_indices(each, rows, k, chunk, width) for each in packed])
+        found = [kernel.check_indices(each, rows, k, chunk, width) for each in packed]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
     return torch.stack([_index_fault(unpacked(i), chunk, width) for i in range(len(packed))])
 
 

@@ -128,5 +128,6 @@ def signed(word: int) -> int:
 @lru_cache(maxsize=8)
 def _octets(device: torch.device) -> Tensor:
     """For every byte, its eight bits as the eight bytes of a word."""  # [256] int64
-    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device) & 1
+    numbers, shifts = (torch.arange(n, dtype=torch.int64, device=device) for n in (256, 8))
+    bits = numbers.unsqueeze(1) >> shifts & 1
     return bits.to(torch.uint8).view(torch.int64).view(-1)

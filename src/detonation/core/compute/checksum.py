@@ -37,7 +37,8 @@ def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
     if all(part.device.type == "cpu" and part.is_contiguous() for parts in messages for part in parts):
         kernel = kernel_library.load_library()
         if kernel:
-            return torch.tensor([(total + 2**63) % 2**64 - 2**63 for total in kernel.checksums(messages, starts)])
+            totals = [signed(total) for total in kernel.checksums(messages, starts)]
+            return torch.tensor(totals, dtype=torch.int64, device="cpu")
     sums = [_summed(parts, first) for parts, first in zip(zip(*messages, strict=True), starts, strict=False)]
     return torch.stack(sums).sum(0)
 
@@ -74,4 +75,4 @@ _kept_weights = lru_cache(maxsize=_KEPT // _CACHED)(_weights)
 
 @lru_cache(maxsize=4)
 def _steps(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, count + 1, device=device) * _STRIDE  # [count] int64
+    return torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STRIDE  # [count] int64

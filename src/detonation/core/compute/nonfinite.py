@@ -34,7 +34,7 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
     largest = [torch.zeros((), dtype=torch.float32, device=device)] * count  # an absent signal is within the limit
     for (i, _), norm in zip(present, torch._foreach_norm(tensors, ord=torch.inf), strict=True):
         largest[i] = norm.float()
-    numbers = torch.arange(1, count + 1, device=device)
+    numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     # a signal within the limit has the number after the last, which is as good as 0
     first = numbers.masked_fill(torch.stack(largest) <= LIMIT, count + 1).amin() % (count + 1)
     return first if runtime.decides_on_device else int(first)

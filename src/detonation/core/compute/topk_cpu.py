@@ -26,21 +26,22 @@ class TopKFinder:
 
     def __init__(self, chunk: int, count: int, rows: int) -> None:
         self._chunk, self._count, self._rows = chunk, count, rows
-        self._keys, spare = torch.empty(2, chunk, rows, dtype=torch.int32)
+        numbers = {n: torch.arange(n, dtype=torch.int64, device="cpu") for n in (chunk, count, rows)}
+        self._keys, spare = torch.empty(2, chunk, rows, dtype=torch.int32, device="cpu")
         # its bits in a key, as a tensor: a call with a number takes longer
-        self._column = torch.tensor(chunk - 1, dtype=torch.int32)
-        self._falling = torch.arange(chunk - 1, -1, -1, dtype=torch.int32).unsqueeze(1)
-        self._last = torch.arange(rows) + (chunk - 1) * rows  # the place of the last column of each row
+        self._column = torch.tensor(chunk - 1, dtype=torch.int32, device="cpu")
+        self._falling = (chunk - 1 - numbers[chunk]).to(torch.int32).unsqueeze(1)
+        self._last = numbers[rows] + (chunk - 1) * rows  # the place of the last column of each row
         self._lasts = self._last.to(torch.int32).repeat_interleave(count)
-        self._turned = (torch.arange(rows) + rows * torch.arange(count).unsqueeze(1)).t().reshape(-1)  # lines to rows
-        self._place = torch.empty(rows, dtype=torch.int64)
+        self._turned = (numbers[rows] + rows * numbers[count].unsqueeze(1)).t().reshape(-1)  # lines to rows
+        self._place = torch.empty(rows, dtype=torch.int64, device="cpu")
         size = 1 << (count - 1).bit_length()
         self._search: list[Call] = []
         self._found = self._keys[:0]
         if count > FEW:
             self._found, spare = _best(self._search, self._keys, spare, size, order=count < size)
         else:
-            self._found, spare = spare[:size], torch.empty(size, rows, dtype=torch.int32)
+            self._found, spare = spare[:size], torch.empty(size, rows, dtype=torch.int32, device="cpu")
         self._order: list[Call] = []
         self._ordered, _ = _sorted(self._order, self._found, spare, size)
 
@@ -79,7 +80,7 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
 
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
-    found = torch.empty(len(coefficients), count, dtype=torch.int64)
+    found = torch.empty(len(coefficients), count, dtype=torch.int64, device="cpu")
     finder: TopKFinder | None = None
     for rows, columns in zip(torch.split(coefficients, some), torch.split(found, some), strict=True):
         if finder is None or len(rows) < some:

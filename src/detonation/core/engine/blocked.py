@@ -32,8 +32,8 @@ class BlockedEngine(ReferenceEngine):
 
     def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
         k, coding = self.codec.selection.k, self.codec.index_coding
-        values = torch.empty(self.layout.rows, k, dtype=torch.float32)
-        indices = torch.empty(values.shape, dtype=torch.uint8)
+        values = torch.empty(self.layout.rows, k, dtype=torch.float32, device="cpu")
+        indices = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
         finder = cache(partial(TopKFinder, self.codec.selection.chunk, k))  # made anew each step: megabytes
         for block, memory in zip(self._blocks, self._memories, strict=True):
             residual, some = memory.absorb(block.cut(signals)), values[block.rows]

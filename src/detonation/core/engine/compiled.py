@@ -66,7 +66,7 @@ class NativeEngine(ReferenceEngine):
         odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
         decoded = list(targets)
         for i in odd:
-            decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32)
+            decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32, device="cpu")
         self._decode_into(decoded, received)
         copy([targets[i] for i in odd], [decoded[i] for i in odd])
 

@@ -52,7 +52,7 @@ class Header:
             for word, value in zip(words.unbind(), content, strict=True):
                 put(word, value)
         else:
-            words = torch.tensor(content)
+            words = torch.tensor(content, dtype=torch.int64, device="cpu")
         sums = checksums([[words, *parts] for parts in messages])
         return [(torch.cat([words, sums[i : i + 1]]), *parts) for i, parts in enumerate(messages)]
 

@@ -15,7 +15,7 @@ class Readback:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers, self._event = numbers, None
         if numbers.device.type != "cpu":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             module = torch.get_device_module(numbers.device)
             self._event = module.Event()  # over when the current stream has done all that it was given so far

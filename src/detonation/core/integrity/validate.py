@@ -47,7 +47,7 @@ def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expecte
     table = torch.cat([torch.stack([header for header, *_ in messages]), sums.unsqueeze(1), content], 1)
     identity, schema, step, origin, length, status, _, stated, added, indices, lawful, bits = table.unbind(1)
     header, norms = expected.header, bits.view(torch.float64)
-    senders = torch.arange(len(table), device=table.device) << 32
+    senders = torch.arange(len(table), dtype=torch.int64, device=table.device) << 32
     fine = (identity == IDENTITY) & (schema == header.schema) & (step == header.step)
     fine &= (origin == (senders | header.place)) & (length == expected.nbytes)
     fine &= (status >= 0) & (status <= expected.parameters) & (stated == added)

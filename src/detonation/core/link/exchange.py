@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Mean, Received, aggregate, scatter_sum
+from detonation.core.codec.aggregate import MajorityVote, Mean, Received, aggregate, scatter_sum
 from detonation.core.codec.codec import Codec, Message, Selected
 from detonation.core.codec.indices import PackedIndices, as_int64
 from detonation.core.codec.precision import Float
+from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.flat.layout import Layout
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Arriving, Link
@@ -123,7 +124,8 @@ class AllGather:
 
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
         # selected values [rows, k] fp32, status [] int64 -> own [rows, k] fp32
-        (message,) = self._codec.encode(selected)
+        zeros = negative_zeros(self._scheme, step, self._link.replica, self._link.replicas)
+        (message,) = self._codec.encode(selected, negative_zeros=zeros)
         own = self._codec.read(message, len(selected.values)) if read_own else None
         shared = selected.indices if self._codec.selection.shared else None
         (sealed,) = self._guard.seal([message.parts], step, status)
@@ -165,7 +167,8 @@ class TwoStage:
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
         # selected values [rows, k] fp32, status [] int64 -> own [rows, k] fp32
         dealt = self._deal(selected)
-        messages = self._codec.encode(*dealt)
+        zeros = negative_zeros(self._scheme, step, self._link.replica, self._link.replicas)
+        messages = self._codec.encode(*dealt, negative_zeros=zeros)
         own = None
         if read_own:
             own = self.owners.collect([self._codec.read(message, self.owners.owned) for message in messages])
@@ -181,7 +184,7 @@ class TwoStage:
         )
         self.residual += aggregate(received, chunk)
         selected = self._codec.pick(self.residual, own)
-        (message,) = self._codec.encode(selected)
+        (message,) = self._codec.encode(selected, negative_zeros=negative_zeros(self._scheme, flight.step))
         sent, indices = self._codec.read(message, owned), selected.indices
         self.residual -= scatter_sum([sent], [indices], chunk) if isinstance(indices, Tensor) else sent
         (sealed,) = self._guard.seal([message.parts], flight.step, 0)
@@ -208,7 +211,7 @@ class TwoStage:
         k, indices = self._codec.selection.k, list[Tensor | None]([None] * self._link.replicas)
         if selected.indices is not None:
             (sent,) = as_int64([selected.indices])
-            indices = list(self.owners.deal(sent, torch.arange(k, device=sent.device)))
+            indices = list(self.owners.deal(sent, torch.arange(k, dtype=torch.int64, device=sent.device)))
         values = self.owners.deal(selected.values, selected.values.new_zeros(k))
         return [Selected(v, i, owned=True) for v, i in zip(values, indices, strict=True)]
 
@@ -225,6 +228,13 @@ def opened(codec: Codec, guard: Guard, flight: InFlight, rows: int, phase: int =
     received, facts = codec.open(messages, rows, flight.shared)
     use = guard.admit(sealed, facts, flight.step, phase, signals)
     return received if use is None else codec.blank(received, use)
+
+
+def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
+    """`zeros_are_negative` for the message that a replica, or the owner of a row, sends at `step`."""
+    sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
+    proportional = scheme.signal == "parameters"  # an outer SGD; of gradients the base optimizer may use the sign
+    return zeros_are_negative(sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote))
 
 
 def exchange_for(scheme: Scheme, link: Link, layout: Layout, device: torch.device, guard: Guard) -> Exchange:

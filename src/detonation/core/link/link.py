@@ -86,7 +86,8 @@ class Link:
         if self._intra_node is not None:
             lines = self._intra_node.all_gather(words.contiguous().view(torch.uint8))()
             local = lines.reshape(-1).view(words.dtype).view(self._intra_node.size(), -1)
-            words = (local * torch.arange(1, 2 * len(local), 2, device=words.device)[:, None]).sum(0)
+            weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
+            words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
 

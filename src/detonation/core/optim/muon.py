@@ -90,7 +90,8 @@ class Muon(Optimizer):
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for p in parameters:
             if not self.state[p]:
-                self.state[p].update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                step = torch.zeros((), dtype=torch.float32, device="cpu")
+                self.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         states = [self.state[p] for p in parameters]
         adamw(
             [local(p) for p in parameters],

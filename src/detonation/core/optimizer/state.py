@@ -45,7 +45,7 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
         >>> sorted(replica_state(optimizer))
         ['0.residual.bias', '0.residual.weight', 'step']
     """
-    state = {"step": torch.tensor(optimizer.step_count)}
+    state = {"step": torch.tensor(optimizer.step_count, dtype=torch.int64, device="cpu")}
     return state | {key: tensor.clone() for key, tensor in optimizer.local_state().items()}
 
 

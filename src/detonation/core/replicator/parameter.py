@@ -32,11 +32,13 @@ class ParameterReplicator(Replicator):
         super().__init__(parameters, channel)
         self._round, self._resume_from, self._keep = round, scheme.resume_from, scheme.keep
         self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
-        self._synchronized_at = torch.zeros((), dtype=torch.int64)
+        self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._arriving: Callable[[], Tensor] | Tensor | None = None
         self._unsent: Tensor | None = None
         self._lost: bool | Tensor = False
-        self._steps_left = torch.zeros((), dtype=torch.int64)  # until the message lands; 0 where none is on its way
+        self._steps_left = torch.zeros(
+            (), dtype=torch.int64, device="cpu"
+        )  # until the message lands; 0 where none is on its way
         self._anchor = OuterSGD(self._position(), scheme.outer)
         eager = scheme.resume_from == "own_share"
         self._start = EagerStart(self._anchor.flat, scheme.outer, channel.link.replicas) if eager else None

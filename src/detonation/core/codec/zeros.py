@@ -1,0 +1,31 @@
+"""Zeros in a message: the sign with which a precision without a code for zero sends them."""
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+
+
+def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True) -> bool:
+    """Whether a replica sends zeros as negative numbers, so that over replicas and sendings they cancel.
+
+    One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign is always the same.
+    Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a pair follows multiples of the golden
+    ratio, so that a coordinate that is zero only at every second or third sending is balanced, too.
+
+    Args:
+        sending: How often the coordinate was sent before, as far as that is independent of the data. The step does not
+            do: at an even period the coordinate is sent at steps of one parity.
+        replica: From 0 to below `replicas`.
+        cancel: Whether an even number of replicas cancels at once: right for votes, which tie, and where the update is
+            used in proportion. The magnitudes of replicas differ, so that under a mean an arbitrary small number
+            remains; an optimizer that looks at its sign would walk at random. With `cancel=False` one sign has the
+            majority among the replicas, and such an optimizer moves to and fro.
+
+    Example:
+        >>> [zeros_are_negative(sending) for sending in range(6)]
+        [False, True, True, False, False, True]
+        >>> [zeros_are_negative(0, replica, 4) for replica in range(4)]
+        [False, True, False, True]
+        >>> [zeros_are_negative(0, replica, 4, cancel=False) for replica in range(4)]
+        [False, True, False, False]
+    """
+    opposed = replica % 2 == 1 and (cancel or replica < replicas - 1)
+    return ((sending // 2 * _GOLDEN >> 63) + sending + opposed) % 2 == 1

@@ -1,0 +1,185 @@
+"""Zero is zero: a coordinate without a signal does not move, whatever stands beside it in a message."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import detonation as dt
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.codec.aggregate import aggregate
+from detonation.core.codec.precision import PRECISIONS
+from detonation.core.codec.zeros import zeros_are_negative
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.link.exchange import negative_zeros
+from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
+
+CPU = torch.device("cpu")
+SENDINGS = 100
+ROWS, WIDTH = 16, 64  # every second row has no signal
+EXACT = {"fp32", "bf16", "int8", "4bit"}  # precisions with a code for zero
+
+
+def gradient_schemes(precision, error_feedback):
+    common = {"precision": precision, "error_feedback": error_feedback, "decay": 0.9, "link": "all-gather"}
+    return {
+        "demo": dt.demo(topk=4, chunk=64, **common),
+        "random": dt.random(rate=1 / 2, **common),
+        "vote": dt.striding(rate=1 / 2, aggregate="majority_vote", **common),
+        "senders": dt.slicing(rate=1 / 2, aggregate="mean_nonzero", **common),
+    }
+
+
+def parameter_schemes(precision, error_feedback):
+    made = {"sparseloco": dt.sparseloco(every=2, topk=8, chunk=64, precision=precision)}
+    if error_feedback:
+        return made | {"muloco": dt.muloco(every=4, precision=precision)}
+    return {"diloco": dt.diloco(every=2, precision=precision)}
+
+
+def play(scheme, replicas, sendings):
+    """The updates of some sendings of each coordinate: of rows that have no signal, and of rows that have one.
+
+    The signal is noise around a constant of either sign; the arithmetic is the channel's, without a network.
+    """
+    codec = scheme.codec
+    layout = codec.layout({"w": (ROWS, WIDTH)})
+    memories = [Memory(layout, scheme.feedback, CPU) if scheme.feedback else None for _ in range(replicas)]
+    engines = [ReferenceEngine(codec, layout, memory, Runtime(CPU)) for memory in memories]
+    generator, updates = torch.Generator().manual_seed(0), []
+    constant = torch.randint(2, (ROWS, WIDTH), generator=generator) - 0.5
+    steps = range(sendings * scheme.round.every * max(1, codec.selection.period))
+    for step in filter(scheme.round.ends, steps):
+        messages, shared = [], []
+        for replica, engine in enumerate(engines):
+            signal = constant + torch.randn(ROWS, WIDTH, generator=generator)
+            signal[1::2] = 0.0 if step % 3 else -0.0
+            selected = engine.encode([signal], step)
+            (message,) = codec.encode(selected, negative_zeros=negative_zeros(scheme, step, replica, replicas))
+            engine.release(selected, codec.read(message, layout.rows))
+            messages.append(message)
+            shared.append(selected.indices if codec.selection.shared else None)
+        received = codec.received(messages, layout.rows, shared, scheme.aggregation)
+        updates.append(layout.parts(codec.basis.inverse(aggregate(received, codec.selection.chunk)))[0])
+    moved = torch.stack(updates)
+    return moved[:, 1::2], moved[:, ::2], constant[::2]
+
+
+def reach(updates):
+    """The farthest that a coordinate ever was from its place."""
+    return float(updates.cumsum(0).abs().max())
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precision, error_feedback, replicas):
+    schemes = gradient_schemes(precision, error_feedback)
+    for name, scheme in (schemes | parameter_schemes(precision, error_feedback)).items():
+        if precision in EXACT:
+            assert not play(scheme, replicas, 10)[0].any(), name
+            continue
+        silent, heard, constant = play(scheme, replicas, SENDINGS)
+        # of SGD: an update of one sign would come to `SENDINGS` times its size
+        assert reach(silent) <= math.sqrt(SENDINGS) * float(heard.abs().max()), name
+        if name in schemes and name != "demo":  # of SignSGD, in lr
+            ties = name == "vote" and replicas % 2 == 0 and not error_feedback
+            assert reach(silent.sign()) <= (0 if ties else 4 * math.sqrt(SENDINGS) if error_feedback else 1), name
+        if name not in {"demo", "sparseloco"}:  # which say little of a row at once
+            assert torch.equal(heard.sum(0).sign(), constant.sign()), name
+
+
+@pytest.mark.parametrize("name, precision", PRECISIONS.items(), ids=PRECISIONS)
+@given(count=st.integers(1, 700), seed=st.integers(0, 99), skew=st.sampled_from([0.0, 1.0]), negative=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_every_precision_is_odd(name, precision, count, seed, skew, negative):
+    """What it makes of negated values is the negated result, so that noise around zero does not drift."""
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(count, 3, generator=generator) + skew) * torch.randint(2, (count, 1), generator=generator)
+    values[:, 1] *= torch.tensor([1e-30, 1e-9, 1.0, -1.0])[torch.randint(4, (count,), generator=generator)]
+    read, mirrored = (
+        precision.decode(precision.encode(sign * values, flag), count, 3)
+        for sign, flag in ((1, negative), (-1, not negative))
+    )
+    assert torch.equal(read, -mirrored)
+    if name in EXACT:
+        assert not read[values == 0].any()
+
+
+def test_zeros_balance_in_whatever_rhythm_a_coordinate_is_zero():
+    for every in range(1, 17):
+        for first in range(every):
+            signs = torch.tensor([1 - 2 * zeros_are_negative(first + every * i) for i in range(400)])
+            assert reach(signs) <= (1 if every == 1 else 40)
+    for replicas in (2, 3, 4, 7, 8):
+        for cancel in (True, False):
+            votes = sum(1 - 2 * zeros_are_negative(0, replica, replicas, cancel) for replica in range(replicas))
+            assert votes == (replicas % 2 if cancel else 2 - replicas % 2)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_a_row_that_was_seen_once_comes_to_rest(kernels, error_feedback):
+    """Rounding errors of the basis and denormal numbers stay in its memory for ever."""
+
+    def act(communicator):
+        model = nn.Embedding(16, 64)
+        nn.init.zeros_(model.weight)
+        scheme = dt.demo(topk=16, chunk=64, precision="sign", decay=0.7, error_feedback=error_feedback)
+        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1.0), model, communicator, scheme, kernels=kernels)
+        generator, positions = torch.Generator().manual_seed(communicator.replica), []
+        for step in range(150):
+            model.weight.grad = torch.randn(16, 64, generator=generator)
+            if step:
+                model.weight.grad[1::2] = 0.0
+            optimizer.step()
+            positions.append(model.weight.detach()[1::2].clone())
+        residual = next(t for name, t in optimizer.local_state().items() if "residual" in name)[1::2]
+        return torch.stack(positions), float(residual.abs().max())
+
+    positions, residual = simulate_replicas(act, 2)[0]
+    assert positions[20].any() and residual > 0
+    assert float((positions[50:] - positions[50]).abs().max()) <= (20 if error_feedback else 1)
+
+
+OPTIMIZERS = {
+    "SignSGD": lambda parameters: dt.SignSGD(parameters, lr=1.0),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.0),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_rows_that_no_replica_uses_stay_where_they_are(optimizer, replicas):
+    """The whole way, from the gradient to the weight, where drift was seen: 200 times lr in 200 steps."""
+    schemes = [
+        dt.distro(),
+        dt.demo(topk=1, precision="sign", error_feedback=False, decay=0.95),
+        dt.random_sign(rate=1 / 2),
+        dt.random_sign(rate=1 / 2, link="owner"),
+        dt.full("sign"),
+        dt.full("4bit"),
+        dt.diloco(every=2, precision="4bit"),
+    ]
+    if optimizer == "AdamW":
+        schemes = schemes[1:]
+
+    def act(communicator):
+        found = []
+        for scheme in schemes:
+            model = nn.Embedding(16, 64)
+            nn.init.zeros_(model.weight)
+            wrapped = dt.replicate(OPTIMIZERS[optimizer](model.parameters()), model, communicator, scheme)
+            generator = torch.Generator().manual_seed(communicator.replica)
+            for _ in range(60):
+                model.weight.grad = torch.randn(16, 64, generator=generator)
+                model.weight.grad[1::2] = 0.0
+                wrapped.step()
+            found.append(float(model.weight.detach()[1::2].abs().max()))
+        return found
+
+    assert max(simulate_replicas(act, replicas)[0]) <= 6
