@@ -16,6 +16,7 @@ SCHEMES = {
     "demo": dt.demo(topk=4, chunk=16),
     "demo-senders-bf16": dt.demo(topk=2, chunk=64, precision="bf16", aggregate="mean_nonzero"),
     "demo-alpha": dt.demo(topk=3, chunk=10, decay=0.9, alpha=0.2),
+    "demo-published": dt.demo_published(topk=6, chunk=8),
     "demo-whole": dt.demo(topk=1, chunk=1000),
     "random": dt.random(rate=1 / 4),
     "random-odd": dt.random(rate=0.3, decay=0.95, precision="bf16"),

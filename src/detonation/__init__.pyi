@@ -33,6 +33,7 @@ from detonation.core.schemes.compressed import sparseloco as sparseloco
 from detonation.core.schemes.compressed import sparta as sparta
 from detonation.core.schemes.gradients import decoupled_adamw as decoupled_adamw
 from detonation.core.schemes.gradients import demo as demo
+from detonation.core.schemes.gradients import demo_published as demo_published
 from detonation.core.schemes.gradients import distro as distro
 from detonation.core.schemes.gradients import full as full
 from detonation.core.schemes.gradients import none as none

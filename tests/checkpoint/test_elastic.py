@@ -145,6 +145,29 @@ def test_a_joiner_starts_with_zero_and_the_others_make_up_for_it(tmp_path):
         torch.testing.assert_close(after[:2], [tensor * 3 / 2 for tensor in before], rtol=1e-6, atol=0)
 
 
+def resized(mesh, before, after):
+    model, optimizer = start(mesh, dt.demo(topk=4, chunk=16), Plain)
+    if before is None:
+        advance(model, optimizer, range(3), 32)
+    else:
+        dt.load_checkpoint(before, model, optimizer)
+    dt.save_checkpoint(after, model, optimizer)
+    return {k: v.tolist() for k, v in dt.replica_state(optimizer).items() if "residual" in k}
+
+
+def test_the_last_replica_goes_on_with_the_mean_of_the_memories(tmp_path):
+    first, second, third = (tmp_path / name for name in "abc")
+    two = worlds.run(resized, 2, 1, None, first)
+    (one,) = worlds.run(resized, 1, 1, first, second)
+    again = worlds.run(resized, 2, 1, second, third)
+    for key, alone in one.items():
+        before, after = ([torch.tensor(rank[key]) for rank in world] for world in (two, again))
+        torch.testing.assert_close(torch.tensor(alone), sum(before) / 2, rtol=1e-6, atol=1e-7)
+        assert torch.tensor(alone).any()
+        torch.testing.assert_close(after[0], 2 * torch.tensor(alone), rtol=1e-6, atol=0)
+        assert not after[1].any()
+
+
 @pytest.mark.parametrize("before", range(1, 8))
 @pytest.mark.parametrize("now", range(1, 8))
 def test_every_memory_goes_to_exactly_one_replica(before, now):

@@ -8,12 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.codec.codec import Message
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.compiled import engine_for
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from detonation.core.schemes import buckets
 from zoo import TALKING
 
 CPU = torch.device("cpu")
@@ -131,3 +133,38 @@ def test_the_plain_step_needs_no_temporary_larger_than_the_model(plain):
     watch, layout = watched(scheme, [(64, 8000)] * 8, kernels=False)
     flat = 4 * layout.rows * layout.chunk
     assert watch.peak < 1.5 * flat  # the message, its columns in eight bytes each, and what a block of rows needs
+
+
+ROUNDS = {
+    "diloco": (dt.diloco(every=2), 2),  # and how many flats are kept beside the weights
+    "diloco-int8": (dt.diloco(every=2, precision="int8"), 2),
+    "local-sgd": (dt.local_sgd(every=2), 1),
+    "streaming": (dt.streaming_diloco(every=2, fragments=1, delay=1), 2 + 1 / 8 * 3),  # messages of three in flight
+    "muloco": (dt.muloco(every=2), 3),
+    "demo-diloco": (dt.demo_diloco(every=2), 3),
+    "eager": (dt.eager_diloco(every=2), 5),
+    "sparta": (dt.sparta(rate=1 / 4), 1),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_needs_no_memory_but_what_is_kept_and_a_few_buckets(name, plain, monkeypatch):
+    scheme, flats = ROUNDS[name]
+    for limit in ("SMALLEST", "LARGEST"):
+        monkeypatch.setattr(buckets, limit, 2**18)
+    with Watch() as watch:
+        model = torch.nn.ParameterList([torch.zeros(512, 512) for _ in range(8)])
+        gradients = [torch.ones(512, 512) for _ in range(8)]
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, LoopbackCommunicator(2), scheme)
+        optimizer.build()
+        for step in range(4):
+            if step == 2:
+                watch.peak = watch.now
+            for parameter, gradient in zip(model, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    kept = (2 + flats) * sum(parameter.nbytes for parameter in model)  # weights and gradients
+    cut = [pipeline.bucket.layout for pipeline in optimizer.build()[0].channel.pipelines]
+    bucket = max(4 * layout.rows * layout.chunk for layout in cut)
+    assert len(cut) >= 16
+    assert watch.peak <= kept + 10 * bucket  # what two buckets on their way need, from the movement to the update

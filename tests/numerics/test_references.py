@@ -285,30 +285,34 @@ def test_sparseloco_is_the_papers_rule():
     worlds.run(sparseloco_against_plain, 2, 1)
 
 
-def streaming_against_plain(mesh):
-    """Two fragments in turns; what is sent lands a step later, and parameters keep half of where they got to."""
-    scheme = dt.streaming_diloco(4, fragments=2, delay=1, keep=0.5, outer_lr=0.5, outer_momentum=0, precision="fp32")
-    mine = train(mesh, scheme, sgd, steps=11)
+def streaming_against_plain(mesh, keep):
+    """torchft's schedule: every 6 / 2 steps the next of two layers lands, which left a step earlier."""
+    outer = {"outer_lr": 0.5, "outer_momentum": 0.9, "precision": "fp32", "unit": "block"}
+    mine = train(mesh, dt.streaming_diloco(6, fragments=2, delay=1, keep=keep, **outer), sgd, steps=16)
     models, anchor = [built(Plain) for _ in range(mesh.size())], built(Plain).state_dict()
     weights, inner = [dict(model.named_parameters()) for model in models], [sgd(m.parameters()) for m in models]
-    on_its_way = {}
-    for step in range(11):
+    outer = {n: torch.optim.SGD([p], lr=0.5, momentum=0.9, nesterov=True) for n, p in anchor.items()}
+    local_step, fragment, sent = 0, 0, {}
+    for step in range(16):
         for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             gradients(model, [rank], step)
             optimizer.step()
-        for fragment in range(2):
-            for n, moved in on_its_way.pop(fragment, {}).items():
-                anchor[n] = anchor[n] - 0.5 * moved
+        local_step += 1
+        if local_step == 3 - 1:
+            sent = {n: anchor[n] - sum(w[n].detach() for w in weights) / 2 for n in anchor if f"layers.{fragment}" in n}
+        if local_step == 3:
+            for n, moved in sent.items():
+                anchor[n].grad = moved
+                outer[n].step()
                 for replica in weights:
-                    replica[n].data = 0.5 * replica[n].data + 0.5 * anchor[n]
-            if step + 1 > 2 * fragment and (step + 1 - 2 * fragment) % 4 == 0:
-                names = list(anchor)[fragment::2]
-                on_its_way[fragment] = {n: anchor[n] - sum(w[n].detach() for w in weights) / 2 for n in names}
+                    replica[n].data = keep * replica[n].data + (1 - keep) * anchor[n]
+            local_step, fragment = 0, 1 - fragment
     close(mine, weights[mesh.get_rank()], atol=1e-6, rtol=1e-5)
 
 
-def test_streaming_diloco_is_the_papers_rule():
-    worlds.run(streaming_against_plain, 2, 1)
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+def test_streaming_diloco_has_torchfts_schedule(keep):
+    worlds.run(streaming_against_plain, 2, 1, keep)
 
 
 def eager_against_plain(mesh):

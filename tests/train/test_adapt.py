@@ -49,7 +49,7 @@ def followed(config, paces):
         waited = cost(scheme, work, Network.of_link_speed(pace, 2, 1)).exposed_s
         waited += 0.3 * (session.rank == 0)  # it waits for the other, which is slower
         if scheme.round.every > 1:
-            waited *= scheme.round.every * scheme.round.ends(record.step - 1)
+            waited *= scheme.round.every * scheme.round.sends(record.step - 1)
         told = adapter.after(dataclasses.replace(record, waited_s=waited))
         lines.extend(told)
         steps.append((record.bytes_sent, dict(session.optimizer.levels[-1][1].arguments)))

@@ -201,11 +201,11 @@ def test_settling_twice_is_settling_once():
 
 
 def settled_on_the_way(mesh):
-    """A round that has just ended is told once: settling lands it, and tells nothing of it again."""
-    outer = {"every": 2, "outer_lr": 0.5, "outer_momentum": 0.5}
-    late = [dt.streaming_diloco(**outer, fragments=1, delay=1, precision="fp32"), dt.eager_diloco(**outer)]
+    """What has just left is told once: settling lands it, and tells nothing of it again."""
+    outer = {"outer_lr": 0.5, "outer_momentum": 0.5}
+    late = [dt.streaming_diloco(every=3, fragments=1, delay=1, precision="fp32", **outer), dt.eager_diloco(2, **outer)]
     found = []
-    for scheme in (dt.diloco(**outer), *late):
+    for scheme in (dt.diloco(2, **outer), *late):
         model, optimizer = start(mesh, scheme)
         advance(model, optimizer, range(2))
         optimizer.synchronize()

@@ -52,13 +52,14 @@ def predicted(model, mesh, scheme):
     """Bytes by arithmetic alone, from the shapes of the local shards."""
     trained = {name: local(p).shape for name, p in model.named_parameters() if p.requires_grad}
     layout = scheme.codec.layout(trained)
-    sent = sum(traffic.bytes_sent(scheme, layout, mesh["replicate"].size(), step) for step in range(STEPS))
-    for i, round in enumerate(scheme.rounds if scheme.signal == "parameters" else []):
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    replicas = mesh["replicate"].size()
+    sent = sum(traffic.bytes_sent(scheme, layout, replicas, step, sizes=sizes) for step in range(STEPS))
+    fragments = zip(scheme.divide(layout, sizes), scheme.rounds, strict=True)
+    for fragment, round in fragments if scheme.signal == "parameters" else []:
         everything = scheme.codec.selection.period if scheme.resume_from == "sent" else 1
-        if everything > 1 or not round.ends(STEPS - 1):  # synchronizing ends the open round, or averages all
-            sent += everything * traffic.message_bytes(
-                scheme, layout.fragment(i, scheme.fragments), mesh["replicate"].size()
-            )
+        if everything > 1 or not round.sends(STEPS - 1):  # synchronizing ends the open round, or averages all
+            sent += everything * traffic.message_bytes(scheme, fragment, replicas)
     return sent
 
 

@@ -10,8 +10,8 @@ from tyro.conf import Positional, UseAppendAction, arg, subcommand
 from detonation.choices import entry_points
 
 SCHEME_NAMES = (
-    "decoupled_adamw", "demo", "demo_diloco", "diloco", "distro", "eager_diloco", "full", "local_sgd", "muloco", "none",
-    "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco", "striding",
+    "decoupled_adamw", "demo", "demo_diloco", "demo_published", "diloco", "distro", "eager_diloco", "full", "local_sgd",
+    "muloco", "none", "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco", "striding",
 )  # fmt: skip
 """The schemes of this library; here too, because `--help` must not wait for torch."""
 

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Round:
-    """An exchange after every `every` steps, shifted by `offset` steps; its update is applied `delay` steps later.
+    """A round of `every` steps: its update is applied once `offset` steps are over, and then every `every` steps.
 
-    >>> [step for step in range(9) if Round(every=3).ends(step)]
+    The message leaves `delay` steps before its update is applied. A message that would leave before the first step does
+    not exist, and the first round is that much longer.
+
+    >>> [step for step in range(9) if Round(every=3).sends(step)]
     [2, 5, 8]
-    >>> [step for step in range(9) if Round(every=3, offset=1).ends(step)]
-    [3, 6]
+    >>> [step for step in range(9) if Round(every=3, delay=1).sends(step)]
+    [1, 4, 7]
+    >>> [step for step in range(9) if Round(every=3, delay=1, offset=1).sends(step)]
+    [2, 5, 8]
     """
 
     every: int = 1
@@ -25,6 +30,6 @@ class Round:
         if not 0 <= self.offset < self.every:
             raise ValueError(f"offset is {self.offset}, must be from 0 to below every ({self.every})")
 
-    def ends(self, step: int) -> bool:
-        """True if `step`, counted from 0, is the last of a round; an offset makes the first round longer."""
-        return step + 1 > self.offset and (step + 1 - self.offset) % self.every == 0
+    def sends(self, step: int) -> bool:
+        """True if a message leaves after `step`, counted from 0."""
+        return step >= 0 and (step + 1 + self.delay - self.offset) % self.every == 0

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from detonation.cluster.network.profile import Operation, Profile, Step
 from detonation.core.flat.layout import Layout
@@ -87,6 +88,11 @@ class Work:
     steps: Mapping[str, Step] = field(default_factory=dict)
     overlap: bool = True
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Coordinates of each parameter over all shards, by name."""
+        return {name: sum(prod(shapes[name]) for shapes in self.shards) for name in self.shards[0]}
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -143,8 +149,7 @@ def cost(scheme: Scheme, work: Work, network: Network) -> Cost:
 def _round_bytes(scheme: Scheme, layout: Layout, work: Work, replicas: int) -> int:
     if work.overlap and scheme.worth_overlapping:
         return traffic.overlapped_bytes(scheme, layout, replicas)
-    fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
-    return sum(traffic.message_bytes(scheme, fragment, replicas) for fragment in fragments)
+    return sum(traffic.message_bytes(scheme, part, replicas) for part in scheme.divide(layout, work.sizes))
 
 
 def _optimizer_s(scheme: Scheme, work: Work) -> float:
@@ -159,8 +164,7 @@ def _optimizer_s(scheme: Scheme, work: Work) -> float:
 def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, network: Network) -> float:
     """Seconds per round in which a rank waits for messages."""
     waits = 0.0
-    for i in range(scheme.fragments):
-        fragment = layout.fragment(i, scheme.fragments)
+    for fragment in scheme.divide(layout, work.sizes):
         kind = traffic.collective_for(scheme, fragment, network.replicas)
         nbytes = traffic.message_bytes(scheme, fragment, network.replicas)
         if scheme.round.delay:
@@ -212,11 +216,16 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
     flat = 4 * layout.rows * layout.chunk
     state = flat if scheme.feedback else 0
     if isinstance(scheme, ParameterScheme):
-        state += flat * (1 + (scheme.outer.momentum > 0) + (scheme.round.delay > 0))
+        own_share = scheme.resume_from == "own_share"
+        state += flat * (1 + (scheme.outer.momentum > 0)) * (1 + own_share)
     elif isinstance(scheme, GradientScheme):
         state += flat * scheme.round.delay * (1 + scheme.lookahead) + flat * scheme.lookahead
     collective = traffic.collective_for(scheme, layout, replicas)
     if collective == "owner":
         state += flat // replicas
-    messages = scheme.codec.nbytes(layout.rows) * (replicas if collective == "all-gather" else 2)
-    return state + messages
+    rows = layout.rows
+    if isinstance(scheme, ParameterScheme) and not scheme.round.delay:  # two buckets are on their way
+        rows = min(rows, 2 * cut_into_buckets(layout, scheme, replicas)[0].layout.rows)
+    elif isinstance(scheme, ParameterScheme):
+        rows = -(-rows // scheme.fragments)
+    return state + scheme.codec.nbytes(rows) * (replicas if collective == "all-gather" else 2)

@@ -44,7 +44,7 @@ class Mean:
     def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
         # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
         total = scatter_sum(values, indices, chunk)
-        return total / len(values) if len(values) > 1 else total
+        return total.div_(len(values)) if len(values) > 1 else total  # one may be the receive buffer itself
 
 
 @dataclass(frozen=True)

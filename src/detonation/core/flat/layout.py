@@ -1,13 +1,17 @@
 """Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from detonation.core.flat.tiles import Tiles
+
+FragmentUnit = Literal["parameter", "block"]
 
 CACHE_BLOCK = 330_000
 """Coordinates per operation of plain torch on a CPU: few enough for its cache, and enough to pay for the call.
@@ -60,9 +64,39 @@ class Layout:
             row += rows
         return cls(chunk, tuple(slots), tile)
 
-    def fragment(self, index: int, count: int) -> "Layout":
-        """The layout of every `count`-th parameter, from parameter number `index` on."""
-        return Layout.of({slot.name: slot.shape for slot in self.slots[index::count]}, self.chunk, self.tile)
+    def fragments(
+        self, count: int, unit: FragmentUnit = "parameter", sizes: Mapping[str, int] | None = None
+    ) -> list["Layout"]:
+        """The layouts of `count` parts of nearly equal size: none exceeds the mean by more than the largest unit.
+
+        The units go to the lightest fragment, the largest first, and in the order of the model where they are equally
+        large. Equal layers are thus dealt out in turns.
+
+        Args:
+            count: At least 1.
+            unit: "parameter", or "block" for the parameters whose names are equal up to the first number (layers.3),
+                which then stay together.
+            sizes: Coordinates of each parameter over all shards, by name, so that all shards divide alike; those of
+                this layout when left out.
+
+        >>> layout = Layout.of({"0.weight": (8, 8), "0.bias": (8,), "1.weight": (8, 8), "1.bias": (8,)}, chunk=4)
+        >>> [[slot.name for slot in fragment.slots] for fragment in layout.fragments(2)]
+        [['0.weight', '0.bias'], ['1.weight', '1.bias']]
+        """
+        if count == 1:
+            return [self]
+        weights: dict[str, int] = {}
+        for slot in self.slots:
+            key = _unit_of(slot.name, unit)
+            weights[key] = weights.get(key, 0) + (slot.numel if sizes is None else sizes[slot.name])
+        loads, fragment_of = [0] * count, dict[str, int]()
+        for key in sorted(weights, key=weights.__getitem__, reverse=True):  # stable: equal ones stay in order
+            fragment_of[key] = lightest = loads.index(min(loads))
+            loads[lightest] += weights[key]
+        shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
+        for slot in self.slots:
+            shapes[fragment_of[_unit_of(slot.name, unit)]][slot.name] = slot.shape
+        return [Layout.of(each, self.chunk, self.tile) for each in shapes]
 
     @cached_property
     def rows(self) -> int:
@@ -174,6 +208,16 @@ class Layout:
             flat[slot.row : slot.row + slot.rows] if slot.tiles else line[start:stop].view(slot.shape)
             for slot, start, stop in self._spans
         ]
+
+
+def _unit_of(name: str, unit: FragmentUnit) -> str:
+    """The name of the unit of a parameter.
+
+    >>> _unit_of("model.layers.3.mlp.up.weight", "block"), _unit_of("model.norm.weight", "block")
+    ('model.layers.3', 'model.norm.weight')
+    """
+    block = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name) if unit == "block" else None
+    return block[0] if block else name
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:

@@ -70,8 +70,8 @@ def build_levels(
             counts = consensus.add_level(named, link, scheme.signal == "gradients")
             whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
             require_below_dense(scheme, whole, link.replicas, link.local_ranks)
-            for fragment in range(scheme.fragments):
-                layout = whole.fragment(fragment, scheme.fragments)
+            sizes = {name: p.numel() for name, p in group.items()}  # of DTensors over all shards
+            for fragment, layout in enumerate(scheme.divide(whole, sizes)):
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
                 channel = Channel(scheme, layout, link, runtime, counts, place=sum(map(len, made)))
                 made[-1].append(replicator_of(mine, channel, base, fragment, last))

@@ -11,7 +11,7 @@ from detonation.core.optimizer.build import replicator_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
 
 
@@ -24,7 +24,7 @@ def reconfigured(
 
     Shapes: any.
     """
-    if (scheme.name, scheme.fragments) != (was.name, was.fragments):
+    if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(f"a run goes on with the scheme {was.name} that it began with, other settings of it alone")
     for first in range(0, len(old), scheme.fragments):
         slots = [slot for each in old[first : first + scheme.fragments] for slot in each.layout.slots]
@@ -44,6 +44,11 @@ def reconfigured(
     for before, after in zip(old, made, strict=True):
         _hand_over(before, after)
     return made
+
+
+def _division(scheme: Scheme) -> tuple[int, str]:
+    """What decides which parameters are in each fragment."""
+    return scheme.fragments, scheme.unit if isinstance(scheme, ParameterScheme) else ""
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:

@@ -34,6 +34,34 @@ class BucketPipeline:
 
 
 @dataclass
+class Part:
+    """The message of one bucket, in flight.
+
+    is_empty, own_update: as in `Transfer`, of this bucket alone.
+    """
+
+    pipeline: BucketPipeline
+    flight: InFlight
+    is_empty: bool | Tensor
+    own_update: Tensor | None
+    forwarded: bool = False
+
+    def forward(self) -> None:
+        """Starts the second collective, if there is one, unless it was started."""
+        if not self.forwarded:
+            self.pipeline.exchange.forward(self.flight)
+        self.forwarded = True
+
+    def decode(self) -> Tensor:
+        """Waits for the update of the bucket and decodes it, into memory that may be changed.
+
+        Shapes: -> `[rows of the bucket, chunk]` fp32.
+        """
+        self.forward()
+        return self.pipeline.engine.decode(self.pipeline.exchange.receive(self.flight))
+
+
+@dataclass
 class Transfer:
     """The message of one replica at one step, in flight in one piece or in buckets, until it becomes an update.
 
@@ -171,14 +199,29 @@ class Channel:
         return transfer
 
     def send_bucket(self, transfer: Transfer, pipeline: BucketPipeline, signals: Sequence[Tensor | None]) -> None:
-        """Encodes the bucket's part of a signal, sends it and removes it from memory.
-
-        A part that is not finite does not enter the memory; an empty message is sent, with the reason.
+        """Sends the bucket's part of a signal; see `send_part`.
 
         Shapes: one local shape per parameter.
         """
-        bucket, engine, step = pipeline.bucket, pipeline.engine, transfer.step
-        pieces = signals if bucket.is_whole else bucket.cut(signals)
+        part = self.send_part(pipeline, pipeline.bucket.cut(signals), transfer.step)
+        if part.own_update is not None:
+            if pipeline.bucket.is_whole:
+                transfer.own_update = part.own_update
+            else:
+                if transfer.own_update is None:
+                    transfer.own_update = self.layout.zeros(part.own_update.device)
+                transfer.own_update[pipeline.bucket.rows] = part.own_update
+        transfer.is_empty |= part.is_empty
+        transfer.flights.append((pipeline, part.flight))
+
+    def send_part(self, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], step: int) -> Part:
+        """Encodes the pieces of a signal that lie in a bucket, sends them and removes them from memory.
+
+        A part that is not finite does not enter the memory; an empty message is sent, with the reason.
+
+        Shapes: one per piece of the bucket.
+        """
+        engine = pipeline.engine
         status = first_nonfinite(pieces, self.runtime)
         if isinstance(status, Tensor):
             selected = engine.encode(pieces, step, finite=status == 0)
@@ -186,19 +229,14 @@ class Channel:
             selected = engine.empty(step) if status else engine.encode(pieces, step)
         read_own = self._needs_own_update or engine.needs_own_values
         flight = pipeline.exchange.start(selected, step, status, read_own)
+        own_update = None
         if self._needs_own_update:
             assert flight.own is not None
-            update = engine.decode(Received([flight.own], [selected.indices]))
-            if bucket.is_whole:
-                transfer.own_update = update
-            else:
-                if transfer.own_update is None:
-                    transfer.own_update = self.layout.zeros(update.device)
-                transfer.own_update[bucket.rows] = update
+            own_update = engine.decode(Received([flight.own], [selected.indices]))
         if not engine.releases_at_once and (isinstance(status, Tensor) or not status):
             engine.release(selected, flight.own)
-        transfer.is_empty |= status > 0
-        transfer.flights.append((pipeline, flight))
+        flight.own = None
+        return Part(pipeline, flight, status > 0, own_update)
 
     def local_state(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> LocalState:
         """The state of memory and exchange, with a replicator's own `flats` and `others`.

@@ -7,33 +7,57 @@ from detonation.core.schemes.scheme import Outer
 
 
 class OuterSGD:
-    """A flat, and the SGD that moves it by the updates that arrive.
+    """A flat, and the SGD that moves it by the updates that arrive, some rows at a time.
+
+    Its arithmetic is that of `torch.optim.SGD`, in place.
 
     Shapes: `[rows, chunk]` fp32.
     """
 
     def __init__(self, flat: Tensor, outer: Outer) -> None:
-        self._parameter = torch.nn.Parameter(flat)
-        self.flat = self._parameter.detach()
-        self._sgd = torch.optim.SGD([self._parameter], outer.lr, outer.momentum, nesterov=outer.nesterov)
-        if outer.momentum:  # from the start, so that there is one state to save and to load, before a round and after
-            self._sgd.state[self._parameter]["momentum_buffer"] = torch.zeros_like(flat)
+        self.flat, self._lr, self._direction = flat, outer.lr, Direction(flat, outer)
 
-    def step(self, update: Tensor) -> None:
-        """Takes one step on `update` as the gradient.
+    def step(self, rows: slice, update: Tensor) -> None:
+        """Takes one step of some rows on `update` as the gradient, which is changed.
 
-        Shapes: `[rows, chunk]`.
+        Shapes: `[len(rows), chunk]`.
         """
-        self._parameter.grad = update
-        self._sgd.step()
-        self._parameter.grad = None
+        self.flat[rows].add_(self._direction.of(rows, update), alpha=-self._lr)
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state by kind.
 
         Shapes: `[rows, chunk]` each.
         """
-        return dict(self._sgd.state[self._parameter])
+        return self._direction.state()
+
+
+class Direction:
+    """The direction of SGD: the gradient, or its momentum, which begins with zero.
+
+    Shapes: like `[rows, chunk]`.
+    """
+
+    def __init__(self, like: Tensor, outer: Outer) -> None:
+        self._outer = outer
+        self._momentum = torch.zeros_like(like) if outer.momentum else None
+
+    def of(self, rows: slice, gradient: Tensor) -> Tensor:
+        """The direction for a gradient of some rows, which is changed.
+
+        Shapes: `[len(rows), chunk]` -> the same, to read.
+        """
+        if self._momentum is None:
+            return gradient
+        momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)
+        return gradient.add_(momentum, alpha=self._outer.momentum) if self._outer.nesterov else momentum
+
+    def state(self) -> dict[str, Tensor]:
+        """The momentum, if there is one.
+
+        Shapes: `[rows, chunk]`.
+        """
+        return {} if self._momentum is None else {"momentum_buffer": self._momentum}
 
 
 class EagerStart:
@@ -48,20 +72,19 @@ class EagerStart:
 
     def __init__(self, anchor: Tensor, outer: Outer, replicas: int) -> None:
         self.flat = anchor.clone()
-        self._share, self._replicas = OuterSGD(torch.zeros_like(anchor), outer), replicas
+        self._lr, self._direction, self._replicas = outer.lr, Direction(anchor, outer), replicas
 
-    def advance(self, anchor: Tensor, own_update: Tensor) -> None:
-        """Moves to where `own_update` alone would move the anchor.
+    def advance(self, rows: slice, anchor: Tensor, own_update: Tensor) -> None:
+        """Moves some rows to where `own_update` alone would move those of the anchor.
 
-        Shapes: `[rows, chunk]` each.
+        Shapes: `[len(rows), chunk]` each.
         """
-        self._share.flat.zero_()
-        self._share.step(own_update / self._replicas)
-        torch.add(anchor, self._share.flat, out=self.flat)
+        share = self._direction.of(rows, own_update / self._replicas)
+        torch.sub(anchor, share * self._lr, out=self.flat[rows])
 
     def state(self) -> dict[str, Tensor]:
         """Its flats by kind.
 
         Shapes: `[rows, chunk]` each.
         """
-        return {"start": self.flat} | {f"share_{kind}": flat for kind, flat in self._share.state().items()}
+        return {"start": self.flat} | {f"share_{kind}": flat for kind, flat in self._direction.state().items()}

@@ -1,15 +1,18 @@
 """ParameterReplicator: replicas train alone for a round, then all move to a common anchor."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from detonation.core.flat.layout import copy
+from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import locals_of
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel
+from detonation.core.replicator.channel import BucketPipeline, Channel, Part
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.outer import EagerStart, OuterSGD
 from detonation.core.round import Round
@@ -30,16 +33,15 @@ class ParameterReplicator(Replicator):
         self, parameters: Mapping[str, Tensor], channel: Channel, scheme: ParameterScheme, round: Round
     ) -> None:
         super().__init__(parameters, channel)
-        self._round, self._resume_from, self._keep = round, scheme.resume_from, scheme.keep
+        self._round, self._keep = round, scheme.keep
         self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._arriving: Callable[[], Tensor] | Tensor | None = None
-        self._unsent: Tensor | None = None
-        self._lost: bool | Tensor = False
-        self._steps_left = torch.zeros(
-            (), dtype=torch.int64, device="cpu"
-        )  # until the message lands; 0 where none is on its way
-        self._anchor = OuterSGD(self._position(), scheme.outer)
+        self._in_flight: deque[tuple[Part, Tensor | None]] = deque()  # and the part of the signal that was not sent
+        self._arrived: Tensor | None = None  # the update, instead of parts in flight, once a checkpoint asked for it
+        self._lost: dict[int, bool | Tensor] = {}  # by the first row of a bucket: what it sent last was not finite
+        # until the message lands; 0 where none is on its way
+        self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._anchor = OuterSGD(self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer)
         eager = scheme.resume_from == "own_share"
         self._start = EagerStart(self._anchor.flat, scheme.outer, channel.link.replicas) if eager else None
 
@@ -48,22 +50,21 @@ class ParameterReplicator(Replicator):
             self._steps_left -= 1
             if not self._steps_left:
                 self._land()
-        if self._round.ends(step):
-            self._send(step)
-            if not self._round.delay:
-                self._land()
+        else:
+            self._arrived = None  # zeros, for a checkpoint
+        if self._round.sends(step):
+            self._exchange(step, self._round.delay)
 
     def synchronize(self, step: int) -> None:
         if step == self._synchronized_at:
             return
         if self._steps_left:
             self._land()
-        if self._cycle > 1 or not self._round.ends(step - 1):
+        if self._cycle > 1 or not self._round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
                 self.counts.catch_up(math.inf)  # each message carries a digest of those before it
-                self._send(each)
-                self._land()
+                self._exchange(each, delay=0)
         copy(locals_of(self.parameters), self.shared_weights())
         if self._start:
             self._start.flat.copy_(self._anchor.flat)
@@ -87,7 +88,7 @@ class ParameterReplicator(Replicator):
         flats = {"anchor": self._anchor.flat, **self._anchor.state(), **(self._start.state() if self._start else {})}
         others = {"synchronized_at": self._synchronized_at}
         if self._round.delay:
-            flats["arriving"] = self._arrived()
+            flats["arriving"] = self._arriving()
             others["steps_left"] = self._steps_left
         return self.channel.local_state(flats, others)
 
@@ -95,43 +96,93 @@ class ParameterReplicator(Replicator):
         """The flats that are the same on all replicas, by the suffix of their parameters' names."""
         return {"": self._anchor.flat} | {f" ({kind})": flat for kind, flat in self._anchor.state().items()}
 
-    def _send(self, step: int) -> None:
-        moved = (self._start or self._anchor).flat - self._position()
-        transfer = self.channel.send(self.layout.parts(moved), step)
-        self._arriving, self._lost = transfer.decode, transfer.is_empty
-        self._steps_left.fill_(self._round.delay)
-        if transfer.own_update is not None and self._start:
-            self._start.advance(self._anchor.flat, transfer.own_update)
-            copy(locals_of(self.parameters), self.layout.parts(self._start.flat))
-        elif transfer.own_update is not None:
-            self._unsent = moved - transfer.own_update
+    def _exchange(self, step: int, delay: int) -> None:
+        """Sends the movement in this round, bucket by bucket.
+
+        Without a delay each bucket lands while the next one is on its way, so that no more than two are in memory.
+        """
+        self.channel.start(step)
+        self._arrived = None
+        self._steps_left.fill_(delay)
+        with self._weights() as weights:
+            for pipeline in self.channel.pipelines:
+                self._send(pipeline, weights, step)
+                if not delay and len(self._in_flight) > 1:
+                    self._land_next(weights)
+            if not delay:
+                self._land_next(weights)
+
+    def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int) -> None:
+        bucket, rows, unsent = pipeline.bucket, pipeline.bucket.rows, None
+        moved = self._position(bucket, weights)
+        torch.sub((self._start or self._anchor).flat[rows], moved, out=moved)
+        part = self.channel.send_part(pipeline, bucket.layout.parts(moved), step)
+        if part.own_update is not None and self._start:
+            self._start.advance(rows, self._anchor.flat[rows], part.own_update)
+            copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[rows]))
+        elif part.own_update is not None:
+            unsent = torch.sub(moved, part.own_update, out=moved)
+        part.own_update = None
+        self._lost[bucket.first] = part.is_empty
+        self._in_flight.append((part, unsent))
 
     def _land(self) -> None:
         """Moves the anchor by the update that arrived, and the parameters after it."""
-        self._anchor.step(self._arrived())
-        self._arriving = None
+        with self._weights() as weights:
+            if self._arrived is not None:
+                for pipeline in self.channel.pipelines:
+                    self._follow(pipeline.bucket, self._arrived[pipeline.bucket.rows], None, weights)
+            for part, _ in self._in_flight:
+                part.forward()
+            while self._in_flight:
+                self._land_next(weights)
+        self._arrived = None
         self._steps_left.zero_()
-        if self._resume_from == "own_share":
+
+    def _land_next(self, weights: Sequence[Tensor]) -> None:
+        part, unsent = self._in_flight.popleft()
+        self._follow(part.pipeline.bucket, part.decode(), unsent, weights)
+
+    def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
+        """Moves the anchor of a bucket by `update`, and the parameters after it.
+
+        Shapes: update and unsent `[rows of the bucket, chunk]`; weights one local shape per parameter.
+        """
+        self._anchor.step(bucket.rows, update)
+        if self._start:
             return
-        target = anchor = self._anchor.flat
-        if self._unsent is not None:
-            target = anchor - self._unsent
+        target = anchor = self._anchor.flat[bucket.rows]
+        if unsent is not None:
+            target = torch.sub(anchor, unsent, out=unsent)
         elif self._keep:
-            target = anchor.lerp(self._position(), self._keep)
-        if isinstance(self._lost, Tensor):
-            target = torch.where(self._lost, anchor, target)
-        elif self._lost:  # the weights here are not finite: nothing of their own movement is kept
+            target = anchor.lerp(self._position(bucket, weights), self._keep)
+        lost = self._lost.get(bucket.first, False)
+        if isinstance(lost, Tensor):
+            target = torch.where(lost, anchor, target)
+        elif lost:  # the weights here are not finite: nothing of their own movement is kept
             target = anchor
-        copy(locals_of(self.parameters), self.layout.parts(target))
+        copy(bucket.cut(weights), bucket.layout.parts(target))
 
-    def _arrived(self) -> Tensor:
-        """The update in flight, after waiting for it; zeros where there is none."""
-        if self._arriving is None:
-            self._arriving = self.layout.zeros(self.channel.runtime.device)
-        elif not isinstance(self._arriving, Tensor):
-            self._arriving = self._arriving()
-        return self._arriving
+    def _arriving(self) -> Tensor:
+        """The update in flight, after waiting for it; zeros where there is none."""  # [rows, chunk]
+        if self._arrived is None:
+            self._arrived = self.layout.zeros(self.channel.runtime.device)
+            for part, _ in self._in_flight:
+                part.forward()
+            while self._in_flight:
+                part, _ = self._in_flight.popleft()
+                self._arrived[part.pipeline.bucket.rows] = part.decode()
+        return self._arrived
 
-    def _position(self) -> Tensor:
-        """The parameters as a flat."""  # [rows, chunk]
-        return self.layout.flatten(locals_of(self.parameters), self.channel.runtime.device)
+    def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
+        """The parameters of a bucket, in memory of their own."""  # [rows of the bucket, chunk]
+        return bucket.layout.flatten(bucket.cut(weights), self.channel.runtime.device)
+
+    @contextmanager
+    def _weights(self) -> Iterator[list[Tensor]]:
+        """The local parameters, contiguous, so that a piece of one can be written to."""
+        found = locals_of(self.parameters)
+        weights = [weight.contiguous() for weight in found]
+        yield weights
+        copied = [i for i, weight in enumerate(weights) if weight is not found[i]]
+        copy([found[i] for i in copied], [weights[i] for i in copied])

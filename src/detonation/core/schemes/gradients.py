@@ -139,6 +139,28 @@ def demo(
 
 
 @register
+def demo_published(topk: int = 32, chunk: int = 64, tiles: bool = True, decay: float = 0.999) -> GradientScheme:
+    """`demo` as its authors' package computes it: a coefficient is the mean over the replicas that sent it.
+
+    The paper divides by all replicas, as `demo` does. Every replica receives every message, so that the bytes grow with
+    the replicas. Use it with `SignSGD`.
+
+    Args:
+        topk, chunk, tiles, decay: As in `demo`.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> demo_published().codec.selection.k, demo_published().link
+        (32, 'all-gather')
+
+    Reference: Peng, Quesnelle & Kingma, github.com/bloc97/DeMo, `scatter_reduce(..., "mean", include_self=False)`.
+    """
+    return demo(topk, chunk, tiles, decay, aggregate="mean_nonzero", link="all-gather")
+
+
+@register
 def decoupled_adamw(
     topk: int = 4,
     chunk: int = 64,

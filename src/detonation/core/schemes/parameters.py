@@ -5,6 +5,7 @@ from dataclasses import replace
 from detonation.core.codec.basis import Basis, Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.selection import Everything, Selection
+from detonation.core.flat.layout import FragmentUnit
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.registry import register
@@ -101,19 +102,23 @@ def streaming_diloco(
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     precision: str = "4bit",
+    unit: FragmentUnit = "parameter",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
     """`diloco` in fragments that take turns, so that the load on the network is even.
 
-    Every n-th parameter makes a fragment; each has its round of `every` steps, offset against the others. A message has
-    `delay` steps to arrive; then the fragment follows its anchor, except for the share `keep` of its own movement. The
-    anchors are bitwise equal on all replicas; the parameters are after `synchronize()`.
+    The fragments are equally large, as nearly as their units allow. Fragment number f (from 1) follows its anchor after
+    f * every / fragments steps and then every `every` steps, except for the share `keep` of its own movement; its
+    message leaves `delay` steps before. So does torchft. The anchors are bitwise equal on all replicas; the parameters
+    are after `synchronize()`.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         fragments: From 1 to every.
         delay: Steps, from 0 to below every.
-        keep: From 0 to below 1.
+        keep: From 0 to 1; with 1 parameters follow no anchor before `synchronize()`.
+        unit: "parameter", or "block" to keep the parameters of a numbered layer (layers.3) in one fragment, as the
+            paper does; layers of equal size take turns.
         link: As in `demo`.
 
     Raises:
@@ -121,12 +126,12 @@ def streaming_diloco(
 
     Example:
         >>> [each.offset for each in streaming_diloco(every=100, fragments=4).rounds]
-        [0, 25, 50, 75]
+        [25, 50, 75, 0]
 
     Reference: Douillard et al., Streaming DiLoCo, arXiv 2501.18512.
     """
     scheme = outer_sgd(every, outer_lr, outer_momentum, True, precision, delay=delay, link=link)
-    return replace(scheme, fragments=fragments, keep=keep)
+    return replace(scheme, fragments=fragments, unit=unit, keep=keep)
 
 
 @register

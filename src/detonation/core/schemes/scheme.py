@@ -10,6 +10,7 @@ from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Precision
 from detonation.core.codec.selection import Everything
+from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 
@@ -60,7 +61,7 @@ class Scheme:
 
     Example:
         >>> scheme = Scheme(round=Round(every=10))
-        >>> scheme.signal, scheme.round.ends(9), scheme.summable
+        >>> scheme.signal, scheme.round.sends(9), scheme.summable
         ('nothing', True, True)
     """
 
@@ -81,9 +82,17 @@ class Scheme:
 
     @property
     def rounds(self) -> list[Round]:
-        """The round of each fragment: fragments take turns."""
+        """The round of each fragment: fragments take turns, and the last one ends with the round."""
         every, count = self.round.every, self.fragments
-        return [replace(self.round, offset=fragment * every // count) for fragment in range(count)]
+        return [replace(self.round, offset=turn * every // count % every) for turn in range(1, count + 1)]
+
+    def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
+        """The layout of each fragment of `layout`.
+
+        Args:
+            sizes: Coordinates of each parameter over all shards, by name; those of `layout` when left out.
+        """
+        return [layout]
 
     @property
     def worth_overlapping(self) -> bool:
@@ -131,15 +140,17 @@ class ParameterScheme(Scheme):
     Args:
         outer: The optimizer that moves the anchor.
         fragments: Parts of the parameters whose rounds take turns; from 1 to `every`.
-        keep: The share of their own movement that stays when parameters follow the anchor; from 0 to below 1.
+        unit: The part of the model that stays in one fragment; see `Layout.fragments`.
+        keep: The share of their own movement that stays when parameters follow the anchor; from 0 to 1.
         resume_from: Where parameters go when the anchor has moved. "anchor": to it, except for `keep`. "own_share": to
             the anchor plus this replica's share of the outer step in flight. "sent": to the anchor in the coordinates
-            that were sent; the rest stays.
+            that were sent; the rest stays. Needs a round without a delay.
     """
 
     signal = "parameters"
     outer: Outer = Outer(1.0, 0.0, False)
     fragments: int = 1
+    unit: FragmentUnit = "parameter"
     keep: float = 0.0
     resume_from: Literal["anchor", "own_share", "sent"] = "anchor"
 
@@ -147,12 +158,17 @@ class ParameterScheme(Scheme):
     def needs_own_update(self) -> bool:
         return self.resume_from != "anchor"
 
+    def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
+        return layout.fragments(self.fragments, self.unit, sizes)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.fragments <= self.round.every:
             raise ValueError(f"fragments is {self.fragments}, must be from 1 to every ({self.round.every})")
-        if not 0 <= self.keep < 1:
-            raise ValueError(f"keep is {self.keep}, must be from 0 to below 1")
+        if not 0 <= self.keep <= 1:
+            raise ValueError(f"keep is {self.keep}, must be from 0 to 1")
+        if self.resume_from == "sent" and self.round.delay:
+            raise ValueError(f"delay is {self.round.delay}, must be 0 where parameters follow what was sent")
         if self.resume_from != "own_share" and self.round.delay >= self.round.every:
             raise ValueError(f"delay is {self.round.delay}, must be below every ({self.round.every})")
 

@@ -1,5 +1,6 @@
 """The bytes that a scheme sends: arithmetic on layouts, so that they are known without a model in memory."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -85,32 +86,39 @@ def dense_bytes(numel: int, replicas: int, local_ranks: int = 1) -> int:
 
 
 def bytes_sent(
-    scheme: Scheme, layout: Layout, replicas: int, step: int, local_ranks: int = 1, bare: bool = False
+    scheme: Scheme,
+    layout: Layout,
+    replicas: int,
+    step: int,
+    local_ranks: int = 1,
+    bare: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> int:
-    """Bytes that one rank sends at `step` (from 0), exactly as its link counts them. `layout` is of all parameters."""
+    """Bytes that one rank sends at `step` (from 0), exactly as its link counts them.
+
+    layout: of all parameters of the rank. sizes: see `Scheme.divide`.
+    """
     if scheme.signal == "nothing":
         return 0
-    ending = [i for i, round in enumerate(scheme.rounds) if round.ends(step)]
-    return sum(message_bytes(scheme, layout.fragment(i, scheme.fragments), replicas, local_ranks, bare) for i in ending)
+    pairs = zip(scheme.divide(layout, sizes), scheme.rounds, strict=True)
+    sent = [fragment for fragment, round in pairs if round.sends(step)]
+    return sum(message_bytes(scheme, fragment, replicas, local_ranks, bare) for fragment in sent)
 
 
 def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
-    """Bytes that one rank sends in one exchange of the parameters of `layout`."""
-    return exchange_bytes(
-        collective_for(scheme, layout, replicas, local_ranks),
-        scheme.codec,
-        layout.rows,
-        replicas,
-        local_ranks,
-        bare,
-    )
+    """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one message, the movement
+    of parameters in buckets."""
+    if scheme.signal == "parameters":
+        return overlapped_bytes(scheme, layout, replicas, local_ranks, bare)
+    way = collective_for(scheme, layout, replicas, local_ranks)
+    return exchange_bytes(way, scheme.codec, layout.rows, replicas, local_ranks, bare)
 
 
-def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
-    """`message_bytes` with overlap, where each bucket has a header of its own."""
+def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
+    """Bytes that one rank sends in one exchange in buckets, each with a header of its own."""
     way = collective_for(scheme, layout, replicas, local_ranks)
     rows = [bucket.layout.rows for bucket in cut_into_buckets(layout, scheme, replicas * local_ranks)]
-    return sum(exchange_bytes(way, scheme.codec, count, replicas, local_ranks) for count in rows)
+    return sum(exchange_bytes(way, scheme.codec, count, replicas, local_ranks, bare) for count in rows)
 
 
 def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> None:
@@ -118,11 +126,8 @@ def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ran
 
     Headers do not count: they matter only for models of a few hundred parameters.
     """
-    fragments = [layout.fragment(i, scheme.fragments) for i in range(scheme.fragments)]
-    ours = (
-        sum(message_bytes(scheme, fragment, replicas, local_ranks, bare=True) for fragment in fragments)
-        / scheme.round.every
-    )
+    whole = sum(message_bytes(scheme, part, replicas, local_ranks, bare=True) for part in scheme.divide(layout))
+    ours = whole / scheme.round.every
     dense = dense_bytes(layout.numel, replicas, local_ranks)
     if ours > dense:
         raise LargerThanDense(

@@ -1,0 +1,41 @@
+"""A group of one is the scheme itself, not another algorithm: what it computes does not depend on being alone."""
+
+import pytest
+import torch
+
+import detonation as dt
+from detonation.cluster.network.simulated import simulate_replicas
+from zoo import TALKING
+
+SHAPES = [(31, 257), (31,), (64, 31)]
+
+
+def trained(scheme, replicas):
+    """The weights of one of `replicas` that all see the same gradients, and the bytes that it sent."""
+
+    def act(communicator):
+        generator = torch.Generator().manual_seed(5)
+        model = torch.nn.ParameterList([torch.randn(shape, generator=generator) for shape in SHAPES])
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme)
+        for _ in range(8):
+            for parameter in model:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        optimizer.synchronize()
+        return [parameter.detach() for parameter in model], optimizer.stats.bytes_sent
+
+    return simulate_replicas(act, replicas)[0]
+
+
+def depends_on_the_group(scheme):
+    """`eager_diloco` is ahead by its own share, of 1 / R; owners round again, each for blocks of its own rows."""
+    eager = getattr(scheme, "resume_from", "") == "own_share"
+    return eager or (scheme.link == "owner" and not scheme.codec.precision.summable)
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in TALKING.items() if not depends_on_the_group(scheme)])
+def test_law_6_one_replica_equals_two_that_see_the_same(name):
+    (alone, sent), (two, _) = trained(TALKING[name], 1), trained(TALKING[name], 2)
+    assert sent == 0
+    for mine, theirs in zip(alone, two, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
