@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import tomli_w
@@ -36,7 +37,7 @@ class Command:
     """`detonation arguments...`, running in a session of its own; what it prints is in `folder`.
 
     env: what it finds in its environment besides. network: the network namespace that it runs in. program: another than
-    `detonation`: takes the arguments, returns its exit code.
+    `detonation`: takes the arguments, returns its exit code. enter: is called in the new process before all else.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class Command:
         env: Mapping[str, object] = {},
         network: str = "",
         program: Callable[[list[str]], int] = run_command,
+        enter: Callable[[], object] = lambda: None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._env = {name: str(value) for name, value in env.items()}
         self._network = network
-        self._program = program
+        self._program, self._enter = program, enter
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.write_text("")
         self._err.write_text("")
@@ -67,6 +69,7 @@ class Command:
         gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
         try:
             os.setsid()
+            self._enter()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for descriptor, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY), descriptor)
@@ -147,8 +150,12 @@ def launched(
     networks: Sequence[str] = (),
     address: str = "127.0.0.1",
     env: Mapping[str, object] = {},
+    enter: Callable[[int], object] = lambda rank: None,
 ) -> list[Command]:
-    """The ranks of a world that a launcher like srun starts: each is told its place, and rank 0's address."""
+    """The ranks of a world that a launcher like srun starts: each is told its place, and rank 0's address.
+
+    enter: is called in the process of each rank, with its number, before all else.
+    """
     meeting = {"WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": free_port()}
     local = {"LOCAL_WORLD_SIZE": 1 if networks else world_size}
     return [
@@ -157,6 +164,7 @@ def launched(
             *arguments,
             env={**env, **meeting, **local, "RANK": rank, "LOCAL_RANK": 0 if networks else rank},
             network=networks[rank] if networks else "",
+            enter=partial(enter, rank),
         )
         for rank in range(world_size)
     ]

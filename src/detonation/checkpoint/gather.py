@@ -1,5 +1,8 @@
 """Texts from every rank to every rank, and the device that they travel on."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +19,7 @@ def gather(text: str, device: torch.device, group: dist.ProcessGroup | None = No
     """
     if dist.get_world_size() == 1:
         return [text]
-    content = text.encode()
+    content = _encoded(text)
     count = torch.tensor([len(content)], device=device)
     counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count, group=group)
@@ -26,9 +29,50 @@ def gather(text: str, device: torch.device, group: dist.ProcessGroup | None = No
     buffer = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(buffer) for _ in counts]
     dist.all_gather(rows, buffer, group=group)
-    return [bytes(row.tolist())[: int(c)].decode() for row, c in zip(rows, counts, strict=True)]
+    return [_decoded(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)]
+
+
+def broadcast(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The `text` of rank 0, on all ranks. Collective; arguments as in `gather`."""
+    content = _encoded(text)
+    if dist.get_world_size() == 1 or not (count := _sent_by_first([len(content)], torch.int64, device, group)[0]):
+        return text if dist.get_rank() == 0 else ""
+    # every rank needs a buffer of the same size; only that of rank 0 counts
+    return _decoded(bytes(_sent_by_first(content.ljust(count)[:count], torch.uint8, device, group)))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """`gather` and `broadcast` over one group."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    def gather(self, text: str) -> list[str]:
+        return gather(text, self.device, self.group)
+
+    def broadcast(self, text: str) -> str:
+        return broadcast(text, self.device, self.group)
 
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's parameters, which its process group can send from."""
     return next(local(parameter).device for parameter in model.parameters())
+
+
+def _sent_by_first(
+    values: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+) -> list[int]:
+    """The `values` of rank 0. Every rank has equally many."""
+    tensor = torch.tensor(list(values), dtype=dtype, device=device)
+    dist.broadcast(tensor, src=0, group=group)
+    return tensor.tolist()
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8; the name of a file may have bytes that are not."""
+    return text.encode(errors="surrogateescape")
+
+
+def _decoded(content: bytes) -> str:
+    return content.decode(errors="surrogateescape")

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from detonation.checkpoint.files import manifest, retention
-from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
+from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest, file_name
 from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
 from detonation.checkpoint.files.shard_file import shard_fault
 
@@ -22,6 +23,7 @@ class VerifyReport:
 
     faults: in words, empty where it is whole. differences: between replicas, in words.
     compared: the number of tensors per shard that must be equal on all replicas. uncompared: the reason where it is 0.
+    elsewhere: the files that other nodes have, which share no file system with this one; the faults are of the rest.
     """
 
     path: Path
@@ -29,6 +31,7 @@ class VerifyReport:
     differences: list[str]
     compared: int = 0
     uncompared: str = ""
+    elsewhere: Sequence[str] = ()
 
     @property
     def good(self) -> bool:
@@ -38,9 +41,13 @@ class VerifyReport:
         """The report in one line."""
         if self.faults:
             return f"{self.path}: not whole: {'; '.join(self.faults)}"
+        whole = "whole"
+        if self.elsewhere:
+            more = f" and {len(self.elsewhere) - 1} more" if len(self.elsewhere) > 1 else ""
+            whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
-            return f"{self.path}: whole, but replicas differ: {'; '.join(self.differences)}"
-        return f"{self.path}: whole, {self.uncompared or f'replicas equal in {self.compared} tensors a shard'}"
+            return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
+        return f"{self.path}: {whole}, {self.uncompared or f'replicas equal in {self.compared} tensors a shard'}"
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -70,13 +77,23 @@ def verify(checkpoint: Path) -> VerifyReport:
         faults = []
         if step_in_name not in (-1, described.step):
             faults.append(f"its name is not that of step {described.step}")
-        faults += [fault for name, file in described.files.items() if (fault := shard_fault(checkpoint / name, file))]
+        elsewhere = described.elsewhere(lambda name: (checkpoint / name).exists())
+        here = {name: file for name, file in described.files.items() if name not in elsewhere}
+        faults += [fault for name, file in here.items() if (fault := shard_fault(checkpoint / name, file))]
         if faults:
-            return VerifyReport(checkpoint, faults, [])
-        differences, compared = _compare(CheckpointReader(checkpoint, described))
+            return VerifyReport(checkpoint, faults, [], elsewhere=elsewhere)
+        differences, compared = _compare(CheckpointReader(checkpoint, described), here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
-    return VerifyReport(checkpoint, [], differences, compared, "" if compared else _why_uncompared(described))
+    uncompared = "" if compared else _why_uncompared(described, here)
+    return VerifyReport(checkpoint, [], differences, compared, uncompared, elsewhere)
+
+
+def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
+    """The replicas of which no file is on another node."""
+    elsewhere = described.elsewhere(lambda name: (checkpoint / name).exists())
+    names = [[file_name(replica, shard) for shard in range(described.shards)] for replica in range(described.replicas)]
+    return [replica for replica, files in enumerate(names) if not set(files) & set(elsewhere)]
 
 
 def newest(directory: Path) -> tuple[Path, Manifest]:
@@ -88,27 +105,38 @@ def newest(directory: Path) -> tuple[Path, Manifest]:
     raise ValueError(f"no checkpoint in {directory} is whole: {verify(found[0]).line()}")
 
 
-def _why_uncompared(described: Manifest) -> str:
+def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
     if all(level["scheme"] == "none" for level in described.levels):
         return "replicas train alone"
+    if len(here) < len(described.files):
+        return "no two replicas are here to be compared"
     return "not compared, because replicas of these levels agree within a tier of the network only"
 
 
-def _compare(saved: CheckpointReader) -> tuple[list[str], int]:
-    """The differences between replicas where there must be none, in words, and the number of compared tensors."""
+def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str], int]:
+    """The differences between replicas where there must be none, in words, and the number of compared tensors.
+
+    here: the names of the files to compare.
+    """
     differences, compared = [], 0
     for shard in range(saved.manifest.shards):
-        first = saved.file(0, shard)
+        present = [replica for replica in range(saved.manifest.replicas) if file_name(replica, shard) in here]
+        if len(present) < min(2, saved.manifest.replicas):
+            continue
+        lowest, *others = present
+        first = saved.file(lowest, shard)
         keys = _must_agree(first, saved.manifest)
         compared = max(compared, len(keys))
-        for replica in range(1, saved.manifest.replicas):
+        for replica in others:
             other = saved.file(replica, shard)
             if other.keys != first.keys:
-                raise CorruptCheckpoint(f"replicas 0 and {replica} have other tensors")
+                raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
             unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
             if unequal:
                 more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
-                differences.append(f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica 0)")
+                differences.append(
+                    f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica {lowest})"
+                )
     return differences, compared
 
 

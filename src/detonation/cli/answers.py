@@ -5,11 +5,12 @@ import sys
 import traceback
 
 from detonation.cli.arguments import Common
+from detonation.report.words import printable
 
 
 def say(verb: Common, line: str) -> None:
     """Prints a line for people: to stderr where stdout is for a program."""
-    print(line, file=sys.stderr if verb.json else sys.stdout)
+    print(printable(line), file=sys.stderr if verb.json else sys.stdout)
 
 
 def explain(verb: Common, error: Exception) -> int:
@@ -28,7 +29,7 @@ def explain(verb: Common, error: Exception) -> int:
 
 def fail(line: str, code: int, as_json: bool) -> int:
     """Prints the line of an error, for a program too; returns `code`."""
-    print(f"error: {line}", file=sys.stderr)
+    print(f"error: {printable(line)}", file=sys.stderr)
     if as_json:
         print(json.dumps({"error": line, "code": code}))
     return code

@@ -123,7 +123,8 @@ def _verify(verb: Verify) -> dict[str, Any]:
     checked = [verify(path) for path in checkpoints(verb.directory)]
     for one in checked:
         say(verb, one.line())
-    found = [{"path": str(c.path), "good": c.good, "faults": c.faults, "differences": c.differences} for c in checked]
+    keys = ("good", "faults", "differences", "elsewhere")
+    found = [{"path": str(one.path), **{key: getattr(one, key) for key in keys}} for one in checked]
     return {"good": all(one.good for one in checked), "checkpoints": found}
 
 
@@ -131,7 +132,8 @@ def _export(verb: Export) -> dict[str, Any]:
     from detonation.train.verbs.export import export
 
     exported = export(verb.directory, verb.out, verb.trust_code)
-    say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}")
+    mean = f", the mean of the {exported['replicas']} replicas that are here" if "replicas" in exported else ""
+    say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}{mean}")
     return exported
 
 

@@ -6,7 +6,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from detonation.report.words import duration, rate, size_text
+from detonation.report.words import duration, printable, rate, size_text
 
 HEADS = (
     "scheme",
@@ -43,12 +43,12 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
     table = Table(*HEADS, width=None if console.is_terminal else 140)
     ranked = plan_rows(plan)
     for row in ranked[:SHOWN]:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table)
     if len(ranked) > SHOWN:
         console.print(f"{len(ranked) - SHOWN} more with --json")
     for line in words(plan):
-        console.print(line)
+        console.print(printable(line))
 
 
 def words(plan: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Reads a finished run from its directory into plain values. Imports nothing else of the package."""
+"""Reads a finished run from its directory into plain values. Every text is fit to be printed.
+
+Imports nothing else of the package but words.
+"""
 
 import json
 import statistics
@@ -8,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
+
+from detonation.report.words import printable
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "plan.json")
 """The raw data of a run; the last two may be missing."""
@@ -76,7 +81,7 @@ class Run:
 def read_all(directories: Sequence[Path]) -> list[Run]:
     """Reads the runs in `directories` and gives them distinct names. Raises `ValueError` as `read_run` does."""
     runs = [read_run(directory) for directory in directories]
-    names = distinct_names([run.directory for run in runs])
+    names = map(printable, distinct_names([run.directory for run in runs]))
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
@@ -85,10 +90,10 @@ def read_run(directory: Path) -> Run:
     _require_finished_run(directory)
     config = (directory / "config.toml").read_text(encoding="utf-8", errors="replace")
     return Run(
-        directory.resolve().name,
+        printable(directory.resolve().name),
         directory.resolve(),
         _summary(directory / "summary.json"),
-        config,
+        "\n".join(map(printable, config.splitlines())),
         _settings(directory / "config.toml", config),
         records(directory / "metrics.jsonl"),
         _table(directory / "environment.json") if (directory / "environment.json").exists() else {},
@@ -109,7 +114,7 @@ def records(path: Path) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{path} is damaged in line {number}, which is no JSON object with {needs}: remove the line"
             )
-        parsed.append(record)
+        parsed.append(_printable(record))
     if not parsed:
         raise ValueError(f"{path} holds no step: give the directory of a run that has trained")
     return parsed
@@ -161,6 +166,9 @@ def _require_finished_run(directory: Path) -> None:
     inner = sorted(path.parent for path in directory.glob("*/summary.json"))
     if inner:
         raise ValueError(f"{directory} holds {len(inner)} runs, not one: detonation report {directory}/*/")
+    if (directory / "config.toml").is_file() and not (directory / "metrics.jsonl").exists():
+        there = "metrics and summary are on the node of rank 0, where the nodes share no file system"
+        raise ValueError(f"{directory} holds a run without its metrics: {there}; run report there")
     if (directory / "config.toml").is_file():
         remedy = f"finish it with detonation train RECIPE.toml --out {directory} --resume"
         raise ValueError(f"{directory} holds no finished run, but one that stopped or still trains: {remedy}")
@@ -177,16 +185,26 @@ def _summary(path: Path) -> dict[str, Any]:
 
 def _settings(path: Path, config: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(config)
+        settings: dict[str, Any] = _printable(tomllib.loads(config))
+        return settings
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is damaged, {error}: restore it, or leave this run out") from error
 
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        table = _printable(json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except json.JSONDecodeError:
         table = None
     if not isinstance(table, dict):
         raise ValueError(f"{path} is damaged, it is no JSON object: restore it, or leave this run out")
     return table
+
+
+def _printable(value: Any) -> Any:
+    """`value`, of JSON or TOML, with every text in it escaped."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): _printable(inner) for key, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value

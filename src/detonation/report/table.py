@@ -6,7 +6,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from detonation.report.words import duration, factor, size_text
+from detonation.report.words import duration, factor, printable, size_text
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -43,15 +43,15 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
     if "stopped_after" in summary:
         by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
-        console.print(f"stopped by {by} after step {step}; continue with --out {where} --resume")
+        console.print(printable(f"stopped by {by} after step {step}; continue with --out {where} --resume"))
         return
     table = Table(show_header=False)
     for label, text in run_rows(summary):
-        table.add_row(label, text)
+        table.add_row(*map(printable, (label, text)))
     console.print(table)
     for note in notes:
-        console.print(note)
-    console.print(f"run directory: {summary['directory']}")
+        console.print(printable(note))
+    console.print(printable(f"run directory: {summary['directory']}"))
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
@@ -60,8 +60,8 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
     table = Table("scheme", "optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
     for summary in summaries:
         table.add_row(
-            summary["scheme"],
-            summary["optimizer"],
+            printable(summary["scheme"]),
+            printable(summary["optimizer"]),
             f"{summary['val_loss']:.4f}",
             size_text(summary["bytes_sent_per_step"]),
             factor(summary["reduction"]),
@@ -70,7 +70,7 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
         )
     console.print(table)
     for note in notes:
-        console.print(note)
+        console.print(printable(note))
 
 
 def _virtual(summary: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Formats numbers for people. Pure Python without imports."""
+"""Formats numbers and texts for people. Pure Python without imports."""
 
 
 def size_text(count: float) -> str:
@@ -49,6 +49,17 @@ def duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.3g} s"
     return f"{seconds / 3600:.3g} h" if seconds >= 5400 else f"{seconds / 60:.3g} min"
+
+
+def printable(text: str) -> str:
+    """Escapes the characters of `text` that are not printed but done, and bytes of file names that are no text.
+
+    A name from elsewhere must not move the cursor, turn the line round, or end it.
+
+    >>> printable("run-1 café"), printable("\x1b]0;mine\x07\n"), printable("a\u202eb\udcff")
+    ('run-1 café', '\\x1b]0;mine\\x07\\n', 'a\\u202eb\\udcff')
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, length: int = 44) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 WRITE_BLOCK = 1 << 20
+PROBE = ".volume-"
+"""How the names of files begin that are there for a moment, to find out who sees a directory."""
 
 observer: Callable[[str, Path], None] | None = None
 """For tests: called before each operation with its name and path. An exception of it stops the operation."""
@@ -15,6 +17,12 @@ observer: Callable[[str, Path], None] | None = None
 def make_directory(path: Path) -> None:
     _about_to("mkdir", path)
     path.mkdir(parents=True)
+
+
+def touch(path: Path) -> None:
+    """Makes an empty file. Raises `OSError` where there is one."""
+    _about_to("create", path)
+    path.touch(exist_ok=False)
 
 
 def write_file(path: Path, content: Iterable[memoryview]) -> tuple[int, str]:
@@ -58,7 +66,11 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory with its contents; entries that cannot be removed stay."""
+    """Removes a directory with its contents, or a link to one without them; entries that cannot be removed stay."""
+    if path.is_symlink():
+        _about_to("unlink", path)
+        path.unlink(missing_ok=True)
+        return
     for entry in sorted(path.glob("*")):
         _about_to("unlink", entry)
         if not entry.is_dir() or entry.is_symlink():

@@ -4,8 +4,8 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ class Manifest:
 
     levels: the schemes, innermost first, as `{"scheme": name, ...arguments}`. optimizer: the class of the base
     optimizer. alike: all replicas held the same weights. files: by name. versions: of python, torch and detonation.
-    extra: JSON values of the caller.
+    extra: JSON values of the caller. volumes: the directory that each file was written to, by number, in the order of
+    `files`; empty where it is one for all.
     """
 
     step: int
@@ -43,11 +44,24 @@ class Manifest:
     files: dict[str, ShardSummary]
     versions: dict[str, str]
     extra: dict[str, Any]
+    volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
         """The manifest as JSON, its own checksum last."""
         files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()}
-        return _signed({"format": MANIFEST_FORMAT, **vars(self), "files": files})
+        table = {"format": MANIFEST_FORMAT, **vars(self), "files": files}
+        if not self.volumes:
+            del table["volumes"]
+        return _signed(table)
+
+    def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
+        """The files of directories of which nothing is `present` here: they are on other nodes, not missing.
+
+        Where nothing at all is present, all is missing, and nothing is elsewhere.
+        """
+        by_volume = dict(zip(self.files, self.volumes or [0] * len(self.files), strict=True))
+        here = {volume for name, volume in by_volume.items() if present(name)}
+        return [name for name, volume in by_volume.items() if here and volume not in here]
 
 
 def versions() -> dict[str, str]:
@@ -61,12 +75,16 @@ def file_name(replica: int, shard: int) -> str:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Reads the manifest of the directory `checkpoint`. Raises `CorruptCheckpoint` where it is no valid manifest."""
+    return parse_manifest(manifest_bytes(checkpoint))
+
+
+def manifest_bytes(checkpoint: Path) -> bytes:
+    """The content of the manifest of the directory `checkpoint`. Raises `CorruptCheckpoint` where it cannot be read."""
     try:
         with (checkpoint / MANIFEST_NAME).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+            return file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from error
-    return parse_manifest(content)
 
 
 def parse_manifest(content: bytes) -> Manifest:
@@ -106,6 +124,7 @@ _TYPES: dict[str, type] = {
 
 def _checked(table: dict[str, Any]) -> Manifest:
     """Checks types, ranges and names one by one, because a stranger may write any JSON under a right checksum."""
+    volumes = table.pop("volumes", [])
     if table.keys() != _TYPES.keys():
         raise CorruptCheckpoint(f"{MANIFEST_NAME} has other keys than {', '.join(_TYPES)}")
     for key, kind in _TYPES.items():
@@ -125,8 +144,12 @@ def _checked(table: dict[str, Any]) -> Manifest:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} lists the file {wrong[:60]!r}, which no checkpoint has")
     if not all(isinstance(level, dict) and isinstance(level.get("scheme"), str) for level in table["levels"]):
         raise CorruptCheckpoint(f"levels in {MANIFEST_NAME} are not schemes")
+    numbers = isinstance(volumes, list) and all(type(v) is int and 0 <= v < len(files) for v in volumes)
+    if not numbers or len(volumes) not in (0, len(files)):
+        raise CorruptCheckpoint(f"volumes in {MANIFEST_NAME} are {str(volumes)[:40]}, must be a number for each file")
     del table["format"]
-    return Manifest(**{**table, "files": {name: _summary(name, file) for name, file in files.items()}})
+    summaries = {name: _summary(name, file) for name, file in files.items()}
+    return Manifest(**{**table, "files": summaries, "volumes": volumes})
 
 
 def _summary(name: str, value: Any) -> ShardSummary:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest, file_name
-from detonation.checkpoint.files.shard_file import DTYPES
+from detonation.checkpoint.files.tensor_file import TensorFile
 
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _REST: dict[str, type] = {"boxes": dict, "wrapped": list, "on_host": list, "values": dict, "groups": list}
 
 
@@ -50,14 +49,11 @@ class ShardReader:
     """The file of one rank. Raises `CorruptCheckpoint` where it is no shard file."""
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
         try:
-            opened: Any = safe_open
-            self._file: Any = opened(path, framework="pt", device="cpu")
-            self.keys = list(self._file.keys())
-            rest = json.loads((self._file.metadata() or {}).get("json", ""))
-        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            self._file = TensorFile(path)
+            self.keys = list(self._file.entries)
+            rest = json.loads(self._file.metadata.get("json", ""))
+        except (OSError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path.name} is no file of a checkpoint ({str(error)[:80]})") from error
         if not isinstance(rest, dict) or any(type(rest.get(key)) is not kind for key, kind in _REST.items()):
             raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} beside its tensors")
@@ -71,8 +67,7 @@ class ShardReader:
         """The tensor `key`, as it was saved. Raises `ValueError` where the file has none."""
         if key not in self.keys:
             raise ValueError(f"{self._path} has no {key}: it was written by another model, optimizer or scheme")
-        tensor: Tensor = self._file.get_tensor(key)
-        return tensor
+        return self._file.read(key)
 
     def piece(self, key: str) -> TensorPart:
         """This rank's part of the tensor `key`, which must be sharded."""
@@ -80,10 +75,10 @@ class ShardReader:
         if not box.shape or key not in self.keys:
             scalar = self.tensor(key)
             return TensorPart(box, scalar.dtype, scalar.__getitem__)
-        sliced = self._file.get_slice(key)
-        if tuple(sliced.get_shape()) != box.shape:
+        entry = self._file.entries[key]
+        if entry.shape != box.shape:
             raise CorruptCheckpoint(f"{key} in {self._path.name} does not have the shape of its box")
-        return TensorPart(box, _DTYPES[sliced.get_dtype()], sliced.__getitem__)
+        return TensorPart(box, entry.dtype, lambda part: self._file.read(key, part[0])[:, *part[1:]])
 
 
 def assemble(pieces: Sequence[TensorPart], box: Box, key: str) -> Tensor:

@@ -1,11 +1,12 @@
-"""The directory that retains a run's newest checkpoints. Only one process changes it."""
+"""The directory that retains a run's newest checkpoints. Only one process of those that see it changes it."""
 
 import logging
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from detonation.checkpoint.files import disk
-from detonation.checkpoint.files.manifest import MANIFEST_NAME, Manifest
+from detonation.checkpoint.files.manifest import MANIFEST_NAME
 
 _log = logging.getLogger("detonation.checkpoint")
 _NAME = re.compile(r"step-(\d{6,15})|\.step-(\d{6,15})\.part")
@@ -28,7 +29,18 @@ def saved_checkpoints(directory: Path) -> list[Path]:
     """
     found = [path for path in directory.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     whole = [path for path in found if not path.name.startswith(".") or (path / MANIFEST_NAME).is_file()]
-    return sorted(whole, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True)
+    return newest_first(whole)
+
+
+def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
+    """In the order in which loading tries them: of one step, the partial directory first, which is newer."""
+    return sorted(checkpoints, key=lambda path: (step_of(path), path.name.startswith(".")), reverse=True)
+
+
+def committed(directory: Path, name: str) -> Path:
+    """The checkpoint `name` in `directory`: of a partial directory that has got its final name already, that one."""
+    path = directory / name
+    return path if (path / MANIFEST_NAME).is_file() else directory / checkpoint_name(step_of(path))
 
 
 def step_of(path: Path) -> int:
@@ -37,44 +49,54 @@ def step_of(path: Path) -> int:
     return int(match[1] or match[2]) if match else -1
 
 
-def begin(directory: Path, step: int) -> Path:
+def begin(directory: Path, step: int) -> None:
     """Makes the partial directory for the checkpoint after `step` steps.
 
     Leftovers of a crash get their final name where they are whole, and are removed where they are not.
     """
     if directory.is_dir():
+        for probe in directory.glob(f"{disk.PROBE}*"):
+            probe.unlink(missing_ok=True)
         for path in sorted(directory.glob(".step-*")):
             if step_of(path) >= 0 and (path / MANIFEST_NAME).is_file():
                 _give_name(path, directory / checkpoint_name(step_of(path)))
             else:
                 disk.remove(path)
-    partial = partial_path(directory, step)
-    disk.make_directory(partial)
-    return partial
+    disk.make_directory(partial_path(directory, step))
 
 
-def finish(directory: Path, manifest: Manifest, keep: int) -> Path:
-    """Turns the partial directory of `manifest.step` into a checkpoint; then removes all but the newest `keep`.
+def put_manifest(directory: Path, step: int, manifest: str) -> None:
+    """Writes the manifest beside the files of the partial directory, under a name that does not count yet."""
+    disk.write_file(_unfinished(directory, step), [memoryview(manifest.encode())])
 
-    Checkpoints of later steps are not counted and stay. At any moment either the previous checkpoint or the new one is
-    whole.
+
+def commit(directory: Path, step: int) -> None:
+    """Turns the prepared directory into a checkpoint.
+
+    At any moment either the previous checkpoint or the new one is whole.
     """
-    partial, target = partial_path(directory, manifest.step), directory / checkpoint_name(manifest.step)
-    unfinished = partial / f"{MANIFEST_NAME}.part"
-    disk.write_file(unfinished, [memoryview(manifest.dumps().encode())])
-    disk.rename(unfinished, partial / MANIFEST_NAME)
-    _give_name(partial, target)
+    partial = partial_path(directory, step)
+    disk.rename(_unfinished(directory, step), partial / MANIFEST_NAME)
+    _give_name(partial, directory / checkpoint_name(step))
+
+
+def retire(directory: Path, step: int, kept: Collection[int]) -> None:
+    """Removes the checkpoints of all steps up to `step` but those of `kept`. Checkpoints of later steps stay."""
     try:
-        for old in [path for path in saved_checkpoints(directory) if step_of(path) <= manifest.step][keep:]:
-            disk.remove(_aside(old))
+        for old in [path for path in saved_checkpoints(directory) if step_of(path) <= step]:
+            if step_of(old) not in kept:
+                disk.remove(_aside(old))
     except OSError as error:  # the new checkpoint is whole all the same
         _log.warning("an old checkpoint in %s stays: %s", directory, error.strerror)
-    return target
 
 
 def abandon(directory: Path, step: int) -> None:
     """Removes the partial directory of a checkpoint that failed."""
     disk.remove(partial_path(directory, step))
+
+
+def _unfinished(directory: Path, step: int) -> Path:
+    return partial_path(directory, step) / f"{MANIFEST_NAME}.part"
 
 
 def _give_name(partial: Path, target: Path) -> None:

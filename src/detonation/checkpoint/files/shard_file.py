@@ -1,7 +1,6 @@
 """The state of one rank as a safetensors file, hashed while it is written and checked before it is read.
 
-safetensors' own writer does not hash: it would need the whole file in memory a second time, or a second read. Its
-reader is used as it is.
+safetensors' own writer does not hash: it would need the whole file in memory a second time, or a second read.
 """
 
 import ctypes

@@ -13,6 +13,8 @@ owners have not sent, are common to all replicas: they are assembled in the coor
 out to the new owners.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,15 @@ from detonation.core.schemes.buckets import aligned_rows
 
 
 class Elastic:
-    """The state of the rank at `own`, read from a checkpoint of a world of another shape."""
+    """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
-    def __init__(self, saved: CheckpointReader, own: Coordinates) -> None:
+    Args:
+        among: the replicas to read where all share a tensor; all by default.
+    """
+
+    def __init__(self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None) -> None:
         self._saved, self._own = saved, own
+        self._among = range(saved.manifest.replicas) if among is None else among
         self._before = saved.manifest.replicas
 
     def agreed(self, key: str, box: Box | None, alike: bool = False) -> Tensor:
@@ -39,7 +46,7 @@ class Elastic:
             box: None for a tensor that is not sharded.
             alike: the replicas are known to be equal, so that reading one of them is enough.
         """
-        replicas = [self._own.replica * self._before // self._own.replicas] if alike else range(self._before)
+        replicas = [self._own.replica * self._before // self._own.replicas] if alike else self._among
         if box is not None:
             return _merge([self._saved.part(replica, key, box) for replica in replicas], key)
         tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]

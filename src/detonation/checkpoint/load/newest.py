@@ -1,22 +1,18 @@
 """Finds the newest checkpoint that is whole for all ranks, and loads it into a model and its optimizer."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from detonation.checkpoint.files import retention
-from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest, file_name, read_manifest, versions
+from detonation.checkpoint.files.manifest import Manifest, versions
 from detonation.checkpoint.files.reader import CheckpointReader
-from detonation.checkpoint.files.shard_file import shard_fault
-from detonation.checkpoint.gather import device_of, gather
+from detonation.checkpoint.gather import Texts, device_of, gather
 from detonation.checkpoint.load.restore import restore
+from detonation.checkpoint.load.views import candidates, inspect
 from detonation.core.errors import DetonationError
-from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 
 _LONGEST = 600
@@ -88,18 +84,14 @@ def find(directory: Path, model: nn.Module, optimizer: Replicated) -> Found | No
 
     Raises `NoCheckpoint` where there are checkpoints and none is whole.
     """
-    device, own = device_of(model), optimizer.coordinates
-    names: list[str] = json.loads(
-        gather(json.dumps([path.name for path in retention.saved_checkpoints(directory)]), device)[0]
-    )
-    rejected: list[str] = []
+    texts, rejected = Texts(device_of(model)), list[str]()
+    names = candidates(directory, texts)
     for position, name in enumerate(names):
-        manifest, problem = _inspect(directory / name, own)
-        problems = [text for text in gather(problem, device) if text]
-        if not problems and manifest is not None:
-            return Found(directory / name, manifest, rejected)
+        path, manifest, reason = inspect(directory, name, optimizer.coordinates, texts)
+        if manifest is not None and not reason:
+            return Found(path, manifest, rejected)
         alternative = f"using {names[position + 1]}" if position + 1 < len(names) else "there is none before it"
-        rejected.append(f"{name} rejected: {problems[0]}; {alternative}")
+        rejected.append(f"{name} rejected: {reason}; {alternative}")
         _log.warning("%s", rejected[-1])
     if rejected:
         raise NoCheckpoint(f"no checkpoint in {directory} is whole: {rejected[0]}")
@@ -128,19 +120,3 @@ def _other_versions(manifest: Manifest) -> str:
     current = versions()
     other = [f"{name} {str(was)[:20]!r}" for name, was in manifest.versions.items() if current.get(name) != was]
     return f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""
-
-
-def _inspect(path: Path, own: Coordinates) -> tuple[Manifest | None, str]:
-    """The manifest of the checkpoint at `path`, and the fault of it or of the files that this rank checks."""
-    try:
-        manifest = read_manifest(path)
-    except CorruptCheckpoint as error:
-        return None, str(error)
-    if retention.step_of(path) != manifest.step:
-        return None, f"its name is not that of step {manifest.step}"
-    if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
-        names = [file_name(own.replica, own.shard)]
-    else:
-        names = list(manifest.files)[dist.get_rank() :: dist.get_world_size()]
-    faults = [fault for name in names if (fault := shard_fault(path / name, manifest.files[name]))]
-    return manifest, faults[0] if faults else ""

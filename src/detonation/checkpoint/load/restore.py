@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
+from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
 from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
 from detonation.checkpoint.load.elastic import Elastic, owned_rows
 from detonation.checkpoint.rank_state import generators, groups, run_identity, weights
@@ -32,8 +32,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     """
     own, manifest = optimizer.coordinates, saved.manifest
     _check(saved, model, optimizer, own)
-    same = (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
-    source: Elastic | ShardReader = saved.file(own.replica, own.shard) if same else Elastic(saved, own)
+    same = _same_shape(manifest, own)
+    source: Elastic | ShardReader = _own_file(saved, own) if same else Elastic(saved, own)
     parameters = dict(model.named_parameters())
     for name, tensor in weights(model).items():
         key = f"model.{name}"
@@ -44,7 +44,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         local(tensor).copy_(_fitting(key, local(tensor), read))
     for name, parameter in parameters.items():
         _base_state(saved, source, optimizer, name, parameter)
-    for group, options in zip(optimizer.param_groups, saved.file(0, 0).groups, strict=True):
+    for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             group[key] = torch.tensor(value, dtype=group[key].dtype, device=group[key].device)
@@ -65,12 +65,23 @@ def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own
         if was != now:
             raise ValueError(f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same")
     own_groups = [group["parameters"] for group in groups(model, optimizer)]
-    saved_groups = [group.get("parameters") if isinstance(group, dict) else None for group in saved.file(0, 0).groups]
+    saved_groups = [
+        group.get("parameters") if isinstance(group, dict) else None for group in _own_file(saved, own).groups
+    ]
     if own_groups != saved_groups:
         raise ValueError(f"{saved.path} was written with other parameters or parameter groups: resume the same model")
     if manifest.replicas != own.replicas and all(scheme.signal == "nothing" for _, scheme in optimizer.levels):
         counts = f"{manifest.replicas} replicas, not {own.replicas}"
         raise ValueError(f"{saved.path} is of {counts}: without an exchange they have nothing in common to go on from")
+
+
+def _same_shape(manifest: Manifest, own: Coordinates) -> bool:
+    return (manifest.replicas, manifest.shards) == (own.replicas, own.shards)
+
+
+def _own_file(saved: CheckpointReader, own: Coordinates) -> ShardReader:
+    """The file of this rank, which may be the only one on its node; in a world of another shape the first of all."""
+    return saved.file(own.replica, own.shard) if _same_shape(saved.manifest, own) else saved.file(0, 0)
 
 
 def _option(key: str, current: Any, saved: Any) -> Any:

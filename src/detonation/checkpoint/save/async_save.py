@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from detonation.checkpoint.gather import device_of, gather
-from detonation.checkpoint.save.shard_job import SaveJob, make_save_job, save_shard
+from detonation.checkpoint.gather import Texts, device_of
+from detonation.checkpoint.save.shard_job import SaveJob, make_save_job
+from detonation.checkpoint.save.shard_saver import ShardSaver
 from detonation.core.optimizer.replicated import Replicated
 
 _log = logging.getLogger("detonation.checkpoint")
@@ -33,7 +33,8 @@ class Checkpoints:
     and in `news`. As a context manager it waits for the last save, unless an exception leaves the context.
 
     Args:
-        directory: a directory that all ranks see.
+        directory: of the checkpoints. Where nodes share no file system, each has one of its own here, with the files of
+            its own ranks.
         keep: how many of the newest checkpoints stay.
 
     Raises:
@@ -63,6 +64,7 @@ class Checkpoints:
         self.directory, self._keep = Path(directory), keep
         self._model, self._optimizer = model, optimizer
         self._group: dist.ProcessGroup | None = None
+        self._saver: ShardSaver | None = None
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
         self._news: list[str] = []
@@ -85,7 +87,8 @@ class Checkpoints:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             distributed_c10d._set_pg_timeout(timeout, self._group)
         # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone
-        self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
+        self._saver = self._saver or ShardSaver(self.directory, self._keep, Texts(_HOST, self._group))
+        self._thread = threading.Thread(target=self._write, args=(self._saver, job), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> Path | None:
@@ -120,10 +123,9 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _write(self, job: SaveJob) -> None:
-        gather_text = partial(gather, device=_HOST, group=self._group)
+    def _write(self, saver: ShardSaver, job: SaveJob) -> None:
         try:
-            self._outcome = save_shard(self.directory, job, self._keep, gather_text)
+            self._outcome = saver.save(job)
         except Exception as error:
             self._outcome = error
             self._news.append(str(error))
@@ -142,7 +144,8 @@ def save_checkpoint(
     `Checkpoints` saves while training goes on.
 
     Args:
-        directory: a directory that all ranks see.
+        directory: of the checkpoints. Where nodes share no file system, each has one of its own here, with the files of
+            its own ranks.
         extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
         keep: how many of the newest checkpoints stay.
 
@@ -167,7 +170,7 @@ def save_checkpoint(
     """
     _require_positive(keep)
     job = make_save_job(model, optimizer, extra)
-    return save_shard(Path(directory), job, keep, partial(gather, device=device_of(model)))
+    return ShardSaver(Path(directory), keep, Texts(device_of(model))).save(job)
 
 
 def _require_positive(keep: int) -> None:

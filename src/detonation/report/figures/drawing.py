@@ -26,6 +26,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a name may hold dollar signs
     "svg.hashsalt": "detonation",
 }
 WIDTH = 4.0

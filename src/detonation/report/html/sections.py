@@ -71,7 +71,7 @@ def figures(charts: Sequence[Chart], folder: Path, runs: Sequence[Run] = ()) -> 
 
 def _figure(chart: Chart, folder: Path, shared: bool) -> str:
     legend = "" if shared or not chart.keys else _legend(chart.keys)
-    link = f'<a href="{quote(folder.name)}/{chart.name}.png" download>PNG</a>'
+    link = f'<a href="{_address(Path(folder.name))}/{chart.name}.png" download>PNG</a>'
     note = f"<figcaption>{escape(chart.note)} {link}</figcaption>"
     return f'<figure id="{chart.name}">\n<h3>{escape(chart.title)}</h3>\n{legend}{chart.svg()}\n{note}\n</figure>'
 
@@ -127,9 +127,14 @@ def raw(runs: Sequence[Run], target: Path) -> str:
     for run in runs:
         folder = Path(os.path.relpath(run.directory, target.resolve().parent))
         present = [name for name in FILES if (run.directory / name).is_file()]
-        links = " · ".join(f'<a href="{quote((folder / name).as_posix())}">{name}</a>' for name in present)
+        links = " · ".join(f'<a href="{_address(folder / name)}">{name}</a>' for name in present)
         rows.append((escape(run.name), links))
     return grid([], rows)
+
+
+def _address(path: Path) -> str:
+    """A relative path as a link; the name of a directory may have bytes that are no text."""
+    return quote(path.as_posix(), errors="surrogateescape")
 
 
 def named_runs(runs: Sequence[Run]) -> list[str]:

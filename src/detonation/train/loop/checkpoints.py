@@ -1,19 +1,28 @@
 """The checkpoints of a run: those of the library, with the recipe beside the state."""
 
+import json
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
 
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.load.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.save.async_save import Checkpoints
 from detonation.checkpoint.save.shard_job import NotSaved
+from detonation.core.flat.tensors import digest
 from detonation.core.schemes.registry import scheme
+from detonation.data import Data
 from detonation.train.loop.counts import Counts, counted
 from detonation.train.loop.session import Session
 from detonation.train.output.directory import Unwritable
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import to_table
+
+_ANNOUNCED = {"mesh.replicas", "mesh.shards"}
+"""Settings whose change another line tells of."""
 
 # The screen of the run shows what the library logs here.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
@@ -32,7 +41,12 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts, follo
         followed: State of the adapter, in a run that follows its link.
     """
     _, outermost = session.optimizer.levels[-1]
-    extra = {"config": to_table(session.config), "setting": dict(outermost.arguments), "followed": followed}
+    extra = {
+        "config": to_table(session.config),
+        "setting": dict(outermost.arguments),
+        "followed": followed,
+        "data": _data_mark(session.data),
+    }
     checkpoints.save({**extra, **asdict(counted(session, before))})
 
 
@@ -65,10 +79,13 @@ def resume(session: Session, directory: Path, may_start: bool = False) -> tuple[
         return None, ["no checkpoint was saved yet: starting from the beginning"]
     if found is None:
         raise NoCheckpoint(f"there is no checkpoint in {directory}: start without --resume in another --out")
-    _check(found.path, found.manifest.extra.get("config"), to_table(session.config))
+    extra, here = found.manifest.extra, json.loads(json.dumps(to_table(session.config)))  # lists, as those of a file
+    was = extra["config"] if isinstance(extra.get("config"), dict) else {}
+    _check(found.path, was, here)
+    changed = [*_changes(was, here), *_other_data(extra.get("data"), session.data)]
     _restore_setting(session, found.manifest.extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
-    return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}"]
+    return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
 
 
 def _restore_setting(session: Session, setting: object) -> None:
@@ -82,9 +99,47 @@ def _restore_setting(session: Session, setting: object) -> None:
         session.optimizer.reconfigure(there)
 
 
-def _check(path: Path, saved: object, here: Table) -> None:
-    table = saved if isinstance(saved, dict) else {}
+def _check(path: Path, saved: Table, here: Table) -> None:
     for key in ("model", "data", "scheme", "seed"):
-        if table.get(key) != here[key]:
-            was, now = table.get(key), here[key]
+        if saved.get(key) != here[key]:
+            was, now = saved.get(key), here[key]
             raise ValueError(f"{path} was written with {key} {was}, this run has {now}: resume with the same")
+    # The checkpoint has the options of the optimizer, too, and they count; only the schedule sets lr anew in each step.
+    was, now = (table.get("optimizer", {}) for table in (saved, here))
+    for key in was.keys() | now.keys() if was.get("name") == now["name"] else ():
+        if key != "lr" and was.get(key) != now.get(key):
+            texts = f"optimizer.{key} {was.get(key)}, this run has {now.get(key)}"
+            raise ValueError(f"{path} was written with {texts}: resume with the same")
+
+
+def _changes(saved: Table, here: Table) -> list[str]:
+    """A line about the settings that are others than in the checkpoint and count from now on."""
+    before, now = (dict(_settings(table)) for table in (saved, here))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _ANNOUNCED]
+    texts = [f"{key} is {now.get(key)}, was {before.get(key)}" for key in keys]
+    return [f"changed since the checkpoint: {'; '.join(texts)}"] if texts else []
+
+
+def _settings(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def _data_mark(data: Data) -> list[object]:
+    """The number of training examples, and a hash of three of them."""
+    count = len(data.train)
+    few = data.train[torch.tensor([0, count // 2, count - 1])]
+    return [count, digest(few[key] for key in sorted(few))[:16]]
+
+
+def _other_data(saved: object, data: Data) -> list[str]:
+    """A line where the data are not those of the checkpoint."""
+    now = _data_mark(data)
+    if saved is None or saved == now:
+        return []
+    was = saved[0] if isinstance(saved, list) and saved else saved
+    counts = f"{now[0]} training examples, was {was}" if was != now[0] else f"other examples, {now[0]} as before"
+    return [f"the data have changed since the checkpoint: {counts}; the order of examples is another from now on"]

@@ -16,6 +16,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
 CHECKPOINTS = "checkpoints"
+_PROBE = ".volume-"  # of a start that was killed while it looked who sees the directory
 
 
 class InUse(ValueError):
@@ -29,11 +30,16 @@ def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
+    if path.is_symlink() and not path.exists():
+        raise ValueError(
+            f"the run directory {str(path)!r} is a link to nowhere: make its target, or choose another --out"
+        )
     if (path / LOCK).exists():
         with (path / LOCK).open("r+") as file:
             _take(file, path)
     passing = (LOCK, f"{CONFIG}.part")
-    held = [entry for entry in path.iterdir() if entry.name not in passing] if path.is_dir() else []
+    entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    held = [name for name in entries if name not in passing and not name.startswith(_PROBE)]
     if (path / SUMMARY).exists():
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it")
     if resume and not may_start and not (path / CHECKPOINTS).is_dir():

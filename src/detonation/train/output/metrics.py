@@ -1,6 +1,7 @@
 """The measurements of a run: one record per step in `metrics.jsonl`, and the same in words for people."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -67,9 +68,11 @@ class MetricsFile:
             self._append()
 
     def close(self) -> None:
-        """Closes the file. Raises `Unwritable` when lines still wait."""
+        """Closes the file. Raises `Unwritable` when lines still wait, or the file was removed meanwhile."""
         try:
             self._append()
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was removed while the run wrote it")
         except OSError as error:
             raise unwritable(self.path, error) from error
         finally:
@@ -90,7 +93,12 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics file; a last line that a crash cut off is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return parse_metrics(path.read_text(encoding="utf-8"))
+
+
+def parse_metrics(text: str) -> list[Record]:
+    """The records of the content of a metrics file."""
+    lines = text.splitlines(keepends=True)
     return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 

@@ -11,6 +11,7 @@ from rich.constrain import Constrain
 from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
+from detonation.report.words import printable
 from detonation.train.output.gauges import Gauges, Portion
 from detonation.train.output.metrics import Record
 
@@ -47,7 +48,8 @@ class Screen:
                 self._draw()
 
     def line(self, text: str) -> None:
-        """Prints one line, above the gauges where there are some."""
+        """Prints one line, above the gauges where there are some; names in it may come from elsewhere."""
+        text = printable(text)
         if self._gauges is not None:
             self._draw(Text(text))
         elif not self._silent:

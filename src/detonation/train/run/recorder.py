@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from detonation.train.loop import counts
 from detonation.train.loop.session import Session
@@ -17,25 +16,28 @@ class Recorder:
     """Keeps every step's record; rank 0 also writes each down, and shows those that are due.
 
     Args:
-        done: Steps of earlier starts.
+        kept: Records of earlier starts.
         before: Faults in earlier starts.
     """
 
     def __init__(
-        self, session: Session, path: Path, screen: Screen, done: int, before: counts.Counts = counts.NOTHING
+        self,
+        session: Session,
+        path: Path,
+        screen: Screen,
+        kept: Sequence[metrics.Record] = (),
+        before: counts.Counts = counts.NOTHING,
     ) -> None:
         self.before = before
         self._train, self._screen = session.config.train, screen
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
-        file = path / directory.METRICS
-        self.records = [record for record in (metrics.read_metrics(file) if done else []) if record.step <= done]
-        if done:
-            dist.barrier()  # all ranks have read before rank 0 writes
+        self.records = list(kept)
+        done = kept[-1].step if kept else 0
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
         screen.line(_title(session, path))
         if session.rank == 0:
-            self._loggers = [metrics.MetricsFile(file, self.records)]
+            self._loggers = [metrics.MetricsFile(path / directory.METRICS, self.records)]
             self._loggers += trackers.open_trackers(path, session.config, done, lambda line: self.warn([line]))
         screen.start(done, self._train.steps, portion(session))
 

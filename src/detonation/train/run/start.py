@@ -1,12 +1,15 @@
 """The start of a run: everything that can be checked is checked, then the processes start."""
 
+import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from detonation.cluster.init import LaunchPosition, gpus_for, launch_position
+from detonation.checkpoint.gather import Texts
+from detonation.cluster.init import LaunchPosition, gpus_for, launch_position, local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network import namespaces
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
@@ -45,9 +48,12 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         return _finished(request) or run_task(prepare(request, None))
 
     def on_this_rank() -> Table:
-        if finished := _finished(request):
-            return finished
-        task = prepare(request, place)
+        # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
+        said = [_finished(request), restarted(os.environ), restartable(os.environ)] if place.rank == 0 else []
+        finished, again, may_start = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
+        if finished:
+            return dict(finished)
+        task = replace(prepare(request, place), resume=request.resume or again, may_start=may_start)
         if place.rank == 0:
             _check_directory(task)
         return train_on_rank(task)

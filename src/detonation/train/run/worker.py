@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import tomli_w
+import torch
 
-from detonation.checkpoint.gather import gather
+from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.load.newest import Loaded
+from detonation.checkpoint.volumes import Volumes, survey
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
@@ -65,15 +68,21 @@ def train_on_rank(task: RunTask) -> Table:
         _expect(session)
         screen = Screen(session.rank != 0, task.request.to_stderr)
         stop.last_act = screen.wipe
-        with _run_directory(session, task, chosen) as path, screen:
+        with _run_directory(session, task, chosen) as (path, volumes), screen:
             if chosen is not None:
                 screen.line(chosen.line)
+            if not volumes.shared:
+                screen.line(
+                    f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
+                    f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
+                )
             found = resume(session, path / directory.CHECKPOINTS, task.may_start) if task.resume else (None, [])
             loaded, resumed = found
             before = counts.saved(loaded.extra if loaded else {})
             adapter, more = _adapter(session, task, chosen, loaded)
             done = loaded.step if loaded else 0
-            with contextlib.closing(Recorder(session, path, screen, done, before)) as recorder:
+            kept = _kept(session, path / directory.METRICS, done, volumes)
+            with contextlib.closing(Recorder(session, path, screen, kept, before)) as recorder:
                 recorder.show([*resumed, *more])
                 return _train(session, path, recorder, done, task.request.stop_after, stop, adapter)
 
@@ -163,21 +172,49 @@ def _train(
     return {**summary, "directory": str(path)}
 
 
+def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> list[metrics.Record]:
+    """The records of the first `done` steps, on all ranks. Collective."""
+    if not done:
+        return []
+    if volumes.shared:
+        found = metrics.read_metrics(file)
+        session.world.all_gather(torch.zeros(1, device=session.device))()  # all have read before rank 0 writes
+    else:
+        text = file.read_text(encoding="utf-8") if session.rank == 0 else ""
+        found = metrics.parse_metrics(Texts(session.device).broadcast(text))
+    return [record for record in found if record.step <= done]
+
+
 @contextlib.contextmanager
-def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> Iterator[Path]:
-    """The run's directory, the same on all ranks; rank 0 makes it, writes the configuration, and holds its lock."""
-    held = None
-    if session.rank == 0:
-        name = f"{task.request.recipe.stem}-{session.config.schemes}"
-        path = task.request.out or directory.fresh_directory(name)
-        directory.check_free(path, task.resume, task.may_start)
-        held = directory.RunDirectory(path)
-        directory.write_text(path / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
-        directory.write_json(path / directory.ENVIRONMENT, environment())
-        if chosen is not None:
+def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> Iterator[tuple[Path, Volumes]]:
+    """The run's directory on this node, and who shares it.
+
+    Where nodes share no file system each has one under the same name, or under its own --out. The leader of each makes
+    it, writes the configuration, and holds its lock.
+    """
+    texts, path = Texts(session.device), task.request.out or Path()
+    with contextlib.ExitStack() as held:
+        if session.rank == 0:
+            path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
+            directory.check_free(path, task.resume, task.may_start)
+            held.enter_context(contextlib.closing(directory.RunDirectory(path)))
+        path = Path(texts.broadcast(str(path))) if task.request.out is None else path
+        try:
+            volumes = survey(path, texts.gather)
+        except OSError as error:
+            raise directory.Unwritable(f"cannot write into the run directory: {error.strerror}") from error
+        leads, problem = volumes.leads(session.rank), ""
+        if leads and session.rank:
+            try:
+                directory.check_free(path, task.resume, may_start=True)  # its checkpoints may be elsewhere
+                held.enter_context(contextlib.closing(directory.RunDirectory(path)))
+            except ValueError as error:
+                problem = f"{error} (on {platform.node()})"
+        if not volumes.shared and (first := next(filter(None, texts.gather(problem)), "")):
+            raise ValueError(first)
+        if leads:
+            directory.write_text(path / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
+            directory.write_json(path / directory.ENVIRONMENT, environment())
+        if chosen is not None and session.rank == 0:
             directory.write_json(path / directory.PLAN, chosen.plan)
-    try:
-        yield Path(gather(str(held.path) if held else "", session.device)[0])
-    finally:
-        if held is not None:
-            held.close()
+        yield path, volumes

@@ -9,7 +9,7 @@ from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.load.elastic import Elastic
 from detonation.checkpoint.rank_state import weights
-from detonation.checkpoint.verify import newest
+from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.models import build_model
 from detonation.train.recipe.tables import from_table
@@ -19,7 +19,7 @@ from detonation.train.recipe.tables import from_table
 def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, Any]:
     """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for `from_pretrained`.
 
-    In the middle of a round it is the mean of the replicas.
+    In the middle of a round it is the mean of the replicas, as far as their files are on this node.
 
     Args:
         trust_code: Import and call a model function that the checkpoint names as "package.module:function".
@@ -40,7 +40,10 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         raise ValueError(
             f"{path} names the code {config.model.name}, which export would run: say --trust-code if you wrote it"
         )
-    source = Elastic(CheckpointReader(path, manifest), Coordinates(0, 1, 0, 1))
+    here = whole_replicas(path, manifest)
+    if not here:
+        raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")
+    source = Elastic(CheckpointReader(path, manifest), Coordinates(0, 1, 0, 1), here)
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
     parts = {name: source.agreed(f"model.{name}", _box(tensor)) for name, tensor in planned.items()}
@@ -51,7 +54,14 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         tensor.copy_(parts[name])
     model.save_pretrained(out)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    return {"exported": str(out), "checkpoint": str(path), "step": manifest.step, "num_parameters": numel}
+    mean = "" if manifest.alike or len(here) == manifest.replicas else f"{len(here)} of {manifest.replicas}"
+    return {
+        "exported": str(out),
+        "checkpoint": str(path),
+        "step": manifest.step,
+        "num_parameters": numel,
+        **({"replicas": mean} if mean else {}),
+    }
 
 
 def _box(tensor: torch.Tensor) -> Box | None:

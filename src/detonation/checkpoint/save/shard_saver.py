@@ -1,0 +1,138 @@
+"""The save of one rank's file, and the agreement of all ranks that makes their files a checkpoint."""
+
+import contextlib
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from detonation.checkpoint.files import retention, shard_file
+from detonation.checkpoint.files.manifest import file_name
+from detonation.checkpoint.gather import Texts
+from detonation.checkpoint.save.shard_job import NotSaved, SaveJob
+from detonation.checkpoint.volumes import Volumes, survey
+
+_log = logging.getLogger("detonation.checkpoint")
+
+
+class ShardSaver:
+    """Saves the file of this rank, and with the other ranks turns the files of all into a checkpoint.
+
+    Without a shared file system `directory` is one of its own on each node. Each then has the files of its own ranks,
+    and all have the same manifest.
+
+    Args:
+        keep: how many of the newest checkpoints stay.
+    """
+
+    def __init__(self, directory: Path, keep: int, texts: Texts) -> None:
+        self._directory, self._keep, self._texts = directory, keep, texts
+        self._volumes: Volumes | None = None
+
+    def save(self, job: SaveJob) -> Path:
+        """Saves `job`. Collective; the leader of each volume makes, names and removes directories.
+
+        All manifests are on the disk before the first of them counts, and all count before an older checkpoint goes. So
+        whenever a node ends, one checkpoint is whole on all nodes.
+
+        Raises `NotSaved` on all ranks where one of them cannot write.
+        """
+        directory, step = self._directory, job.step
+        volumes = self._volumes = self._volumes or self._survey(job)
+        leads = volumes.leads(dist.get_rank())
+        self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
+        reports = self._agree(job, volumes, True, lambda: _write_shard(retention.partial_path(directory, step), job))
+        manifest = job.manifest(reports, volumes).dumps() if dist.get_rank() == 0 else ""
+        if not volumes.shared:
+            manifest = self._texts.broadcast(manifest)
+        self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
+        reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
+        if leads:
+            common = _common([report["steps"] for report in reports if "steps" in report])
+            retention.retire(directory, step, [saved for saved in common if saved <= step][: self._keep])
+        return directory / retention.checkpoint_name(step)
+
+    def _survey(self, job: SaveJob) -> Volumes:
+        try:
+            volumes = survey(self._directory, self._texts.gather)
+        except OSError as error:
+            report = {"failure": error.strerror, "free": _free(self._directory)}
+            raise self._failure(job, report, job.bytes) from error
+        if not volumes.shared and dist.get_rank() == 0:
+            ranks = volumes.ranks_text()
+            _log.warning("no shared file system: each node saves its ranks in its own %s (%s)", self._directory, ranks)
+        return volumes
+
+    def _agree(
+        self, job: SaveJob, volumes: Volumes, acts: bool, act: Callable[[], Mapping[str, Any] | None]
+    ) -> list[dict[str, Any]]:
+        """Calls `act` on the ranks that act. Returns the reports of all ranks; raises `NotSaved` where one failed."""
+        report: dict[str, Any] = {"need": job.bytes}
+        try:
+            report |= (act() if acts else None) or {}
+        except (OSError, ValueError) as error:
+            where = "" if volumes.shared else f" on {platform.node()}"
+            text = f"{getattr(error, 'strerror', None) or error}{where}"
+            report |= {"failure": text, "free": _free(self._directory)}
+        reports = [json.loads(text) for text in self._texts.gather(json.dumps(report))]
+        failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
+        if failed is None:
+            return reports
+        if volumes.leads(dist.get_rank()):
+            with contextlib.suppress(OSError):
+                retention.abandon(self._directory, job.step)
+        self._volumes = None  # a file system may have come or gone
+        beside = [rank for rank, leader in enumerate(volumes.leaders) if leader == volumes.leaders[failed]]
+        raise self._failure(job, reports[failed], sum(reports[rank]["need"] for rank in beside))
+
+    def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
+        """The error, the same on all ranks. Collective, so that none raises before all have cleaned up."""
+        saved = [json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))]
+        before = [step for step in _common(saved) if step < job.step]
+        still = f"{retention.checkpoint_name(before[0])} is still whole" if before else "there is none before it"
+        sizes = f"need {_amount(need)}, {_amount(report['free'])} free"
+        name = retention.checkpoint_name(job.step)
+        return NotSaved(f"checkpoint {name} failed: {report['failure']} ({sizes}); {still}")
+
+
+def _write_shard(folder: Path, job: SaveJob) -> dict[str, Any]:
+    own, world_size = job.coordinates, dist.get_world_size()
+    name = file_name(own.replica, own.shard)
+    if world_size != own.replicas * own.shards or (folder / name).exists():
+        world = f"{own.replicas} replicas x {own.shards} shards"
+        raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}")
+    return {"name": name, **asdict(shard_file.write_shard(folder / name, job.snapshot.tensors, job.snapshot.rest))}
+
+
+def _commit(directory: Path, step: int) -> dict[str, Any]:
+    retention.commit(directory, step)
+    return {"steps": _steps(directory)}
+
+
+def _steps(directory: Path) -> list[int]:
+    return [retention.step_of(path) for path in retention.saved_checkpoints(directory)]
+
+
+def _common(steps: Sequence[Sequence[int]]) -> list[int]:
+    """The steps that occur in all lists, newest first."""
+    return sorted(set.intersection(*map(set, steps)), reverse=True)
+
+
+def _free(directory: Path) -> int:
+    """The bytes that are free in `directory`; 0 where there is none."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
+
+
+def _amount(count: int) -> str:
+    """A number of bytes in words: 2.1 GB."""
+    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= u or u == 1)
+    return f"{count / unit:.1f} {name}"

@@ -1,0 +1,100 @@
+"""Odd things done to a run: links, a directory that goes, clocks that jump, and what changed before it was resumed."""
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from detonation.checkpoint.files import disk
+from detonation.cluster.processes.failure import WorldError
+from detonation.train.loop import session
+from detonation.train.output import metrics
+from detonation.train.output.directory import RunDirectory, Unwritable, check_free
+
+
+def test_a_link_is_the_directory_it_leads_to_and_one_to_nowhere_is_refused(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk")
+    with pytest.raises(ValueError, match=r"link' is a link to nowhere: make its target, or choose another --out"):
+        check_free(link, resume=False)
+    (tmp_path / "disk").mkdir()
+    check_free(link, resume=False)
+    held = RunDirectory(link)
+    with pytest.raises(ValueError, match="in use by process"):
+        check_free(tmp_path / "disk", resume=False)
+    held.close()
+
+
+def test_a_start_that_was_killed_while_it_looked_around_leaves_the_directory_free(tmp_path):
+    (tmp_path / f"{disk.PROBE}0123-7").touch()
+    check_free(tmp_path, resume=False)
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_removed_as_a_link(train, tmp_path):
+    train("run", stop_after=2)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-000002").rename(tmp_path / "archive")
+    (checkpoints / "step-000002").symlink_to(tmp_path / "archive")
+    train("run", "train.keep=1", resume=True)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000006"]
+    assert len(list((tmp_path / "archive").iterdir())) == 3, "what the link led to is as it was"
+
+
+def test_a_metrics_file_that_was_removed_is_missed_at_the_end(tmp_path):
+    file = metrics.MetricsFile(tmp_path / "run.jsonl")
+    (tmp_path / "run.jsonl").unlink()
+    file.write(metrics.Record(1, loss=1.5, lr=0.1, seconds=0.2, bytes_sent=10))
+    with pytest.raises(Unwritable, match=r"run\.jsonl: it was removed while the run wrote it"):
+        file.close()
+
+
+def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(train, tmp_path, monkeypatch):
+    """It goes at the first save, which fails; the save at the end makes it again."""
+
+    def remove(operation, path):
+        if operation == "create" and ".step-000002.part" in str(path):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    monkeypatch.setattr(disk, "observer", remove)
+    with pytest.raises(WorldError, match=r"metrics\.jsonl: it was removed while the run wrote it"):
+        train("run", "train.checkpoint_every=2", "train.steps=4")
+    assert (tmp_path / "run" / "checkpoints" / "step-000004" / "manifest.json").is_file()
+
+
+def test_clocks_that_jump_change_nothing(train, monkeypatch, tmp_path):
+    still = train("still", "train.checkpoint_every=2")[0]
+    rng, now = random.Random(3), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + rng.uniform(-1e6, 1e6))
+    jumping = train("jumping", "train.checkpoint_every=2", stop_after=3)[0]
+    assert jumping["stopped_after"] == 3
+    assert train("jumping", "train.checkpoint_every=2", resume=True)[0]["fingerprint"] == still["fingerprint"]
+    assert not list(Path(tmp_path / "jumping").glob("*.part"))
+
+
+def test_what_changed_since_the_checkpoint_is_told_in_a_line(train, tmp_path, capfd):
+    source = tmp_path / "text.txt"
+    source.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    tables = {"data": {"task": "text", "source": str(source), "context": 32}}
+    train("run", tables=tables, stop_after=2)
+    capfd.readouterr()
+    train("run", tables=tables, resume=True, stop_after=3)
+    assert "changed since" not in capfd.readouterr().out
+    train("run", "optimizer.lr=0.001", "train.batch_size=2", tables=tables, resume=True, stop_after=4)
+    said = capfd.readouterr().out
+    assert "\nchanged since the checkpoint: optimizer.lr is 0.001, was 0.003; train.batch_size is 2, was 4\n" in said
+    text = source.read_text()
+    for changed, told in ((text[1:] + "T", "other examples, "), (text * 2, "training examples, was ")):
+        source.write_text(changed)
+        session._load_data.cache_clear()
+        train("run", "optimizer.lr=0.001", "train.batch_size=2", tables=tables, resume=True, stop_after=4)
+        said = capfd.readouterr().out
+        assert "\nthe data have changed since the checkpoint: " in said and told in said
+
+
+def test_a_setting_of_the_optimizer_that_the_checkpoint_would_override_is_refused(train):
+    train("run", stop_after=2)
+    message = "was written with optimizer.weight_decay None, this run has 0.5: resume with the same"
+    with pytest.raises(WorldError, match=message):
+        train("run", "optimizer.weight_decay=0.5", resume=True)
