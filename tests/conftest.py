@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the tests train on the CPU, on a machine with GPUs too
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """A rank that is dead, stopped or cut off: all others end with its name, within the limit."""
 
-import itertools
 import os
 import re
 import signal
@@ -8,7 +7,7 @@ import subprocess
 
 import pytest
 
-from commands import Command, launched, write_recipe
+from commands import Command, free_port, launched, write_recipe
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -86,6 +85,29 @@ def two_machines():
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+def addresses_in_use(names):
+    """The addresses on which processes listen in each network."""
+    found = []
+    for name in names:
+        shown = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True, check=True)
+        listening = {line.split()[3].rsplit(":", 1)[0] for line in shown.stdout.splitlines()}
+        found.append({host.removeprefix("[::ffff:").rstrip("]") for host in listening})
+    return found
+
+
+def test_with_rank_and_world_size_alone_sockets_listen_towards_the_first_rank(
+    started, tmp_path, two_machines, monkeypatch
+):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    recipe, port = write_recipe(tmp_path / "tiny.toml"), free_port()
+    for rank, network in enumerate(two_machines[0]):
+        env = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "10.93.0.1", "MASTER_PORT": port}
+        train = ("train", recipe, "--out", tmp_path / "run", "--shards", 1, *LONG)
+        started.append(Command(tmp_path / f"rank{rank}", *train, env=env, network=network))
+    started[0].wait_for_step(2)
+    assert addresses_in_use(two_machines[0]) == [{"10.93.0.1"}, {"10.93.0.2"}]
+
+
 def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(started, tmp_path, two_machines):
     names, cut = two_machines
     recipe = write_recipe(tmp_path / "tiny.toml")
@@ -94,10 +116,7 @@ def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(s
     ranks = launched(tmp_path, 4, *train, networks=networks, address="10.93.0.1")
     started += ranks
     ranks[0].wait_for_step(2)
-    for name, number in zip(names, itertools.count(1)):
-        shown = subprocess.run(["ip", "netns", "exec", name, "ss", "-Hltn"], capture_output=True, text=True, check=True)
-        listening = {line.split()[3].rsplit(":", 1)[0] for line in shown.stdout.splitlines()}
-        assert {host.removeprefix("[::ffff:").rstrip("]") for host in listening} == {f"10.93.0.{number}"}
+    assert addresses_in_use(names) == [{"10.93.0.1"}, {"10.93.0.2"}]
     cut()
     assert [rank.wait() for rank in ranks] == [1, 1, 1, 1]
     here = "".join(rank.errors for rank in ranks[:2])

@@ -1,63 +1,40 @@
-"""The position that a launcher gave this process, and the process group that it joins there."""
+"""The process group that a rank joins at the position that its launcher gave it, and the device that it takes."""
 
 import gc
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
+from detonation.cluster.machine.devices import choose_device, look_for_gpus, require_gpu_each
+from detonation.cluster.machine.position import LaunchPosition as LaunchPosition
+from detonation.cluster.machine.position import launch_position as launch_position
 from detonation.cluster.processes.heartbeat import EndProcess, Heartbeat, silence_limit_s
 from detonation.cluster.processes.heartbeat_board import FileBoard, StoreBoard
-from detonation.cluster.processes.rendezvous import describe_store_host, keep_to_one_interface, rendezvous_store
+from detonation.cluster.processes.rendezvous import (
+    compare_devices,
+    describe_store_host,
+    keep_to_one_interface,
+    rendezvous_store,
+)
+from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
 
 COLLECTIVE_TIMEOUT_S = 300.0
 """How long a rank waits for a rank that is alive: to compile, to load, to save. The transfer time comes on top."""
 
+GROUP_TIMEOUT_S = 1800.0
+"""How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo."""
+
 _heartbeat: Heartbeat | None = None
-
-
-@dataclass(frozen=True)
-class LaunchPosition:
-    """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of `local_world_size`.
-
-    address, port: where the ranks meet, for a launcher that does not set MASTER_ADDR and MASTER_PORT.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    address: str = ""
-    port: int = 0
-
-
-def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
-    """Reads the position that torchrun, a Kubernetes job or srun gave this process; `None` without a launcher.
-
-    Raises:
-        ValueError: a variable of the launcher is not a whole number.
-
-    >>> launch_position({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).local_world_size
-    4
-    """
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-        local_world = _number(env, "LOCAL_WORLD_SIZE", world)
-        return LaunchPosition(rank, world, _number(env, "LOCAL_RANK", rank % local_world), local_world)
-    # A batch script that did not call srun has a job but no step, and stands alone.
-    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "SLURM_STEP_ID" in env:
-        return _slurm(env)
-    return None
+_watch: Watch | None = None
 
 
 def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = None) -> Heartbeat | None:
-    """Joins the default process group (NCCL with a GPU for each local rank, else gloo) and starts the heartbeat.
+    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat.
 
     Args:
         end: ends this process when another rank is lost; see `Heartbeat`.
@@ -65,34 +42,106 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
 
     Returns:
         This rank's heartbeat; `None` in a world of one rank.
+
+    Raises:
+        ValueError: as `meet`.
     """
-    on_gpu = gpus_for(position.local_world_size)
-    if on_gpu:
-        torch.cuda.set_device(position.local_rank)
-    else:
+    store, device = meet(position, folder)
+    if device.type == "cpu":
         torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    if position.address:
-        os.environ.setdefault("MASTER_ADDR", position.address)
-        os.environ.setdefault("MASTER_PORT", str(position.port))
-    os.environ["LOCAL_RANK"] = str(position.local_rank)
-    keep_to_one_interface(os.environ, position.world_size == position.local_world_size)
-    store = rendezvous_store(position.rank, position.world_size, folder)
     if folder is not None:
         board: FileBoard | StoreBoard = FileBoard(folder)
     else:
         host = describe_store_host(os.environ)
-        board = StoreBoard(store, position.rank, host, hosted_here=position.rank == 0 and host.startswith("rank 0"))
+        hosted_here = position.rank == 0 and host.startswith("rank 0")
+        board = StoreBoard(store, position.rank, host, hosted_here, os.environ.get("DETONATION_TOKEN", ""))
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "gloo" if device.type == "cpu" else "nccl",
         store=store,
         rank=position.rank,
         world_size=position.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        device_id=torch.device("cuda", position.local_rank) if on_gpu else None,
+        device_id=None if device.type == "cpu" else device,
     )
     global _heartbeat
     _heartbeat = Heartbeat(board, position.rank, position.world_size, end) if position.world_size > 1 else None
+    watch_waiting()
     return _heartbeat
+
+
+def join_world(asked: str | None = None) -> torch.device:
+    """Joins the default process group of a launcher's world unless there is one; returns this rank's device.
+
+    The group carries tensors of the CPU and of the device. A GPU that the caller made current stays current.
+
+    Args:
+        asked: the device's type; None chooses.
+
+    Raises:
+        ValueError: there is no launcher, or as `meet`.
+    """
+    position = launch_position(os.environ)
+    if dist.is_initialized():
+        in_group = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+        position = position or launch_position({**os.environ, **in_group})
+        if torch.cuda.is_initialized() and asked != "cpu":  # type: ignore[no-untyped-call]
+            return torch.device("cuda", torch.cuda.current_device())
+        device = choose_device(os.environ, look_for_gpus(), position, asked)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+    if position is None:
+        raise ValueError("no process group and no launcher: start with torchrun, or initialise torch.distributed")
+    store, device = meet(position, asked=asked)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=position.rank,
+        world_size=position.world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    return device
+
+
+def watch_waiting() -> None:
+    """Starts the watch of the default process group, unless there is one; see `waiting.Watch`."""
+    global _watch
+    store = distributed_c10d._get_default_store()
+    if _watch is not None and _watch.source is not store:  # of a group that was destroyed
+        _watch.stop()
+        _watch = None
+    if _watch is None and dist.get_world_size() > 1:
+        _watch = Watch(store, dist.get_rank(), dist.get_world_size(), WAIT_LINE_S)
+
+
+def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None = None) -> tuple[Store, torch.device]:
+    """Takes this rank's device, keeps to one network interface, and opens the store where all ranks meet.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and LOCAL_WORLD_SIZE, for
+    launchers that leave them out.
+
+    Args:
+        folder: as in `init_rank`.
+        asked: the device's type; None chooses.
+
+    Raises:
+        ValueError: a GPU is in sight that this rank cannot take, two ranks share one, or MASTER_ADDR is missing.
+    """
+    device = choose_device(os.environ, look_for_gpus(), position, asked)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
+    os.environ["LOCAL_RANK"] = str(position.local_rank or 0 if device.index is None else device.index)
+    if position.local_world_size is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
+    if position.address:
+        os.environ.setdefault("MASTER_ADDR", position.address)
+        os.environ.setdefault("MASTER_PORT", str(position.port))
+    keep_to_one_interface(os.environ, position.one_machine)
+    store = rendezvous_store(position, folder)
+    if folder is None:  # ranks of one launcher of ours took what it had checked
+        compare_devices(store, position, device)
+    return store, device
 
 
 def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:
@@ -109,9 +158,13 @@ def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
-    timeout = timedelta(seconds=silence_limit_s(COLLECTIVE_TIMEOUT_S, message_bytes, rate_bits_per_s))
+    set_group_timeouts(silence_limit_s(COLLECTIVE_TIMEOUT_S, message_bytes, rate_bits_per_s))
+
+
+def set_group_timeouts(timeout_s: float) -> None:
+    """Sets how long a collective waits, in all process groups that there are."""
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timeout, group)
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def local_device() -> torch.device:
@@ -135,45 +188,28 @@ def leave() -> None:
         >>> dist.is_initialized()
         False
     """
+    global _watch
+    if _watch is not None:
+        _watch.leave()
     if _heartbeat is not None:
         _heartbeat.leave(dist.barrier)
     else:
         dist.barrier()
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
     dist.destroy_process_group()
     gc.collect()  # meshes, models and optimizers refer to each other in circles
 
 
-def gpus_for(local_world_size: int) -> bool:
-    """True where this machine has a GPU for each of its `local_world_size` ranks."""
-    return torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+def gpus_for(ranks: int) -> bool:
+    """True where each of `ranks` processes of this machine gets a GPU; False where all belong on the CPU.
 
-
-def _slurm(env: Mapping[str, str]) -> LaunchPosition:
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
-    per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "")))
-    hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
-    return LaunchPosition(
-        rank,
-        world,
-        _number(env, "SLURM_LOCALID", 0),
-        int(per_node[0]) if per_node else world,
-        address=first_host(hosts) or env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
-        port=20_000 + _number(env, "SLURM_JOB_ID", 0) % 20_000,
-    )
-
-
-def first_host(hosts: str) -> str:
-    """The first name in SLURM's compressed list of hosts.
-
-    >>> first_host("gpu[007-009,012],login1"), first_host("a,b"), first_host("rack2-[3,5]-ib")
-    ('gpu007', 'a', 'rack2-3-ib')
+    Raises:
+        ValueError: a GPU is in sight, but not one for each; see `devices.choose_device`.
     """
-    match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
-    return "".join(part or "" for part in match.groups()) if match else ""
-
-
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name, "" if default is None else str(default))
-    if not text.isdigit():
-        raise ValueError(f"the launcher's environment has {name}={text!r}, but it must be a whole number")
-    return int(text)
+    gpus = look_for_gpus()
+    if choose_device(os.environ, gpus).type == "cpu":
+        return False
+    require_gpu_each(gpus, ranks)
+    return True

@@ -1,6 +1,5 @@
 """The device mesh of replicas and shards, and the model laid out on it."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.core.flat.tensors import local
+from detonation.core.link.communicator import require_device
 
 
-def init_mesh(replicas: int, shards: int, device: str | None = None) -> DeviceMesh:
+def init_mesh(replicas: int, shards: int, device: str | None = None, timeout_s: float | None = None) -> DeviceMesh:
     """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of one replica.
 
     Uses the process group that exists, or initialises one from the environment of a launcher such as torchrun.
@@ -21,10 +22,16 @@ def init_mesh(replicas: int, shards: int, device: str | None = None) -> DeviceMe
     Args:
         replicas: copies of the model, usually the number of nodes.
         shards: ranks that share one copy, usually the accelerators of a node.
-        device: "cuda" or "cpu"; by default "cuda" where this machine has it.
+        device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in sight.
+
+        timeout_s: seconds for which a collective waits for a rank before it raises, in all process groups; above 0. By
+            default 1800 s where this call initialises the process group, and otherwise what that group has.
+
+    A rank that stands still for 30 s in a step to which others have not come logs who they are.
 
     Raises:
-        ValueError: replicas * shards is not the number of ranks, or there is neither process group nor launcher.
+        ValueError: replicas * shards is not the number of ranks, there is neither process group nor launcher, or a GPU
+            is in sight that this rank cannot take (only `device="cpu"` trains on the CPU then).
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -34,15 +41,19 @@ def init_mesh(replicas: int, shards: int, device: str | None = None) -> DeviceMe
         ('replicate', 'shard')
         >>> dt.leave()
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise ValueError("no process group and no launcher: start with torchrun, or initialise torch.distributed")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+    if timeout_s is None and not dist.is_initialized():
+        timeout_s = GROUP_TIMEOUT_S
+    taken = join_world(device)
     world = dist.get_world_size()
     if replicas < 1 or shards < 1 or replicas * shards != world:
         raise ValueError(f"{replicas} replicas x {shards} shards are {replicas * shards} ranks, the world has {world}")
-    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(taken.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    if timeout_s is not None:  # after the mesh has made its groups, which do not take the default group's
+        set_group_timeouts(timeout_s)
+    watch_waiting()
+    return mesh
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -117,6 +128,8 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
     group = axis.get_group()
     source = dist.get_global_rank(group, 0)
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "meta"}:
+        require_device(group, device)
     for tensor in tensors:
         if local(tensor).numel():
             dist.broadcast(local(tensor), source, group=group)

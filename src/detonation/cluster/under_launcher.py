@@ -39,7 +39,7 @@ def run_under_launcher(
 
     heartbeat: Heartbeat | None = None
     die_with_agent(os.environ)
-    keep_to_one_interface(os.environ, position.world_size == position.local_world_size, interface)
+    keep_to_one_interface(os.environ, position.one_machine, interface)
     heartbeat = init_rank(position, end)
     with stoppable():  # also while a failure is reported: torchrun asks the others to stop as soon as one rank ends
         try:

@@ -1,7 +1,6 @@
 """Compiles the kernels with g++ on first use, caches the library per user, and calls it through ctypes."""
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -9,12 +8,14 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from detonation.kernels.cache import cached
 
 KERNEL_CHUNKS = (16, 32, 64, 128, 256)
 """Chunk lengths for which the DCT kernels are compiled."""
@@ -240,27 +241,32 @@ def load_library() -> Library | None:
     """The library, compiled if it is not yet; None where there is no g++ or it fails (which is logged)."""
     compiler = shutil.which("g++")
     if compiler is None or os.name != "posix":
+        _log.info("the kernels in plain torch: there is no g++")
         return None
     try:
-        path = _cache() / f"native-{_identity(compiler)}.so"
-        if not path.exists():
-            _compile(compiler, path)
-        return Library(path)
+        name = f"native-{_identity(compiler)}.so"
+        library = cached(name, partial(_compile, compiler), _load)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the native kernels are not used: %s", error)
+        _log.warning("the kernels in plain torch: %s", error)
         return None
+    assert isinstance(library, Library)
+    return library
+
+
+def _load(path: Path) -> Library:
+    try:
+        return Library(path)
+    except AttributeError as error:  # a compiler that succeeds and leaves functions out
+        raise OSError(f"{path} is not the library: {error}") from error
 
 
 def _compile(compiler: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a node compiles, the others wait for it
-        if path.exists():
-            return
-        part = path.with_suffix(f".{os.getpid()}.part")
-        command = [compiler, *_FLAGS, "-o", str(part), *map(str, _SOURCES)]
+    command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
+    try:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
-        part.replace(path)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines() or [f"code {error.returncode}"]
+        raise subprocess.SubprocessError(f"{compiler} failed: {said[-1]}") from error
 
 
 def _identity(compiler: str) -> str:
@@ -276,8 +282,3 @@ def _identity(compiler: str) -> str:
         platform.machine().encode(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def _cache() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "detonation" / "kernels"

@@ -1,7 +1,10 @@
 """The heartbeat board: a few bytes that all ranks of a world can write and read, apart from its process groups."""
 
 import contextlib
+import hmac
+import logging
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
+_log = logging.getLogger(__name__)
 _BYTES = 8
 _NOTHING = "-"
 _READING_S = 2.0
@@ -76,31 +80,61 @@ class FileBoard:
 class StoreBoard:
     """A board in the store of the rendezvous, over a connection of its own.
 
+    Whoever reaches the store can write to it. With a token, which only the ranks know, a notice of somebody else is
+    ignored, and does not end the run.
+
     Args:
         host: the process that hosts the store, in words.
         hosted_here: this process hosts it.
+        token: signs notices; "" leaves them unsigned.
     """
 
-    def __init__(self, store: Store, rank: int, host: str, hosted_here: bool) -> None:
+    def __init__(self, store: Store, rank: int, host: str, hosted_here: bool, token: str = "") -> None:
         self._hosted_here = hosted_here
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.where = f"the store, which {host} keeps"
         self._store.compare_set(_key("notice"), "", _NOTHING)
+        # drawn anew in each attempt, so that a notice of an earlier one is not signed for this one
+        drawn: bytes = self._store.compare_set(_key("board"), "", secrets.token_hex(8))
+        self._secret = token.encode() + drawn if token else b""
+        self._ignored = False
         self.write_count(rank, 1)
 
     def write_count(self, rank: int, count: int) -> None:
         self._store.set(_key(rank), str(count))
 
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
-        return [int(value) for value in self._store.multi_get([_key(rank) for rank in ranks])]
+        values = self._store.multi_get([_key(rank) for rank in ranks])
+        if not all(value.isdigit() for value in values):
+            raise RuntimeError(f"somebody else has written the heartbeats {values}")
+        return [int(value) for value in values]
 
     def post_notice(self, notice: str) -> str:
-        self._store.compare_set(_key("notice"), _NOTHING, notice)
+        found: bytes = self._store.compare_set(_key("notice"), _NOTHING, self._signed(notice))
+        if not self._authentic(found.decode(errors="replace")):  # in the place of one of somebody else
+            self._store.set(_key("notice"), self._signed(notice))
         return self.read_notice()
 
     def read_notice(self) -> str:
-        notice: str = self._store.multi_get([_key("notice")])[0].decode()
-        return "" if notice == _NOTHING else notice
+        found: str = self._store.multi_get([_key("notice")])[0].decode(errors="replace")
+        if found == _NOTHING:
+            return ""
+        if self._authentic(found):
+            return found.partition(" ")[2]
+        if not self._ignored:
+            _log.warning("a notice in %s is not of this run and does not end it: %.200r", self.where, found)
+        self._ignored = True
+        return ""
+
+    def _signed(self, notice: str) -> str:
+        signature = hmac.new(self._secret, notice.encode(), "sha256").hexdigest() if self._secret else "unsigned"
+        return f"{signature} {notice}"
+
+    def _authentic(self, found: str) -> bool:
+        _, _, notice = found.partition(" ")
+        if not notice.partition(" ")[0].isdigit():  # the rank that posts it
+            return False
+        return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
         deadline = time.monotonic() + _READING_S

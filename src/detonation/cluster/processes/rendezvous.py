@@ -4,44 +4,60 @@ import errno
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+from detonation.cluster.machine.devices import device_name, require_own_devices
+from detonation.cluster.machine.interfaces import LOOPBACK, addresses_of, interface_towards
+from detonation.cluster.machine.position import LaunchPosition, is_loopback
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
 """The variables from which torch's network libraries read the interface to listen on."""
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _RENDEZVOUS_TIMEOUT_S = 300.0
 _POLL_S = 0.02
 
 
-def rendezvous_store(rank: int, world_size: int, folder: Path | None = None) -> Store:
+def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
     """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
 
-    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on MASTER_ADDR
-    alone. Keys that an earlier attempt left in a store of the agent are out of sight.
+    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on one address
+    alone (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
 
     Raises:
-        ValueError: another process has the port.
+        ValueError: another process has the port, or MASTER_ADDR or MASTER_PORT is missing.
         TimeoutError: the ranks did not meet within 300 s.
     """
+    rank, world_size = position.rank, position.world_size
     if folder is not None:
         return FileStore(str(folder / "rendezvous"), world_size)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there, for all ranks"
+        )
     if rank or _agent_hosts_store(os.environ):
         store: Store = next(iter(rendezvous("env://", rank, world_size)))[0]
         return PrefixStore(_attempt_name(store, rank, world_size), store) if _agent_hosts_store(os.environ) else store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = _listen(address, port)
-    timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
+    address, listener = _listen(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), position.one_machine)
+    port, timeout = listener.getsockname()[1], timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
     return TCPStore(
         address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
     )
+
+
+def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
+    """Raises `ValueError` on all ranks where two of them share a GPU, or only some have one. Collective."""
+    keys = [f"detonation/device/{rank}" for rank in range(position.world_size)]
+    store.set(keys[position.rank], device_name(device, socket.gethostname()))
+    require_own_devices([name.decode() for name in store.multi_get(keys)])
 
 
 def _attempt_name(store: Store, rank: int, world_size: int) -> str:
@@ -85,6 +101,9 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, interface: str = "") -> None:
     """Sets the interface of torch's network libraries in `env`.
 
+    Between machines gloo would listen where the name of this machine leads, which may be loopback, so it gets the
+    interface towards MASTER_ADDR. NCCL never chooses loopback between machines, and may use several interfaces.
+
     Args:
         one_machine: all ranks are on this machine, so that loopback serves unless `env` names another interface.
         interface: takes precedence over `env`; "" leaves the choice to it.
@@ -98,26 +117,43 @@ def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, inte
     for name in INTERFACES:
         if interface:
             env[name] = interface
-        elif one_machine:
+        elif one_machine or is_loopback(env.get("MASTER_ADDR", "")):
             env.setdefault(name, LOOPBACK)
+    if GLOO_INTERFACE not in env and (towards := interface_towards(env.get("MASTER_ADDR", ""))):
+        env[GLOO_INTERFACE] = towards
 
 
 def _agent_hosts_store(env: Mapping[str, str]) -> bool:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on `address`, or on all interfaces where the address is not this machine's own.
+def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.socket]:
+    """Listens on `address`; returns the address to connect to from here, and the socket.
+
+    `address` may not be this machine's own (behind a service or a router), or lead to loopback although other machines
+    must reach it. The socket then listens on the interface that gloo keeps to, and only without one on all interfaces.
 
     Raises `ValueError` where another process has the port.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    host = str(where[0])
     try:
-        return socket.create_server(where[:2], family=family)
+        if one_machine or not is_loopback(host):
+            return address, _server(host, port, family)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            remedy = "give all ranks another MASTER_PORT, or end what listens there"
-            raise ValueError(f"port {port} of {address} is in use: {remedy}") from error
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return socket.create_server(("", port))  # behind a service's or a router's address
+    own = addresses_of(os.environ.get(GLOO_INTERFACE, ""))
+    if own:
+        return own[0], _server(own[0], port, socket.AF_INET6 if ":" in own[0] else socket.AF_INET)
+    return address, _server("", port, socket.AF_INET)
+
+
+def _server(host: str, port: int, family: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        remedy = "give all ranks another MASTER_PORT, or end what listens there"
+        raise ValueError(f"port {port} of {host} is in use: {remedy}") from error

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.core.agreement.desync import differences, repaired
 from detonation.core.agreement.safety import Safety
+from detonation.core.errors import DetonationError
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.communicator import Axis
@@ -18,6 +19,10 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.runtime import Runtime
 
 _log = logging.getLogger("detonation")
+
+
+class HalfStep(DetonationError, RuntimeError):
+    """A step of this replica ended between its messages and its weights, so that the others are a step ahead."""
 
 
 class StopConsensus:
@@ -35,6 +40,7 @@ class StopConsensus:
         axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
         self.safety, self.counts = safety, list[FaultCounts]()
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
+        self.half_step = ""  # why the last step ended before it was whole
         self._others = [Link(axis) for axis in axes if axis.size() > 1]
         self._asked: tuple[readback.Readback, int] | None = (
             None  # the gravest reason of all ranks, and the step that gave it
@@ -51,6 +57,21 @@ class StopConsensus:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
         if len(axes) > 1 or any(replicator.channel.exchange.secluded for replicator in replicators):
             self._others += [Link(axis) for axis in axes]
+
+    def enter_step(self, step: int, overlapping: bool) -> None:
+        """Begins a step, unless it began before backward. Raises `HalfStep` after one that ended half-way."""
+        if self.half_step:
+            raise HalfStep(f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all")
+        if self.decides_on_device and not overlapping:
+            self.begin(step)
+
+    def step_base(self, take: Callable[[], object], step: int) -> None:
+        """Takes the step of the base optimizer. Repeating it after an error, with new messages, would part replicas."""
+        try:
+            take()
+        except BaseException as error:
+            self.half_step = f"step {step} of this replica sent its messages and then ended by {error!r}"
+            raise
 
     def begin(self, step: int) -> None:
         """Raises on all ranks for a fault of earlier steps, on a device that decides by itself. Collective."""

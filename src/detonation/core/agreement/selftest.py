@@ -50,9 +50,13 @@ def norm_selftest(device: torch.device) -> str:
     return digest([norms_of([_ramp(device)], device)])[:16]
 
 
-def selftest_conditions() -> str:
-    """The settings on which such a hash is known to depend, as text."""
-    return f"threads={torch.get_num_threads()}, cpu={torch.backends.cpu.get_cpu_capability()}"
+def selftest_conditions(device: torch.device) -> str:
+    """The settings on which such a hash is known to depend, as text: of a GPU its model, CUDA and the use of TF32."""
+    settings = [f"threads={torch.get_num_threads()}", f"cpu={torch.backends.cpu.get_cpu_capability()}"]
+    if device.type == "cuda":
+        settings += [f"gpu={torch.cuda.get_device_name(device)}", f"cuda={torch.version.cuda or torch.version.hip}"]
+        settings += [f"fp32 products in {torch.backends.cuda.matmul.fp32_precision}"]  # ieee, or tf32
+    return ", ".join(settings)
 
 
 def _ramp(device: torch.device) -> Tensor:

@@ -54,6 +54,17 @@ Axis = DeviceMesh | Communicator
 """An axis along which replicas are joined."""
 
 
+def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises `ValueError` where `group` carries no tensors of `device`, as NCCL carries none of the CPU."""
+    try:
+        group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the model is on {device.type}, but the process group carries no such tensors (it is "
+            f"{dist.get_backend(group)}): initialise torch.distributed with 'cpu:gloo,cuda:nccl', or move the model"
+        ) from error
+
+
 class ProcessGroupCommunicator:
     """The process group of one mesh axis."""
 
@@ -68,6 +79,10 @@ class ProcessGroupCommunicator:
 
     def size(self) -> int:
         return self._size
+
+    def require_device(self, device: torch.device) -> None:
+        """Raises `ValueError` where the group carries no tensors of `device`."""
+        require_device(self._group, self._transport or device)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         buffer = values.to(self._transport or values.device)

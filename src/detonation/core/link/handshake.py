@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from detonation.core.errors import DetonationError
-from detonation.core.link.communicator import Communicator
+from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
 
 
 class Mismatch(DetonationError, ValueError):
@@ -35,6 +35,8 @@ def require_same(
 ) -> None:
     """Raises `Mismatch` on every rank where descriptions differ, naming the difference. Collective.
 
+    Raises `ValueError` where a process group carries no tensors of `device`.
+
     All ranks of a node must have the same description, too. Messages of different sizes would end the receiver's
     process inside the network library, so this comes before the first of them, in messages whose sizes all know.
 
@@ -42,6 +44,9 @@ def require_same(
         description: Compared entry by entry.
         notes: Shown beside an entry of the description; not compared.
     """
+    for communicator in (inter_node, intra_node):
+        if isinstance(communicator, ProcessGroupCommunicator):
+            communicator.require_device(device)
     mine = [dict(description), dict(notes)]
     node = [mine] if intra_node is None else send_to_all(intra_node, mine, device)
     ranks = [

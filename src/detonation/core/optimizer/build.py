@@ -110,7 +110,7 @@ def compare_replicas(
         description = _description(replicator, settings) | options_of(groups) | {SELFTEST: tested[key]}
         if settings.clip:
             description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
-        notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions())
+        notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))
         link.require_same(description, runtime.device, notes)
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
+from detonation.core.agreement.progress import PROGRESS
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -90,30 +91,29 @@ class Replicated(SharesBase):
             return loss
         if self.memory_lost:
             warn_of_lost_memory(self)
-        replicators = self._replicators if self._replicators is not None else self.set_up()
-        assert self._consensus is not None
-        with self._consensus.runtime.without_autocast():
-            self._agreed_step(replicators, self._consensus, overlapping)
+        with PROGRESS:
+            replicators = self._replicators if self._replicators is not None else self.set_up()
+            assert self._consensus is not None
+            with self._consensus.runtime.without_autocast():
+                self._agreed_step(replicators, self._consensus, overlapping)
         return loss
 
     def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus, overlapping: bool) -> None:
         step = self.step_count
-        if consensus.decides_on_device and not overlapping:  # otherwise the step began before backward
-            consensus.begin(step)
+        consensus.enter_step(step, overlapping)
         for replicator in replicators:
             if replicator.acts_before:
                 replicator.before(step)
         if self._ends_before:  # before the weights move
             consensus.end(step)
-        self._base_step()
+        consensus.step_base(self._base_step, step)
         for replicator in replicators:
             if replicator.acts_after:
                 replicator.after(step)
         if self._ends_after:
             consensus.end(step)
         self.step_count += 1
-        every = self.settings.safety.verify_every
-        if every and self.step_count % every == 0:
+        if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
             self.verify()
 
     @contextmanager
@@ -175,8 +175,7 @@ class Replicated(SharesBase):
 
         The state of the replicas stays: memories, anchors, momenta. Open rounds are synchronized first. All
         ranks call it between the same two steps; they compare settings as at the first step. Raises `ValueError` for
-        another scheme and for settings under which state would be lost, and `LargerThanDense`; the old settings then
-        stay.
+        another scheme and for settings that would lose state, and `LargerThanDense`; the old settings then stay.
         """
         self.set_up()
         self.synchronize()
@@ -241,7 +240,8 @@ class Replicated(SharesBase):
     def resume_at(self, step: int) -> None:
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
-        if self._replicators is not None:
+        if self._consensus is not None and self._replicators is not None:
+            self._consensus.half_step = ""
             compare_replicas(self._replicators, self.settings, self.param_groups)
             for replicator in self._replicators:
                 replicator.leave_agreed()
@@ -250,8 +250,7 @@ class Replicated(SharesBase):
     def set_up(self) -> list[Replicator]:
         """Builds the levels, and compares the replicas. Collective.
 
-        Otherwise the first step does this, and not earlier, because the parameters may still be swapped for sharded
-        ones.
+        Otherwise the first step does this: before it, the parameters may still be swapped for sharded ones.
         """
         if self._replicators is None:
             compare_replicas(self.build(), self.settings, self.param_groups)

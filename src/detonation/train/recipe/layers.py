@@ -68,6 +68,8 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     replicas, shards = mesh.get("replicas"), mesh.get("shards")
     if shards is None:
         shards = place.local_world_size if replicas is None else place.world_size // replicas
+    if shards is None:
+        raise ValueError("the launcher does not say how many ranks a machine has: give --shards, or LOCAL_WORLD_SIZE")
     if replicas is None:
         replicas = place.world_size // shards
     if replicas * shards != place.world_size:

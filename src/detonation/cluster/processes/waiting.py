@@ -1,0 +1,143 @@
+"""Who waits for whom: a line in the log where a rank stands still in a step to which others have not come.
+
+A collective cannot tell a slow network from a rank that never calls it. So every rank publishes in the store of its
+process group how far it has come, a few bytes when that has changed; nothing is added to a step.
+"""
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.distributed_c10d import Store
+
+from detonation.cluster.processes.failure import is_network_error
+from detonation.core.agreement.progress import PROGRESS
+
+WAIT_LINE_S = 30.0
+"""A rank that stands still for this long says so; again after twice the time, and so on."""
+_INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
+_MOST_NAMED = 8
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank has come. steps: that have begun. where: inside the last of them, outside a step, or left."""
+
+    steps: int
+    where: str = _OUTSIDE
+
+    @classmethod
+    def parse(cls, text: str) -> "Standing":
+        """The inverse of `str`. Raises `ValueError` for any other text."""
+        steps, where = text.split(" ")
+        if where not in (_INSIDE, _OUTSIDE, _LEFT):
+            raise ValueError(f"{where!r} is no place in a loop")
+        return cls(int(steps), where)
+
+    def __str__(self) -> str:
+        return f"{self.steps} {self.where}"
+
+
+def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
+    """What to say where `rank` has stood still for `seconds`; "" where it need not, or a lower rank says it.
+
+    >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30)
+    'rank 0 has waited for 30 s in step 21, to which others have not come: rank 1 is between steps 20 and 21'
+    """
+    mine = standings[rank]
+    if not mine.steps or mine.where == _LEFT or standings.index(mine) < rank:
+        return ""
+    behind = [r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT]
+    here = f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'} step {mine.steps}"
+    if behind:
+        more = f" and {len(behind) - _MOST_NAMED} more" if len(behind) > _MOST_NAMED else ""
+        others = ", ".join(_described(r, standings[r]) for r in behind[:_MOST_NAMED])
+        return f"{here}, to which others have not come: {others}{more}"
+    if mine.where == _INSIDE and all(other == mine for other in standings):
+        return f"{here}, as all ranks have: the network between them is slow or cut off, or one is busy in a hook"
+    return ""
+
+
+def _described(rank: int, standing: Standing) -> str:
+    if standing.where == _LEFT:
+        return f"rank {rank} has left after step {standing.steps}"
+    if standing.where == _INSIDE:
+        return f"rank {rank} is still in step {standing.steps}"
+    if not standing.steps:
+        return f"rank {rank} has not begun its first step"
+    return f"rank {rank} is between steps {standing.steps} and {standing.steps + 1}"
+
+
+class Watch:
+    """Publishes this rank's standing in `store`, and logs where it waits, until `stop`. Collective in no way.
+
+    Args:
+        store: of the process group.
+        line_s: seconds of standing still until the first line.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, line_s: float) -> None:
+        self.source = store
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own
+        self._rank, self._line_s = rank, line_s
+        self._keys = [f"detonation/standing/{rank}" for rank in range(world_size)]
+        self._published = Standing(-1)
+        self._text, self._left = "", False
+        self._stopped = threading.Event()
+        self._publish(self._standing())
+        PROGRESS.explain = self.explain
+        self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
+
+    def leave(self) -> None:
+        """Publishes that this rank takes no more steps."""
+        self._left = True
+        with contextlib.suppress(RuntimeError, OSError):
+            self._publish(self._standing())
+
+    def stop(self) -> None:
+        """Ends the watch; waits a moment for its thread."""
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+        atexit.unregister(self.stop)
+
+    def explain(self, error: BaseException) -> None:
+        """Puts the ranks that have not come before the text of an error that a wait for them may have caused."""
+        if self._text and is_network_error(error):
+            error.args = (f"{self._text}: {error}",)
+
+    def _run(self) -> None:
+        seen, since, due = self._standing(), time.monotonic(), self._line_s
+        while not self._stopped.wait(self._line_s / 4):
+            now, standing = time.monotonic(), self._standing()
+            try:
+                self._publish(standing)
+                if standing != seen:
+                    seen, since, due, self._text = standing, now, self._line_s, ""
+                    continue
+                self._text = who_waits(self._rank, self._standings(), now - since)
+            except (RuntimeError, OSError, ValueError):  # the store is gone, or not in order: that is for others to say
+                continue
+            if self._text and now - since >= due:
+                due *= 2
+                _log.warning("%s", self._text)
+
+    def _standing(self) -> Standing:
+        return Standing(PROGRESS.steps, _LEFT if self._left else _INSIDE if PROGRESS.inside else _OUTSIDE)
+
+    def _publish(self, standing: Standing) -> None:
+        if standing != self._published:
+            self._store.set(self._keys[self._rank], str(standing))
+            self._published = standing
+
+    def _standings(self) -> list[Standing]:
+        """Of all ranks, if all have published one."""
+        if not self._store.check(self._keys):
+            raise ValueError("a rank has not published its standing yet")
+        return [Standing.parse(text.decode()) for text in self._store.multi_get(self._keys)]

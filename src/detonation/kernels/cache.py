@@ -1,0 +1,135 @@
+"""The cache of the compiled library: a private directory, and files that appear whole and are checked before use.
+
+Whoever can write a cached library runs code as its user. So the directory belongs to the user alone, nobody else can
+put another in its place, and a file is loaded only if the user owns it and its checksum, which ends it, is right.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_LOCK_S = 120.0
+"""How long to wait for another process that compiles the same; after that this process compiles, too."""
+_DIGEST_BYTES = 32
+
+
+def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], object]) -> object:
+    """The result of `usable(path)` for the file `name` of the cache; `make(path)` makes it where it is not there.
+
+    Directories are tried in turn: the user's cache, a private one that all processes of the user share, and a new one
+    for this process alone. The log says in one line why the cache itself is not used.
+
+    Raises:
+        OSError: `make` or `usable` failed, in each of them.
+    """
+    reasons: list[str] = []
+    for directory in _directories(reasons):
+        try:
+            path = directory / name
+            if not _whole(path):
+                _make_once(path, make)
+            result = usable(path)
+        except OSError as error:
+            reasons.append(f"{directory}: {error}")
+            continue
+        if reasons:
+            _log.warning("the compiled kernels are in %s: %s", directory, "; ".join(reasons))
+        return result
+    raise OSError("; ".join(reasons))
+
+
+def _directories(reasons: list[str]) -> Iterator[Path]:
+    """Directories for the cache, best first; adds to `reasons` why one is passed over."""
+    shared = Path(tempfile.gettempdir(), f"detonation-kernels-{os.getuid()}")
+    for find in (_of_user, lambda: shared):
+        try:
+            yield private_directory(find())
+        except (OSError, RuntimeError) as error:  # a RuntimeError where there is no home
+            reasons.append(str(error))
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="detonation-kernels-") as folder:
+        yield Path(folder)  # what is loaded stays loaded when the file is gone
+
+
+def _of_user() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "detonation" / "kernels"
+
+
+def private_directory(path: Path) -> Path:
+    """Makes `path` a directory that only this user can write; returns it without symbolic links.
+
+    Raises:
+        OSError: another user owns it, could put another directory in its place, or it cannot be made.
+    """
+    path = Path(os.path.realpath(path))
+    for parent in reversed([path, *path.parents]):
+        with contextlib.suppress(FileExistsError):
+            if not parent.exists():
+                parent.mkdir(0o700)
+        found = parent.lstat()
+        if found.st_uid not in ({os.getuid()} if parent == path else {os.getuid(), *_system_users()}):
+            raise PermissionError(f"{parent} belongs to user {found.st_uid}")
+        if parent != path and found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            raise PermissionError(f"other users may write to {parent} (chmod go-w {parent})")
+    path.chmod(0o700)
+    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise PermissionError(f"{path} cannot be written")
+    return path
+
+
+def _system_users() -> set[int]:
+    """Root, and in a user namespace, such as a container's, the number under which the root outside appears."""
+    users = Path("/proc/self/uid_map")
+    if not users.exists() or users.read_text().split() == ["0", "0", "4294967295"]:
+        return {0}
+    return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
+
+
+def _whole(path: Path) -> bool:
+    """True where `path` is a file of this user alone whose checksum is right."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            return False
+        content = path.read_bytes()
+        return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
+    return False
+
+
+def _make_once(path: Path, make: Callable[[Path], None]) -> None:
+    """Makes `path`: one process of those that want it, where the file system has locks; the others wait."""
+    with path.with_suffix(".lock").open("w") as lock:
+        _wait_for(lock.fileno())
+        if _whole(path):
+            return
+        # in a directory of its own: a compiler may write beside the file, and process ids repeat on another machine
+        with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as folder:
+            part = Path(folder) / path.name
+            make(part)
+            part.chmod(0o600)
+            with part.open("ab") as file:
+                file.write(hashlib.sha256(part.read_bytes()).digest())
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+
+
+def _wait_for(lock: int) -> None:
+    deadline = time.monotonic() + _LOCK_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:  # a network file system without locks: the rename is enough
+            return
+        else:
+            return

@@ -1,0 +1,136 @@
+"""Who waits for whom: said in the log while a rank waits, and in the error when the wait is over."""
+
+import logging
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+import detonation as dt
+import worlds
+from detonation.cluster import init
+from detonation.cluster.processes import waiting
+from detonation.cluster.processes.waiting import Standing, who_waits
+
+INSIDE, OUTSIDE, LEFT = (Standing(21, where) for where in ("inside", "outside", "left"))
+BEFORE, FIRST = Standing(20), Standing(0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "standings", "text"),
+    [
+        (0, [INSIDE, BEFORE], "rank 0 has waited for 30 s in step 21, .*: rank 1 is between steps 20 and 21$"),
+        (0, [INSIDE, FIRST], "rank 1 has not begun its first step$"),
+        (1, [BEFORE, INSIDE, INSIDE, Standing(20, "inside")], "rank 0 is between .* 21, rank 3 is still in step 20$"),
+        (0, [INSIDE, Standing(20, "left")], "rank 1 has left after step 20"),
+        (0, [OUTSIDE, LEFT], "waited for 30 s after step 21, .*: rank 1 has left after step 21"),
+        (0, [INSIDE, INSIDE], "in step 21, as all ranks have: the network between them is slow or cut off"),
+        (0, [INSIDE, *[BEFORE] * 12], "rank 8 is between steps 20 and 21 and 4 more$"),
+        (1, [INSIDE, INSIDE, BEFORE], None),  # a lower rank says it
+        (0, [BEFORE, INSIDE], None),  # the others wait for this one
+        (0, [OUTSIDE, OUTSIDE], None),  # all evaluate or save
+        (0, [INSIDE, OUTSIDE], None),  # the other has received everything, so this one is at work
+        (0, [FIRST, FIRST], None),
+        (0, [LEFT, BEFORE], None),
+    ],
+)
+def test_the_line_names_those_who_have_not_come(rank, standings, text):
+    said = who_waits(rank, standings, 30.0)
+    assert said == "" if text is None else re.search(text, said)
+
+
+def test_a_standing_is_read_as_it_was_written_and_nothing_else_is():
+    assert Standing.parse(str(INSIDE)) == INSIDE
+    for text in ("", "21", "21 inside it", "many inside", "21 home"):
+        with pytest.raises(ValueError, match=r"."):
+            Standing.parse(text)
+
+
+def alone_in_a_step(mesh, scheme, way):
+    """Two steps on both ranks, and a third on rank 0 alone; what rank 0 logs and raises."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(waiting.__name__).addHandler(handler)
+    store = distributed_c10d._get_default_store()
+    model = nn.Linear(8, 8)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme)
+    dt.same_weights(model, mesh["replicate"])
+    rank, raised = dist.get_rank(), ""
+    for step in range(3):
+        if step == 2:
+            init._watch.stop()
+            init._watch, init.WAIT_LINE_S = None, 0.4
+            dt.init_mesh(2, 1, "cpu", timeout_s=2.0)
+        if step == 2 and rank:
+            break
+        if step == 2 and way == "overlap":
+            with optimizer.overlap():
+                model(torch.ones(1, 8)).sum().backward()
+        else:
+            model(torch.ones(1, 8)).sum().backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raised = str(error)
+    if rank == 0:
+        store.set("over", "")
+    store.get("over")
+    init._watch.stop()
+    return lines, raised
+
+
+@pytest.mark.parametrize("way", ["plain", "overlap"])
+def test_a_rank_that_steps_alone_says_for_whom_it_waits_and_so_does_the_error(way):
+    (lines, raised), (quiet, none) = worlds.run_alone(alone_in_a_step, 2, 1, dt.demo(topk=2, chunk=8), way)
+    assert lines and all(
+        "in step 3, to which others have not come: rank 1 is between steps 2 and 3" in line for line in lines
+    )
+    assert raised.startswith("rank 0 has waited for ") and "rank 1 is between steps 2 and 3: " in raised
+    assert (quiet, none) == ([], "")
+
+
+def test_a_limit_below_zero_is_refused():
+    with pytest.raises(ValueError, match="timeout_s is -1, must be above 0"):
+        dt.init_mesh(1, 1, "cpu", timeout_s=-1)
+
+
+def with_a_hook(mesh, scheme, where):
+    """Eight steps; a hook of rank 1 raises once at the third, and its loop goes on. What happens at each of them."""
+    model = nn.Linear(8, 8)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(base, model, mesh["replicate"], scheme)
+    dt.same_weights(model, mesh["replicate"])
+    outcomes, calls = [], []
+
+    def hook(*_):
+        calls.append(1)
+        if dist.get_rank() == 1 and len(calls) == 3:
+            raise KeyError("a user's hook")
+
+    (base.register_step_pre_hook if where == "before" else base.register_step_post_hook)(hook)
+    for step in range(8):
+        if step == 3:
+            init.set_group_timeouts(1.0)
+        try:
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            outcomes.append("")
+        except Exception as error:
+            outcomes.append(str(error))
+            if not isinstance(error, KeyError):
+                return outcomes
+    return outcomes
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("scheme", [dt.full(), dt.demo(topk=2, chunk=8)], ids=["full", "demo"])
+def test_a_hook_that_raises_on_one_rank_does_not_leave_it_a_step_behind_the_others(scheme, where):
+    others, raising = worlds.run_alone(with_a_hook, 2, 1, scheme, where)
+    assert raising[:3] == ["", "", '"a user\'s hook"'] and len(raising) == 4
+    why = 'step 2 of this replica sent its messages and then ended by KeyError("a user\'s hook")'
+    assert raising[3] == f"{why}; the other replicas may have taken it: load a checkpoint on all"
+    assert others[:3] == ["", "", ""] and len(others) == 4 and others[3], "no step without the other"
