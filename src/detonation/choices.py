@@ -23,6 +23,15 @@ RENAMED = {
     "clipped": "clipped_mean",
 }
 """Names of version 0.1, and the names that took their place."""
+RENAMED_ATTRIBUTES = {
+    "settle": "synchronize",
+    "settled": "agreed_weights",
+    "change": "reconfigure",
+    "place": "coordinates",
+    **{name: f"stats.{name}" for name in ("bytes_sent", "bytes_sent_by_level", "waited_s", "skipped", "refused")},
+    "skipped_by_parameter": "stats.skipped_by_parameter",
+}
+"""The same for attributes of a replicated optimizer."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

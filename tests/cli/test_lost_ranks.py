@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -124,3 +125,48 @@ def test_a_cut_wire_is_told_on_both_sides_and_sockets_listen_on_the_wire_alone(s
     assert here.endswith(REMEDY) and here.count("error") == 1
     for rank in ranks[2:]:
         assert rank.errors.startswith(f"error: rank {ranks.index(rank)} has lost the store, which rank 0 at 10.93.0.1:")
+
+
+PATIENT = ("--set", "train.steps=100000", "peers.silence_s=6")
+
+
+def across(started, tmp_path, two_machines, *settings):
+    """Two running replicas, one on each machine."""
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    train = ["train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--interface", "wire", *settings]
+    ranks = launched(tmp_path, 2, *train, networks=two_machines[0], address="10.93.0.1")
+    started += ranks
+    ranks[0].wait_for_step(2)
+    return ranks
+
+
+def goes_on(rank):
+    return rank.comes_to_step(rank.stdout.count("\nstep ") + 5, 30)
+
+
+def test_a_wire_that_comes_back_within_the_limit_costs_nothing_but_time(started, tmp_path, two_machines):
+    ranks = across(started, tmp_path, two_machines, *PATIENT)
+    for state in ("down", "up"):
+        subprocess.run(["ip", "-n", two_machines[0][0], "link", "set", "wire", state], check=True)
+        time.sleep(1.5)  # the length of the fault
+    assert goes_on(ranks[0]), [rank.errors for rank in ranks]
+
+
+def test_a_wire_that_carries_one_way_only_ends_both_sides_with_the_cause(started, tmp_path, two_machines):
+    ranks = across(started, tmp_path, two_machines, *LONG)
+    nobody = ["10.93.0.1", "lladdr", "02:00:00:00:00:01", "dev", "wire", "nud", "permanent"]
+    subprocess.run(["ip", "-n", two_machines[0][1], "neigh", "replace", *nobody], check=True)
+    assert [rank.wait() for rank in ranks] == [1, 1]
+    assert ranks[0].errors.startswith("error: rank 1 (replica 1, shard 0) has not been heard of for ")
+    assert ranks[1].errors.startswith("error: rank 1 has lost the store, which rank 0 at 10.93.0.1:")
+
+
+def test_a_rank_that_stands_still_for_less_than_the_limit_goes_on(started, tmp_path):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    ranks = launched(tmp_path, 2, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, *PATIENT)
+    started += ranks
+    ranks[0].wait_for_step(2)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    time.sleep(1.5)  # the length of the fault
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    assert goes_on(ranks[0]), [rank.errors for rank in ranks]

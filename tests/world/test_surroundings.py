@@ -64,10 +64,14 @@ def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kerne
 
 def creations(source):
     """The line and the names of the arguments of each call of torch that makes a tensor from numbers."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CREATION:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
-                yield node.lineno, {keyword.arg for keyword in node.keywords}
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in calls:
+        if (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr in CREATION
+            and ast.unparse(call.func.value) == "torch"
+        ):
+            yield call.lineno, {keyword.arg for keyword in call.keywords}
 
 
 def test_core_states_dtype_and_device_of_each_tensor_that_it_makes():

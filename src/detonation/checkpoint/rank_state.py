@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.trained import reshard
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
@@ -22,9 +22,7 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation the gathered parameters stand in for the shards
+    reshard(model)  # after an evaluation the gathered parameters stand in for the shards
     persistent = model.state_dict().keys()
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}

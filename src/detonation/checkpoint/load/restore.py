@@ -14,6 +14,7 @@ from detonation.checkpoint.rank_state import generators, groups, run_identity, w
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.state import parameters_of
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
@@ -31,11 +32,12 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
     own, manifest = optimizer.coordinates, saved.manifest
+    found = weights(model)
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = _own_file(saved, own) if same else Elastic(saved, own)
     parameters = dict(model.named_parameters())
-    for name, tensor in weights(model).items():
+    for name, tensor in found.items():
         key = f"model.{name}"
         if isinstance(source, ShardReader):
             read = source.tensor(key)
@@ -48,7 +50,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             group[key] = torch.tensor(value, dtype=group[key].dtype, device=group[key].device)
-    optimizer.build()
+    keys = [key.removeprefix("replica.") for key in saved.file(0, 0).keys if key.startswith("replica.")]
+    optimizer.build(parameters_of(keys))
     if isinstance(source, ShardReader):
         _load_local_state(source, optimizer)
         for key, generator in generators(model).items():

@@ -12,10 +12,11 @@ from detonation.core.agreement.desync import differences, repaired
 from detonation.core.agreement.safety import Safety
 from detonation.core.errors import DetonationError
 from detonation.core.integrity import readback
-from detonation.core.integrity.fault_counts import FaultCounts
+from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
+from detonation.core.replicator.channel import Transfer
 from detonation.core.runtime import Runtime
 
 _log = logging.getLogger("detonation")
@@ -47,7 +48,7 @@ class StopConsensus:
         )
 
     def add_level(self, names: Sequence[str], link: Link, gradients: bool) -> FaultCounts:
-        """Adds a level, and returns its fault counts."""
+        """Adds a level, and returns its fault counts. names: of all parameters of the model."""
         signal = "the gradient" if gradients else "the change"
         repairs = self.safety.on_desync == "repair"
         self.counts.append(FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal))
@@ -90,6 +91,47 @@ class StopConsensus:
     def conclude(self, step: int) -> None:
         """Raises as `end` does, after `step` steps and with no message in flight; waits for a device. Collective."""
         self._decide(step, math.inf)
+
+    def announce(self, replicators: Sequence[Replicator], step: int, name: str, in_buckets: bool) -> None:
+        """Raises on all ranks unless all begin or cease to train `name` before `step`. Collective.
+
+        An ordinary step carries no question about the trained parameters. A rank that changes them sends an empty
+        message in the place of its next one: of this step, or of the end of the round. A rank that changes nothing
+        meets it there with a message of the same size, and both know. Where all announce, the step has not begun.
+
+        Args:
+            in_buckets: Whether the messages of this step leave in buckets.
+        """
+        name = name if name in self.counts[0].names else NEW_PARAMETER
+        acting = [replicator for replicator in replicators if replicator.acts_before] or replicators
+        sent, at = list[tuple[Replicator, Transfer]](), step
+        while not sent:
+            for replicator in acting:
+                transfer = replicator.announce(step, at, name, in_buckets and replicator is replicators[0])
+                if transfer:
+                    sent.append((replicator, transfer))
+            self._meet(at, name)
+            at += 1
+        for replicator, transfer in sent:
+            replicator.discard(transfer)
+        self._decide(step, at - 1 + max(replicator.scheme.round.delay for replicator, _ in sent))
+        for counts in self.counts:
+            counts.forget_change()
+
+    def _meet(self, step: int, name: str) -> None:
+        """`end` of `step`, or `begin` of the next, for a rank that announces a change of `name`."""
+        fatal = self._gravest_here(step)
+        if fatal is None:
+            return
+        announced = self.counts[0].announcement(name) << 4
+        fatal = fatal if fatal >> 4 else announced
+        for link in self._others:
+            everyone = link.collect(torch.full((1,), fatal, device=self.runtime.device)).view(-1).tolist()
+            fatal = max(everyone)
+            if fatal == announced and min(everyone) != announced:
+                fatal += 1 << 60  # announced by some ranks alone: `FaultCounts` has the two numbers
+        if fatal != announced:
+            self._raise(fatal, step)
 
     def verify(self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]) -> None:
         """Compares the tensors that must be equal on all replicas after `step` steps; repairs them, or raises `Desync`.

@@ -14,8 +14,11 @@ STRIKES = 3
 """Refused messages of one replica after which all stop."""
 IN_A_ROW = 10
 """Contributions in a row that one replica may skip before all stop."""
-_NON_FINITE, _REFUSED, _DESYNC = 1, 2, 3
+_NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART = 1, 2, 3, 4, 5
 _NO_NAME = 0xFFFFFFFF
+_NAMED_REPLICAS = 24
+NEW_PARAMETER = "a new parameter"
+"""Stands for a parameter that joined the model after the names were agreed on."""
 _log = logging.getLogger("detonation")
 
 
@@ -28,7 +31,13 @@ class BadPeer(DetonationError, RuntimeError):
 
 
 class Desync(DetonationError, RuntimeError):
-    """Replicas hold different tensors where they must be equal."""
+    """Replicas hold different tensors where they must be equal, or train different parameters."""
+
+
+class Changed(str):
+    """The name of a parameter that the sender of an empty message began or ceased to train."""
+
+    __slots__ = ()
 
 
 class FaultCounts:
@@ -37,7 +46,8 @@ class FaultCounts:
     skipped: contributions left out because a gradient was not finite; by_parameter: the same for each parameter;
     refused: messages that failed validation; each over all replicas. fatal: 0, or a number for the reason why all must
     stop, which `error` decodes on any rank. due: steps at which messages are due, until `take_due` takes them. Counts
-    for which the host would have to wait are added by `catch_up`.
+    for which the host would have to wait are added by `catch_up`. names: of all parameters of the model, for errors.
+    changing: how many replicas must announce a change of the trained parameters together; 0 where this rank did not.
     """
 
     def __init__(
@@ -51,7 +61,9 @@ class FaultCounts:
         self.skipped = self.refused = self.fatal = 0
         self.by_parameter: Counter[str] = Counter()
         self.due: set[int] = set()
-        self._names, self._replica, self._signal = list(names), replica, signal
+        self.names, self.changing = list(names), 0
+        self._changed: dict[int, str] = {}  # by replica, the parameter that it announced
+        self._replica, self._signal = replica, signal
         self._policy, self._repairs = policy, repairs
         self._strikes: Counter[int] = Counter()
         self._row: Counter[tuple[int, int]] = Counter()
@@ -75,7 +87,18 @@ class FaultCounts:
             self.catch_up(until)
         arrived = {step for step in self.due if step <= until}
         self.due -= arrived
+        if self._changed and len(self._changed) != self.changing:
+            replicas = sum({1 << min(sender, _NAMED_REPLICAS - 1) for sender in self._changed})
+            self._stop(_CHANGED_APART, replicas, self._changed[min(self._changed)])
         return bool(arrived)
+
+    def announcement(self, name: str) -> int:
+        """The number by which a rank says over other links that it announced a change of `name`."""
+        return _CHANGING << 56 | self.names.index(name)
+
+    def forget_change(self) -> None:
+        """Ends a change of the trained parameters: all ranks have made it."""
+        self.changing, self._changed = 0, {}
 
     def accept(self, senders: Iterable[int], place: int) -> None:
         """Records that messages of `senders` were used; place: which of a replica's messages per step."""
@@ -83,7 +106,10 @@ class FaultCounts:
             self._row[sender, place] = 0
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts an empty message of `sender` at `step`, sent because its `name` is not finite."""
+        """Counts an empty message of `sender` at `step`, because its `name` is not finite, or has `Changed`."""
+        if isinstance(name, Changed):
+            self._changed[sender] = name
+            return
         self.skipped += 1
         self.by_parameter[name] += 1
         self._row[sender, place] += 1
@@ -120,7 +146,7 @@ class FaultCounts:
     def error(self, fatal: int, step: int) -> Exception:
         """The error at `step` for the number `fatal` of any rank of this level."""
         kind, sender, number = fatal >> 56, fatal >> 32 & 0xFFFFFF, fatal & _NO_NAME
-        name = self._names[number] if number < len(self._names) else "a state that its log names"
+        name = self.names[number] if number < len(self.names) else "a state that its log names"
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
             return NonFiniteGradient(
@@ -129,11 +155,16 @@ class FaultCounts:
         if kind == _REFUSED:
             text = f"{STRIKES} messages of replica {sender} were refused, the last at step {step}"
             return BadPeer(f"{text}: the log says why")
+        if kind in (_CHANGING, _CHANGED_APART):
+            return Desync(
+                f"{_replicas(sender)} began or ceased to train {name} before step {step}, the others did not: freeze, "
+                "unfreeze and add parameters on all ranks between the same two steps"
+            )
         return Desync(f"replica {sender} differs from the others in {name} after step {step}")
 
     def _stop(self, kind: int, sender: int, name: str = "") -> None:
         parameter = name.partition(" (")[0]
-        number = self._names.index(parameter) if parameter in self._names else _NO_NAME
+        number = self.names.index(parameter) if parameter in self.names else _NO_NAME
         self.fatal = max(self.fatal, kind << 56 | sender << 32 | number)
 
     def _warn(self, step: int, sender: int, text: str) -> None:
@@ -141,3 +172,9 @@ class FaultCounts:
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)
+
+
+def _replicas(mask: int) -> str:
+    """The replicas of a mask, in words; bit 23 stands for all from there on, and 0 for ranks that nobody counted."""
+    found = [str(replica) for replica in range(_NAMED_REPLICAS) if mask >> replica & 1]
+    return f"replica{'s' * (len(found) > 1)} {', '.join(found)}" if found else "some ranks"

@@ -9,6 +9,8 @@ import torch
 from detonation.core.errors import DetonationError
 from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
 
+SAME_START = "Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
+
 
 class Mismatch(DetonationError, ValueError):
     """Replicas were started with different settings, versions or weights."""
@@ -32,6 +34,7 @@ def require_same(
     description: Mapping[str, str],
     device: torch.device,
     notes: Mapping[str, str],
+    remedy: str = SAME_START,
 ) -> None:
     """Raises `Mismatch` on every rank where descriptions differ, naming the difference. Collective.
 
@@ -57,8 +60,7 @@ def require_same(
     differences = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        remedy = ". Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
-        raise Mismatch("replicas differ: " + "; ".join(differences[:3]) + more + remedy)
+        raise Mismatch(f"replicas differ: {'; '.join(differences[:3])}{more}. {remedy}")
 
 
 _Rank = tuple[str, Sequence[Mapping[str, str]]]

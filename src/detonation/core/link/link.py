@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
-from detonation.core.link.handshake import require_same, send_to_all
+from detonation.core.link.handshake import SAME_START, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 
@@ -95,9 +95,15 @@ class Link:
         """Every replica's `value` (of JSON), in replica order. Not counted as sent."""
         return send_to_all(self._inter_node, value, device)
 
-    def require_same(self, description: Mapping[str, str], device: torch.device, notes: Mapping[str, str]) -> None:
+    def require_same(
+        self,
+        description: Mapping[str, str],
+        device: torch.device,
+        notes: Mapping[str, str],
+        remedy: str = SAME_START,
+    ) -> None:
         """Raises `Mismatch` on every rank where descriptions differ; see `handshake.require_same`. Collective."""
-        require_same(self._inter_node, self._intra_node, description, device, notes)
+        require_same(self._inter_node, self._intra_node, description, device, notes, remedy)
 
     def recycle(self, rows: Tensor) -> None:
         """Returns a receive buffer whose content is no longer needed.

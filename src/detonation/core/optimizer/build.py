@@ -1,7 +1,7 @@
 """From levels to replicators, and the comparison of replicas before their first message."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, norm_selftest, selftest, selftest_conditions
 from detonation.core.flat.tensors import digest, local
+from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link
@@ -29,6 +30,8 @@ from detonation.core.schemes.traffic import require_below_dense
 from detonation.version import __version__
 
 Level = tuple[Axis, Scheme]
+Route = tuple[Link, FaultCounts]
+"""The link of a level, and the counts of its faults: there are two where a node's ranks hold some parameters whole."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,12 @@ class Settings:
 
 
 def build_levels(
-    parameters: Mapping[str, Tensor], base: BaseStep, levels: Sequence[Level], settings: Settings
+    parameters: Mapping[str, Tensor],
+    names: Sequence[str],
+    base: BaseStep,
+    levels: Sequence[Level],
+    settings: Settings,
+    routes: dict[tuple[int, int], Route],
 ) -> tuple[list[list[Replicator]], StopConsensus]:
     """The replicators of each level over the local shards of `parameters`: one, or one per fragment, or none.
 
@@ -52,22 +60,35 @@ def build_levels(
 
     Raises `LargerThanDense` where a scheme would send more than full synchronisation.
 
+    Args:
+        names: Of all parameters of the model.
+        routes: By level and number of local ranks; those that are missing are added.
+
     Shapes: any.
     """
+    if not parameters:
+        raise ValueError("no parameter of the optimizer requires a gradient: at least one must, to be replicated")
     devices = {local(parameter).device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1")
     runtime = Runtime(devices.pop(), settings.seed, settings.kernels)
     consensus = StopConsensus(parameters, runtime, settings.safety)
     made: list[list[Replicator]] = []
+    others = [name for name in names if name not in parameters]
+    faults = [*parameters, *others, *options_of(base.optimizer.param_groups), NEW_PARAMETER]
+    for _, counts in routes.values():
+        consensus.counts.append(counts)
+        counts.names = faults
     for number, (axis, scheme) in enumerate(levels, 1):
         made.append([])
         last = all(later.signal != "gradients" for _, later in levels[number:])
         ways = split_by_sharding(parameters, settings.intra_node) if scheme.signal != "nothing" else []
         for group, local_ranks in ways:
-            link = Link(axis, settings.intra_node if local_ranks > 1 else None)
-            named = [*group, *options_of(base.optimizer.param_groups)]
-            counts = consensus.add_level(named, link, scheme.signal == "gradients")
+            key = number - 1, local_ranks
+            if key not in routes:
+                link = Link(axis, settings.intra_node if local_ranks > 1 else None)
+                routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients")
+            link, counts = routes[key]
             whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
             require_below_dense(scheme, whole, link.replicas, link.local_ranks)
             sizes = {name: p.numel() for name, p in group.items()}  # of DTensors over all shards
@@ -96,25 +117,31 @@ def replicator_of(
 
 
 def compare_replicas(
-    replicators: Sequence[Replicator], settings: Settings, groups: Sequence[Mapping[str, Any]]
+    replicators: Sequence[Replicator],
+    settings: Settings,
+    groups: Sequence[Mapping[str, Any]],
+    joining: Collection[str] | None = None,
 ) -> None:
     """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
 
     Args:
         groups: The parameter groups of the base optimizer.
+        joining: The parameters whose weights are compared, where the rest was compared before.
     """
     tested: dict[int, str] = {}  # by scheme: its fragments decode alike
     for replicator in replicators:
         key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
-        tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
-        description = _description(replicator, settings) | options_of(groups) | {SELFTEST: tested[key]}
+        description = _description(replicator, settings, joining) | options_of(groups)
+        if joining is None:
+            tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
+            description[SELFTEST] = tested[key]
         if settings.clip:
             description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
         notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))
         link.require_same(description, runtime.device, notes)
 
 
-def _description(replicator: Replicator, chosen: Settings) -> dict[str, str]:
+def _description(replicator: Replicator, chosen: Settings, joining: Collection[str] | None) -> dict[str, str]:
     """All settings that must be the same, by their names in an error."""
     scheme, channel = replicator.scheme, replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
@@ -122,5 +149,6 @@ def _description(replicator: Replicator, chosen: Settings) -> dict[str, str]:
     settings |= {name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()}
     for slot, tensor in zip(replicator.layout.slots, replicator.shared_weights(), strict=True):
         settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"
-        settings[f"{slot.name} (weights)"] = digest([tensor])[:16]
+        if joining is None or slot.name in joining:
+            settings[f"{slot.name} (weights)"] = digest([tensor])[:16]
     return settings

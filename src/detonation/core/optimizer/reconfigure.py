@@ -1,9 +1,12 @@
-"""Reconfiguration: other settings of a scheme between two steps, without a loss of state."""
+"""Reconfiguration: other settings of a scheme, or other trained parameters, between two steps, without a loss of
+state."""
 
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.flat.tensors import local
 from detonation.core.link.exchange import TwoStage
 from detonation.core.link.owners import RowOwners
 from detonation.core.optim.base_step import BaseStep
@@ -15,14 +18,10 @@ from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
 
 
-def reconfigured(
-    old: Sequence[Replicator], was: Scheme, scheme: Scheme, parameters: Mapping[str, Tensor], base: BaseStep
-) -> list[Replicator]:
+def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: BaseStep) -> list[Replicator]:
     """The replicators of a synchronized level under `scheme`, with the links, fault counts and memories of `old`.
 
     Raises `ValueError` where a memory would be lost, and `LargerThanDense`; nothing has changed then.
-
-    Shapes: any.
     """
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(f"a run goes on with the scheme {was.name} that it began with, other settings of it alone")
@@ -36,7 +35,7 @@ def reconfigured(
         channel = each.channel
         layout = scheme.codec.layout({slot.name: slot.shape for slot in channel.layout.slots})
         channel = Channel(scheme, layout, channel.link, channel.runtime, channel.counts, channel.place)
-        mine = {slot.name: parameters[slot.name] for slot in layout.slots}
+        mine = {slot.name: each.parameters[slot.name] for slot in layout.slots}
         last = isinstance(each, GradientReplicator) and each.last
         made.append(replicator_of(mine, channel, base, number % scheme.fragments, last))
     for before, after in zip(old, made, strict=True):
@@ -49,6 +48,51 @@ def reconfigured(
 def _division(scheme: Scheme) -> tuple[int, str]:
     """What decides which parameters are in each fragment."""
     return scheme.fragments, scheme.unit if isinstance(scheme, ParameterScheme) else ""
+
+
+def agree_on_parameters(
+    before: Mapping[str, Tensor],
+    now: Mapping[str, Tensor],
+    replicators: Sequence[Replicator],
+    consensus: StopConsensus,
+    step: int,
+    in_buckets: bool,
+) -> None:
+    """Raises on all ranks unless all train the parameters `now` from `step` on; ends open rounds then. Collective.
+
+    Args:
+        before: The parameters in the layouts of `replicators`.
+        in_buckets: See `StopConsensus.announce`.
+
+    Shapes: any.
+    """
+    changed = next(name for name in [*now, *before] if now.get(name) is not before.get(name))
+    consensus.announce(replicators, step, changed, in_buckets)
+    trained = {f"{name} (trained)": f"{tuple(local(p).shape)} {p.dtype}" for name, p in now.items()}
+    remedy = f"Before step {step} freeze, unfreeze and add the same parameters on all ranks"
+    for link in {id(each.link): each.link for each in replicators}.values():
+        link.require_same(trained, consensus.runtime.device, {}, remedy)
+    for replicator in replicators:
+        replicator.make_portable(step)
+    consensus.conclude(step)
+
+
+def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]]) -> None:
+    """Moves the portable state of each level into replicators for other parameters.
+
+    The state of parameters that left is gone; those that joined begin with an empty memory, and an anchor where they
+    are. The server residual goes into the memory, because rows get other owners; without a memory it is gone.
+    """
+    for before, after in zip(old, new, strict=True):
+        state: dict[str, Tensor] = {}
+        for each in before:
+            if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
+                _return_residual(each.channel, each.channel.exchange)
+            state |= each.local_state().named()
+        for each in after:
+            own, of_owners = each.local_state(), each.channel.exchange.state()
+            fresh = own.named()
+            own.load(fresh | {key: state[key] for key in fresh.keys() & state.keys() - of_owners.keys()})
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:

@@ -12,7 +12,8 @@ from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_arguments, checked_levels
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.replicator.pending import require_stateless
+from detonation.core.schemes.scheme import GradientScheme, Scheme
 
 
 @checks_keywords("argument of replicate")
@@ -91,6 +92,8 @@ def replicate(
     check_arguments(optimizer, model)
     checked = checked_levels(levels)
     check_order([scheme for _, scheme in checked])
+    if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
+        require_stateless(optimizer)
     return Replicated(optimizer, model, checked, Settings(intra_node, seed, kernels, safety or Safety(), clip))
 
 

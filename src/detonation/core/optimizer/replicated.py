@@ -1,6 +1,6 @@
 """`Replicated`: a torch optimizer whose step all replicas agree on."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -8,29 +8,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from detonation.choices import RENAMED_ATTRIBUTES
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.progress import PROGRESS
-from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.closure import evaluated
-from detonation.core.optimizer.build import Level, Settings, build_levels, compare_replicas
-from detonation.core.optimizer.reconfigure import reconfigured
+from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
+from detonation.core.optimizer.reconfigure import agree_on_parameters, hand_over_by_name, reconfigured
 from detonation.core.optimizer.setup_checks import check_layout
-from detonation.core.optimizer.shares_base import SharesBase
-from detonation.core.optimizer.state import from_state_dict, to_state_dict, warn_of_lost_memory
+from detonation.core.optimizer.state import from_state_dict, only_creates_state, to_state_dict, warn_of_lost_memory
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level
+from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
 from detonation.core.schemes.scheme import Scheme
 
 
-class Replicated(SharesBase):
+class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
     It shares `param_groups` and `state` with the base optimizer. `step_count` is the number of steps taken, `stats`
     holds bytes, waiting and faults.
+
+    Parameters may be frozen, unfrozen and added (`add_param_group`) on all ranks between the same two steps; the next
+    step makes the change. One that joins begins with an empty memory. One that leaves no longer moves, and its memory
+    is gone. Open rounds end at a change.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -51,25 +56,35 @@ class Replicated(SharesBase):
         self.levels, self.settings = tuple(levels), settings
         self.step_count = 0
         self._base_step = BaseStep(base)
-        self._model = model
         self._buffers = BufferSync(model)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
+        self._model = model
+        self._trained = TrainedParameters(model, base)
+        self._routes: dict[tuple[int, int], Route] = {}
+        self._held_back = False  # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         self._ends_before = any(scheme.signal == "gradients" for _, scheme in levels)
         self._ends_after = any(scheme.signal == "parameters" for _, scheme in levels)
 
+    def __getattr__(self, name: str) -> Any:
+        now = RENAMED_ATTRIBUTES.get(name)
+        raise AttributeError(
+            f"optimizer.{name} {f'is called optimizer.{now} since version 0.2' if now else 'does not exist'}"
+        )
+
     @property
     def stats(self) -> Stats:
         """Bytes, waiting, and contributions that were left out, so far."""
+        links = [[link for (n, _), (link, _) in self._routes.items() if n == i] for i in range(len(self.levels))]
         clip = self._base_step.clip
-        return Stats(self._by_level, self._consensus, self.step_count, clip.norm if clip else None)
+        return Stats(links, self._consensus, self.step_count, clip.norm if clip else None)
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
         """Bytes that this rank would send in one step of full fp32 synchronisation, for each of `levels`."""
-        return dense_bytes_by_level(self._parameters(), self.levels, self.settings.intra_node)
+        return dense_bytes_by_level(self._trained.by_name(), self.levels, self.settings.intra_node)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -86,21 +101,25 @@ class Replicated(SharesBase):
         """Takes one step of training, on all ranks at once; returns the value of `closure`."""
         loss = evaluated(closure) if closure else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
-        if not overlapping and not self.base.state and self._only_creates_state():
+        if not overlapping and not self.base.state and only_creates_state():
             self._base_step.unclipped()
             return loss
         if self.memory_lost:
             warn_of_lost_memory(self)
         with PROGRESS:
-            replicators = self._replicators if self._replicators is not None else self.set_up()
+            if self._consensus is None:
+                self.set_up()
             assert self._consensus is not None
             with self._consensus.runtime.without_autocast():
-                self._agreed_step(replicators, self._consensus, overlapping)
+                begun, self._held_back = overlapping or self._held_back, False
+                self._consensus.enter_step(self.step_count, begun)
+                if not overlapping and self._trained.changed:
+                    self._change_trained(in_buckets=begun)
+                self._agreed_step(self.build(), self._consensus)
         return loss
 
-    def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus, overlapping: bool) -> None:
+    def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:
         step = self.step_count
-        consensus.enter_step(step, overlapping)
         for replicator in replicators:
             if replicator.acts_before:
                 replicator.before(step)
@@ -134,7 +153,10 @@ class Replicated(SharesBase):
             self._consensus.begin(self.step_count)
         with ExitStack() as stack:
             for innermost in (self._replicators or [])[:1]:
-                stack.enter_context(innermost.overlap(self.step_count))
+                if self._trained.changed:  # the hooks and buckets are those of the parameters before
+                    self._held_back = innermost.acts_before
+                else:
+                    stack.enter_context(innermost.overlap(self.step_count))
             yield
 
     @torch.no_grad()
@@ -181,7 +203,7 @@ class Replicated(SharesBase):
         self.synchronize()
         number = range(len(self.levels))[level]
         (axis, was), old = self.levels[number], self._by_level[number]
-        self._by_level[number] = reconfigured(old, was, scheme, self._parameters(), self._base_step)
+        self._by_level[number] = reconfigured(old, was, scheme, self._base_step)
         self.levels = (*self.levels[:number], (axis, scheme), *self.levels[number + 1 :])
         self._replicators = [replicator for made in self._by_level for replicator in made]
         compare_replicas(self._replicators, self.settings, self.param_groups)
@@ -201,11 +223,6 @@ class Replicated(SharesBase):
             with torch.no_grad():
                 for replicator in self._replicators or []:
                     replicator.leave_agreed()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._replicators is not None:
-            raise ValueError("parameters can be added before the first step only: the replicas agreed on a layout")
-        self.base.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.
@@ -257,39 +274,38 @@ class Replicated(SharesBase):
         return self.build()
 
     @torch.no_grad()
-    def build(self) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without a comparison of the replicas."""
-        if self._replicators is None:
-            parameters = self._parameters()
-            check_layout(self._model, parameters, self.levels, self.settings.intra_node)
-            made = build_levels(parameters, self._base_step, self.levels, self.settings)
-            self._by_level, self._consensus = made
-            self._replicators = [replicator for level in self._by_level for replicator in level]
-        return self._replicators
+    def build(self, saved: Collection[str] = ()) -> list[Replicator]:
+        """Builds the levels if they do not exist yet, without a comparison of the replicas.
+
+        With `saved`, the parameters of a saved state, they are for these; the next step changes to those trained now.
+        """
+        parameters = self._trained.named(saved) if saved else None
+        if self._replicators is not None and (not parameters or parameters.keys() == self._trained.laid_out.keys()):
+            return self._replicators
+        return self._lay_out(parameters or self._trained.by_name())
 
     def refuse_overlap(self) -> None:
         """Raises `OverlapError` between `overlap` and the step that completes it."""
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
-    def _parameters(self) -> Mapping[str, Tensor]:
-        """The trained parameters by name, in the model's order."""
-        mine = {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
-        found = {name: p for name, p in self._model.named_parameters() if id(p) in mine}
-        if len(found) < len(mine):
-            raise ValueError(
-                f"{len(mine) - len(found)} parameters of the optimizer are not in the model: were they made before "
-                "sharding? Build the optimizer after detonation.shard"
-            )
-        return found
+    def _change_trained(self, in_buckets: bool) -> None:
+        """Lets parameters join and leave before the step, on all ranks at once. Collective."""
+        before, now, old = self._trained.laid_out, self._trained.by_name(), self._by_level
+        if self._replicators and self._consensus:
+            agree_on_parameters(before, now, self._replicators, self._consensus, self.step_count, in_buckets)
+        made = self._lay_out(now)
+        hand_over_by_name(old, self._by_level)
+        self._trained.forget_frozen_gradients()
+        joining = [name for name, parameter in now.items() if before.get(name) is not parameter]
+        compare_replicas(made, self.settings, self.param_groups, joining)
 
-    def _only_creates_state(self) -> bool:
-        """True in the call of `step()` by which torch's state-dict helpers create state: lr 0 and zero gradients.
-
-        It is not a step of training: it must not communicate, count or decay.
-        """
-        groups = self.base.param_groups
-        if any(group.get("lr", 1) != 0 for group in groups):
-            return False
-        gradients = [p.grad for group in groups for p in group["params"] if p.requires_grad]
-        return all(g is not None and not local(g).count_nonzero() for g in gradients)
+    def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
+        """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
+        check_layout(self._model, parameters, self.levels, self.settings.intra_node)
+        base, names = self._base_step, self._trained.names
+        made = build_levels(parameters, names, base, self.levels, self.settings, self._routes)
+        self._by_level, self._consensus = made
+        self._replicators = [replicator for level in self._by_level for replicator in level]
+        self._trained.lay_out(parameters)
+        return self._replicators

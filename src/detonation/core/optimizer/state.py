@@ -5,7 +5,8 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 """
 
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,7 +77,7 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
     optimizer.memory_lost = False
     saved = {key: tensor for key, tensor in state.items() if key != "step"}
     if saved or optimizer.is_built:
-        optimizer.build()
+        optimizer.build(parameters_of(saved))
         local = optimizer.local_state()
         if local.keys() != saved.keys():
             odd = sorted(local.keys() ^ saved.keys())
@@ -89,6 +90,30 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
             mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
             replicator.local_state().load(mine)
     optimizer.resume_at(int(state["step"]))
+
+
+def parameters_of(keys: Iterable[str]) -> set[str]:
+    """The parameters of which a saved local state holds something.
+
+    Example:
+        >>> sorted(parameters_of(["0.residual.layers.0.weight", "0.anchor.bias", "0.synchronized_at", "step"]))
+        ['bias', 'layers.0.weight']
+    """
+    return {key.split(".", 2)[2] for key in keys if key.count(".") > 1}
+
+
+def only_creates_state() -> bool:
+    """True in the call of `step()` by which torch's state-dict helpers create the base optimizer's state.
+
+    It is not a step of training: it must not communicate, count or decay. Who calls is the same on all ranks; lr 0 and
+    zero gradients, which the helpers set, may also come from data, on some ranks alone.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == get_state_dict.__module__:
+            return True
+    return False
 
 
 def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
-from detonation.core.replicator.base import Replicator
+from detonation.core.link.link import Link
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import dense_bytes
 
@@ -19,7 +19,7 @@ class Stats:
     """Counts since the optimizer was made, as this rank sees them.
 
     Args:
-        by_level: The replicators of each level, from the innermost tier of the network to the outermost.
+        links: Of each level, from the innermost tier of the network to the outermost.
         consensus: None before the first step.
         step: How many steps were taken.
         grad_norm: The global norm of the gradients of the last step before clipping, `[]` fp32 on their device; None
@@ -28,13 +28,13 @@ class Stats:
 
     def __init__(
         self,
-        by_level: Sequence[Sequence[Replicator]],
+        links: Sequence[Sequence[Link]],
         consensus: StopConsensus | None,
         step: int,
         grad_norm: Tensor | None = None,
     ) -> None:
         self.grad_norm = grad_norm
-        self._links = [list({id(each.link): each.link for each in level}.values()) for level in by_level]
+        self._links = links
         self._counts = consensus.counts if consensus else []
         for counts in self._counts:
             counts.catch_up(step - 1)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from detonation.core.replicator.channel import Channel
+from detonation.core.replicator.channel import Channel, Transfer
 from detonation.core.replicator.local_state import LocalState
 
 
@@ -33,6 +33,31 @@ class Replicator(ABC):
     def after(self, step: int) -> None:
         """Runs after the local step."""
         return
+
+    @abstractmethod
+    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer | None:
+        """Sends `Channel.announce` in the place of the message of step `at`, if there is one; all before it have left.
+
+        Starts and waits for the same collectives as an ordinary step `at`, so that a replica that announces nothing
+        meets it there. Nothing of the step happens.
+
+        Args:
+            step: The next step, up to `at`.
+            name, in_buckets: See `Channel.announce`.
+
+        Returns:
+            The message, which `discard` receives; None where none is sent at step `at`.
+        """
+
+    def discard(self, transfer: Transfer) -> None:
+        """Receives an announcement, and what was sent before it."""
+        if self.scheme.round.delay:  # otherwise `announce` has received it
+            self.local_state()
+            self.channel.discard(transfer)
+
+    @abstractmethod
+    def make_portable(self, step: int) -> None:
+        """Brings the state after `step` steps to where another layout can go on from it."""
 
     @abstractmethod
     def synchronize(self, step: int) -> None:

@@ -13,7 +13,7 @@ from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.rows import Bucket
-from detonation.core.integrity.fault_counts import FaultCounts
+from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.exchange import Exchange, InFlight, exchange_for
 from detonation.core.link.link import Link
@@ -238,6 +238,27 @@ class Channel:
         flight.own = None
         return Part(pipeline, flight, status > 0, own_update)
 
+    def announce(self, step: int, name: str, in_buckets: bool) -> Transfer:
+        """Sends an empty message in the place of the one of `step`: this rank began or ceased to train `name`.
+
+        Args:
+            in_buckets: Whether the other replicas send the message of this step in buckets.
+        """
+        transfer = self.start(step)
+        self.counts.changing = self.link.replicas
+        for pipeline in self.pipelines if in_buckets else [self._whole]:
+            status = 1 + len(pipeline.bucket.layout.slots) + self.counts.names.index(name)
+            flight = pipeline.exchange.start(pipeline.engine.empty(step), step, status, read_own=False)
+            transfer.flights.append((pipeline, flight))
+        return transfer
+
+    def discard(self, transfer: Transfer) -> None:
+        """Waits for the messages of an announcement, and uses none."""
+        kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
+        transfer.receive()
+        for name, tensor in self.exchange.state().items():
+            tensor.copy_(kept[name])
+
     def local_state(self, flats: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> LocalState:
         """The state of memory and exchange, with a replicator's own `flats` and `others`.
 
@@ -251,7 +272,8 @@ class Channel:
         scheme, runtime = self.scheme, self.runtime
         arguments = (scheme.name, dict(scheme.arguments))
         schema = repr((*arguments, layout.slots, runtime.seed, self.engine.name, self.link.replicas))
-        names, place = [slot.name for slot in layout.slots], self.place << 10 | number
+        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
+        place = self.place << 10 | number
         delay, on_device = scheme.round.delay, runtime.decides_on_device
         return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device)
 

@@ -64,6 +64,18 @@ class GradientReplicator(Replicator):
     def after(self, step: int) -> None:
         self.leave_agreed()
 
+    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer:
+        transfer = self.channel.announce(step, name, in_buckets)
+        if self._delayed:
+            self._updates.oldest()
+        else:
+            self.channel.discard(transfer)
+        return transfer
+
+    def make_portable(self, step: int) -> None:
+        self.refuse_overlap()
+        self.enter_agreed()
+
     def synchronize(self, step: int) -> None:
         self.enter_agreed()
         step_on(self._updates.arrived(), self.parameters, self._base, self.layout)

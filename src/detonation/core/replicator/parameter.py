@@ -12,7 +12,7 @@ from detonation.core.flat.layout import copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import locals_of
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import BucketPipeline, Channel, Part
+from detonation.core.replicator.channel import BucketPipeline, Channel, Part, Transfer
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.outer import EagerStart, OuterSGD
 from detonation.core.round import Round
@@ -54,6 +54,19 @@ class ParameterReplicator(Replicator):
             self._arrived = None  # zeros, for a checkpoint
         if self._round.sends(step):
             self._exchange(step, self._round.delay)
+
+    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer | None:
+        if self._steps_left == at - step + 1:  # it lands at step `at`
+            self._arriving()
+        if not self._round.sends(at):
+            return None
+        transfer = self.channel.announce(at, name, in_buckets=True)
+        if not self._round.delay:
+            self.channel.discard(transfer)
+        return transfer
+
+    def make_portable(self, step: int) -> None:
+        self.synchronize(step)
 
     def synchronize(self, step: int) -> None:
         if step == self._synchronized_at:

@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.tensors import gradients_to_fill, local
 from detonation.core.optim.base_step import BaseStep
+from detonation.core.optim.muon import Muon
+from detonation.core.optim.signsgd import SignSGD
 
 
 class Pending:
@@ -29,6 +32,12 @@ class Pending:
         self._updates.append(update)
         due = self._updates.popleft()
         return due if isinstance(due, Tensor) else due()
+
+    def oldest(self) -> None:
+        """Waits for the update that is due next, which stays."""
+        first = self._updates[0]
+        if not isinstance(first, Tensor):
+            self._updates[0] = first()
 
     def arrived(self) -> list[Tensor]:
         """All updates, after waiting for the ones in flight.
@@ -62,10 +71,11 @@ class LookAhead:
         Shapes: `[rows, chunk]` each.
         """
         weights = [local(p) for p in self._parameters.values()]
+        if self._base.optimizer.state:
+            copy(weights, self._agreed)  # where they were before the first step
+            raise _needs_state(self._base.optimizer)
         copy(self._agreed, weights)
         step_on(updates, self._parameters, self._base, self._layout)
-        if self._base.optimizer.state:
-            raise ValueError("look-ahead needs an optimizer without state: SignSGD or SGD without momentum")
         self._ahead = True
 
     def back(self) -> None:
@@ -73,6 +83,29 @@ class LookAhead:
         if self._ahead:
             copy([local(p) for p in self._parameters.values()], self._agreed)
         self._ahead = False
+
+
+def require_stateless(base: Optimizer) -> None:
+    """Raises `ValueError` if `base` is known to keep state between steps.
+
+    An optimizer of another library shows it at the first step only; `LookAhead` refuses it then.
+    """
+    ours = {torch.optim.Optimizer, torch.optim.SGD, SignSGD}
+    stateful = any(_is_known(kind) and kind not in ours for kind in type(base).__mro__)
+    momentum = isinstance(base, torch.optim.SGD | SignSGD) and any(group["momentum"] for group in base.param_groups)
+    if stateful or momentum or base.state:
+        raise _needs_state(base)
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.startswith("torch.optim.") or kind is Muon
+
+
+def _needs_state(base: Optimizer) -> ValueError:
+    return ValueError(
+        f"look-ahead needs an optimizer without state, and {type(base).__name__} keeps some: use SignSGD or SGD "
+        "without momentum, or a scheme with lookahead=False"
+    )
 
 
 def step_on(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: BaseStep, layout: Layout) -> None:

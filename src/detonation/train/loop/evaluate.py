@@ -3,9 +3,9 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
+from detonation.core.optimizer.trained import reshard
 from detonation.data import batches, predictions
 from detonation.train.loop.session import Session
 
@@ -39,13 +39,6 @@ def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tens
     if session.data.kind == "images":
         right = float((logits.argmax(-1) == batch["labels"]).sum())
     return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
-
-
-def reshard(model: nn.Module) -> None:
-    """Frees the gathered weights after a forward pass: without a backward pass FSDP2 keeps those of the root."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:

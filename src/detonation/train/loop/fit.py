@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
+from detonation.core.optimizer.trained import reshard
 from detonation.data import batch
-from detonation.train.loop.evaluate import autocast, reshard, to, validate
+from detonation.train.loop.evaluate import autocast, to, validate
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.output.metrics import Record
 

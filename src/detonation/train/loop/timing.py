@@ -33,9 +33,9 @@ def optimizer_step(session: Session, config: Config) -> Step | None:
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)
-    communicator = LoopbackCommunicator(session.config.mesh.replicas)
-    optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
     try:
+        communicator = LoopbackCommunicator(session.config.mesh.replicas)
+        optimizer = replicate(base, session.model, communicator, scheme, clip=config.train.clip or None)
         optimizer.step()
     except ValueError:
         return None

@@ -1,29 +1,16 @@
-"""The face of an optimizer that shares everything with a base optimizer but the step."""
+"""OptimizerWrapper: an optimizer around another, whose groups and state it shares."""
 
 from typing import Any
 
 from torch.optim import Optimizer
 
-_RENAMED = {"settle": "synchronize", "settled": "agreed_weights", "change": "reconfigure", "place": "coordinates"} | {
-    name: f"stats.{name}"
-    for name in ("bytes_sent", "bytes_sent_by_level", "waited_s", "skipped", "skipped_by_parameter", "refused")
-}
 
-
-class SharesBase(Optimizer):
-    """An optimizer with the groups, state and defaults of `base`, for schedulers and other tools.
-
-    Args:
-        base: Any torch optimizer.
-    """
+class OptimizerWrapper(Optimizer):
+    """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take the steps."""
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
-
-    def __getattr__(self, name: str) -> Any:
-        now = f"is called optimizer.{_RENAMED[name]} since version 0.2" if name in _RENAMED else "does not exist"
-        raise AttributeError(f"optimizer.{name} {now}")
 
     # the next three are the base optimizer's own, also after it replaced them in load_state_dict
     @property
@@ -40,3 +27,6 @@ class SharesBase(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
