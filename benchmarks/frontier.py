@@ -1,6 +1,6 @@
 """Loss against bytes: the validation loss that each scheme reaches, and its bytes per parameter and step.
 
-    python benchmarks/frontier.py run [--only TEXT] [--part 0/2] [--limit 3]     runs missing rows, one by one
+    python benchmarks/frontier.py run [--only WORDS] [--part 0/2] [--limit 3]     runs missing rows, one by one
     python benchmarks/frontier.py table > benchmarks/results/2026-11-20-frontier.md
     python benchmarks/frontier.py figure docs/frontier                           writes .svg and .png
 
@@ -56,7 +56,11 @@ def run(cell: Cell) -> Row:
 
 def run_missing(path: Path, only: str, part: str, limit: int) -> None:
     number, parts = map(int, part.split("/"))
-    wanted = {c.key: c for c in grid() if only in f"{c.study} {c.method} {c.recipe} {' '.join(c.sets)} R={c.replicas}"}
+    wanted = {
+        c.key: c
+        for c in grid()
+        if all(word in f"{c.study} {c.method} {c.recipe} {' '.join(c.sets)} R={c.replicas};" for word in only.split())
+    }
     missing = [c for i, c in enumerate(wanted.values()) if i % parts == number and c.key not in rows(path)]
     for left, cell in zip(range(len(missing), 0, -1), missing[:limit], strict=False):
         row = run(cell)
@@ -65,9 +69,9 @@ def run_missing(path: Path, only: str, part: str, limit: int) -> None:
         print(left, cell.study, " ".join(cell.sets), f"R={cell.replicas} seed={cell.seed}", row["val_loss"], flush=True)
 
 
-def rows(path: Path) -> dict[tuple[Any, ...], Row]:
-    """Reads the existing rows, by key."""
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def rows(*paths: Path) -> dict[tuple[Any, ...], Row]:
+    """Reads the existing rows, by key; a row of a later file replaces that of an earlier one."""
+    done = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
     return {(r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r for r in done}
 
 
@@ -161,17 +165,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table", "figure"])
     parser.add_argument("path", nargs="?", type=Path, default=Path("docs/frontier"), help="of the figure")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="runs whose study, method, settings or R=number contain this text")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[RESULTS],
+        help="files of rows, later before earlier; runs go to the last",
+    )
+    parser.add_argument(
+        "--only", default="", help="runs whose study, method, settings or R=number; hold all these words"
+    )
     parser.add_argument(
         "--part", default="0/1", help="i/n: every n-th run from the i-th, to share them between processes"
     )
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
     args = parser.parse_args()
     if args.action == "run":
-        run_missing(args.results, args.only, args.part, args.limit)
+        run_missing(args.results[-1], args.only, args.part, args.limit)
         return
-    done, wanted = rows(args.results), {cell.key: cell for cell in grid()}
+    done, wanted = rows(*args.results), {cell.key: cell for cell in grid()}
     found = [{**done[key], **dataclasses.asdict(cell)} for key, cell in wanted.items() if key in done]
     if args.action == "table":
         print(table(found))

@@ -27,9 +27,8 @@ def train() -> None:
     model = Model().to(mesh.device_type)
     dt.shard(model, mesh)  # FSDP2 inside the node; every replica starts from the same weights
     # Between the nodes, 4 DCT coefficients of each 64 coordinates of the momentum are exchanged.
-    optimizer = dt.replicate(
-        torch.optim.AdamW(model.parameters(), lr=3e-3), model, mesh["replicate"], dt.demo(topk=4, chunk=64)
-    )
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.demo(topk=4, chunk=64), clip=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
     torch.manual_seed(0)
@@ -40,7 +39,6 @@ def train() -> None:
         target = torch.randn(32, 64, device=mesh.device_type)
         loss = (model(target @ rotation) - target).square().mean()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

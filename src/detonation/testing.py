@@ -31,8 +31,8 @@ def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4) -> None:
     """Holds `scheme` to the laws of docs/design.md, on awkward shapes and among simulated replicas.
 
     Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its memory and its size is
-    known), 5 (never larger than dense, of what it counts), 9 (private state is saved and resumes exactly) and 10
-    (absent is zero), and that name and arguments spell the scheme.
+    known), 5 (never larger than dense, of what it counts), 9 (private state is saved and resumes exactly), 10
+    (absent is zero) and 11 (zero is zero: the precision is odd), and that name and arguments spell the scheme.
 
     Args:
         scheme: Made by a registered function.
@@ -53,6 +53,7 @@ def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4) -> None:
     _nothing_is_lost(scheme, layout)
     _everyone_is_heard(scheme)
     _messages_own_their_memory(scheme, layout)
+    _zero_is_zero(scheme)
     _replicas_agree(scheme, replicas, steps)
 
 
@@ -111,6 +112,16 @@ def _messages_own_their_memory(scheme: Scheme, layout: Layout) -> None:
     _require(same, "law 4, a message owns its memory", "it changed with the flat")
     nbytes, known = sum(part.nbytes for part in parts), scheme.codec.nbytes(layout.rows)
     _require(nbytes == known, "law 4, a size that is known beforehand", f"{nbytes} bytes, {known} by arithmetic")
+
+
+def _zero_is_zero(scheme: Scheme) -> None:
+    precision, values = scheme.codec.precision, _signals(scheme.codec.layout({"w": (300, 7)}), 0)[0]
+    values[::2] = 0.0
+    read, mirrored = (
+        precision.decode(precision.encode(sign * values, negative_zeros=sign < 0), 300, 7) for sign in (1.0, -1.0)
+    )
+    worst = float((read + mirrored).abs().max())
+    _require(worst == 0, "law 11, zero is zero", f"negated values, zeros included, do not read as negated: {worst:g}")
 
 
 def _replicas_agree(scheme: Scheme, replicas: int, steps: int) -> None:

@@ -8,8 +8,6 @@ import detonation as dt
 import worlds
 from detonation.checkpoint.load.elastic import memory_sources
 from detonation.core.flat.tensors import local
-from detonation.core.link.owners import RowOwners
-from detonation.core.schemes.buckets import aligned_rows
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
@@ -77,7 +75,7 @@ def server_residuals(channel, own_rows):
     gathered = [torch.empty_like(own_rows) for _ in range(channel.link.replicas)]
     dist.all_gather(gathered, own_rows, group=channel.link._communicator._group)
     codec = channel.engine.codec
-    rows = RowOwners(channel.layout.rows, channel.link.replicas, aligned_rows(codec)).collect(gathered)
+    rows = channel.exchange.owners.collect(gathered)
     return channel.layout.parts(codec.basis.inverse(rows))
 
 

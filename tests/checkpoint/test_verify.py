@@ -174,6 +174,10 @@ STRANGE = {
     "a sum of 3 letters": lambda t: next(iter(t["files"].values())).update(sha256="abc"),
     "levels of text": lambda t: t.update(levels=["demo"]),
     "extra of text": lambda t: t.update(extra="x"),
+    "volumes of text": lambda t: t.update(volumes="0011"),
+    "a volume for one file of four": lambda t: t.update(volumes=[0]),
+    "a volume below 0": lambda t: t.update(volumes=[0, 0, 0, -1]),
+    "a volume that is true": lambda t: t.update(volumes=[0, 0, 0, True]),
 }
 
 

@@ -1,11 +1,15 @@
 """The laws of DESIGN 3 that need no network, for every scheme, over generated layouts."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
+from detonation.core.codec import selection
 from detonation.core.codec.aggregate import Received, aggregate
 from detonation.core.codec.selection import Rotation
 from detonation.core.flat.layout import Layout
@@ -169,12 +173,57 @@ def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start
 
 
 def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_seeds():
-    selection = dt.random(rate=1 / 8).codec.selection
-    flat = torch.zeros(50, selection.chunk)
-    first, next_cycle = selection.indices(flat, 0, 0), selection.indices(flat, selection.period, 0)
+    subset = dt.random(rate=1 / 8).codec.selection
+    flat = torch.zeros(50, subset.chunk)
+    first, next_cycle = subset.indices(flat, 0, 0), subset.indices(flat, subset.period, 0)
     assert not torch.equal(first, next_cycle)
-    assert not torch.equal(first, selection.indices(flat, 0, 1))
+    assert not torch.equal(first, subset.indices(flat, 0, 1))
     assert len(first.sort(1).values.unique(dim=0)) > 20
+
+
+def splitmix64(state):
+    """Vigna's reference, which begins with these words: the next state and its word."""
+    state = (state + 0x9E3779B97F4A7C15) % 2**64
+    word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
+    return state, word ^ (word >> 31)
+
+
+def test_random_subsets_are_integer_arithmetic_of_seed_cycle_and_row():
+    """The same on each device and in each version of torch, unlike its generators."""
+    assert splitmix64(0)[1] == 0xE220A8397B1DCDAF
+    key = 0
+    for part in (7, 3, 1):
+        _, key = splitmix64(key + 0x9E3779B97F4A7C15 * part)
+    words = []
+    for _ in range(20000):  # more than one block of the tensor arithmetic
+        key, word = splitmix64(key)
+        words.append(word)
+    assert [word % 2**64 for word in selection._random_words(20000, CPU, 7, 3, 1).tolist()] == words
+    octets = b"".join(word.to_bytes(8, "little") for word in words)
+    assert selection._choices(159999, 7, 3, CPU).tolist() == [octet & 63 for octet in octets[:-1]]
+    for source in Path(selection.__file__).parents[1].rglob("*.py"):  # all of core
+        assert not re.search(r"torch\.(rand\w*|Generator|bernoulli|multinomial)\(", source.read_text()), source
+
+
+def test_random_subsets_are_uniform():
+    """Chi-squared over rows, pairs of neighbouring rows, and places in a permutation: each within 4 deviations."""
+
+    def surprise(cells, counted):
+        found = torch.bincount(cells.view(-1).long(), minlength=counted).double()
+        mean = cells.numel() / counted
+        return float((found - mean).square().sum() / mean - counted + 1) / (2 * counted - 2) ** 0.5
+
+    choices = selection._choices(500_000, 0, 0, CPU).long()
+    assert abs(surprise(choices, 64)) < 4
+    assert abs(surprise(64 * choices[:-1] + choices[1:], 4096)) < 4
+    assert abs(surprise(64 * choices + selection._choices(500_000, 0, 1, CPU).long(), 4096)) < 4
+    tables = torch.cat([selection._permutations.__wrapped__(48, 0, cycle, CPU) for cycle in range(100)])
+    assert torch.equal(tables.sort(1).values, torch.arange(48).expand(6400, -1))
+    places = 48 * torch.arange(48) + tables
+    assert abs(surprise(places, 48 * 48)) < 4
+    before, after = tables[:, :-1], tables[:, 1:]
+    assert abs(surprise(47 * before + after - (after > before).long(), 48 * 47)) < 4  # no index follows itself
 
 
 @given(signal=st.lists(st.floats(-1, 1, width=32), min_size=24, max_size=24), topk=st.integers(1, 8))

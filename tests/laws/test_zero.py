@@ -53,7 +53,7 @@ def play(scheme, replicas, sendings):
     generator, updates = torch.Generator().manual_seed(0), []
     constant = torch.randint(2, (ROWS, WIDTH), generator=generator) - 0.5
     steps = range(sendings * scheme.round.every * max(1, codec.selection.period))
-    for step in filter(scheme.round.ends, steps):
+    for step in filter(scheme.round.sends, steps):
         messages, shared = [], []
         for replica, engine in enumerate(engines):
             signal = constant + torch.randn(ROWS, WIDTH, generator=generator)
@@ -77,7 +77,7 @@ def reach(updates):
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precision, error_feedback, replicas):
+def test_law_11_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precision, error_feedback, replicas):
     schemes = gradient_schemes(precision, error_feedback)
     for name, scheme in (schemes | parameter_schemes(precision, error_feedback)).items():
         if precision in EXACT:
@@ -96,7 +96,7 @@ def test_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precisi
 @pytest.mark.parametrize("name, precision", PRECISIONS.items(), ids=PRECISIONS)
 @given(count=st.integers(1, 700), seed=st.integers(0, 99), skew=st.sampled_from([0.0, 1.0]), negative=st.booleans())
 @settings(max_examples=15, deadline=None)
-def test_every_precision_is_odd(name, precision, count, seed, skew, negative):
+def test_law_11_every_precision_is_odd(name, precision, count, seed, skew, negative):
     """What it makes of negated values is the negated result, so that noise around zero does not drift."""
     generator = torch.Generator().manual_seed(seed)
     values = (torch.randn(count, 3, generator=generator) + skew) * torch.randint(2, (count, 1), generator=generator)
@@ -153,7 +153,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_rows_that_no_replica_uses_stay_where_they_are(optimizer, replicas):
+def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replicas):
     """The whole way, from the gradient to the weight, where drift was seen: 40 times lr in 40 steps."""
     schemes = [
         dt.distro(),

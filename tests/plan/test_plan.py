@@ -15,7 +15,7 @@ from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes import buckets
 from detonation.core.schemes.registry import SCHEMES, register
 from detonation.core.schemes.scheme import GradientScheme
-from detonation.core.schemes.traffic import exchange_bytes
+from detonation.core.schemes.traffic import buckets_of, exchange_bytes
 from detonation.plan.advice import advise, row
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import loss_of, loss_table
@@ -52,14 +52,14 @@ PLANNED = [dt.full(), dt.demo(), dt.demo(link="owner"), dt.random_sign(), dt.dil
 def test_planned_bytes_equal_the_bytes_that_links_count(scheme, smallest, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", smallest)  # also in the ranks, which are forks
     planned = cost(scheme, Work([WIDE], 0.1), Network.of_link_speed(LinkSpeed(1e9), 2, 1)).bytes_sent
-    assert (len(buckets.cut_into_buckets(scheme.codec.layout(WIDE), scheme, 2)) > 1) == (smallest < 2**20)
+    assert (len(buckets_of(scheme, scheme.codec.layout(WIDE), 2)) > 1) == (smallest < 2**20)
     assert worlds.run(sends, 2, 1, scheme)[0] == pytest.approx(2 * scheme.round.every * planned)
 
 
 def test_a_step_without_overlap_is_compute_time_plus_transfer_time():
     full = cost(dt.full(), WORK, SLOW)
     numel = sum(math.prod(shape) for shape in SHAPES.values())
-    sent = exchange_bytes("all-reduce", dt.full().codec, numel, 2)  # among two, everything once and in two hops
+    sent = exchange_bytes("all-reduce", dt.full(), numel, 2)  # among two, everything once and in two hops
     assert full.exposed_s == pytest.approx(8 * sent / 1e6 + 2 * 0.01)
     assert full.total_s == pytest.approx(0.1 + full.exposed_s)
     assert full.efficiency == pytest.approx(0.1 / full.total_s)

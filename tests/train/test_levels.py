@@ -136,7 +136,7 @@ def test_a_run_of_two_levels_counts_each_and_resumes_exactly(train, tmp_path):
     assert whole["replicas_equal"] and resumed["fingerprint"] == whole["fingerprint"]
     assert resumed["levels"] == whole["levels"]
     records = metrics.read_metrics(tmp_path / "whole" / "metrics.jsonl")
-    sent = traffic.exchange_bytes("all-reduce", dt.full().codec, whole["num_parameters"], 2)
+    sent = traffic.exchange_bytes("all-reduce", dt.full(), whole["num_parameters"], 2)
     dense = traffic.dense_bytes(whole["num_parameters"], 2)
     assert [record.levels["rack"] for record in records] == [sent] * 7
     assert [record.levels["site"] for record in records] == [0, 0, sent, 0, 0, sent, sent]  # the last one settles

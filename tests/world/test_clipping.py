@@ -130,6 +130,27 @@ def test_the_norm_is_over_all_axes_that_shard_a_parameter_and_counts_copies_once
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
+def on_two_levels(mesh):
+    """Both axes join replicas: the clipped gradient is that of all four, after the last level."""
+    model, plain = built(Plain), built(Plain)
+    levels = [(mesh["shard"], dt.full()), (mesh["replicate"], dt.full())]
+    optimizer = dt.replicate(sgd(model.parameters()), model, levels=levels, clip=CLIP)
+    norms = advance(mesh, model, optimizer, range(2))
+    stepped = sgd(plain.parameters())
+    for step, norm in enumerate(norms):
+        stepped.zero_grad()
+        (sum(plain(batch(rank, step, 32)).mean() for rank in range(4)) / 4).backward()
+        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), CLIP)), rel=1e-5)
+        stepped.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    return digest(model.parameters())
+
+
+def test_several_levels_clip_once_after_the_last():
+    assert len(set(worlds.run(on_two_levels, 2, 2))) == 1
+
+
 def trained(scheme, base, clip, settle=False):
     """Of two simulated replicas: the gradients after each step, the norms, and a digest of the weights."""
 

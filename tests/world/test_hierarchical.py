@@ -1,5 +1,7 @@
 """Lanes: what all ranks of a node hold whole crosses the slow link once a node, and says what each would have said."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -125,7 +127,8 @@ def mixtures(mesh):
 
     With look-ahead one kind of parameters must not move while the other is stepped on a guess.
     """
-    schemes = [dt.full(), dt.demo(), dt.demo(link="owner"), dt.diloco(every=2), dt.demo(decay=0.5, delay=1)]
+    owner = replace(dt.demo(link="owner"), reply=dt.demo().codec)
+    schemes = [dt.full(), dt.demo(), owner, dt.diloco(every=2), dt.demo(decay=0.5, delay=1)]
     return [with_and_without(mesh, scheme, shard=first_layer_sharded) for scheme in schemes]
 
 

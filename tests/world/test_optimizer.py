@@ -117,6 +117,124 @@ def test_a_first_step_at_lr_zero_counts():
     assert all(worlds.run(warm_up_from_zero, 2, 1))
 
 
+class Accelerated:
+    """An optimizer as Accelerate wraps it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def silent_at_zero(mesh, base, wrapped):
+    """lr 0 at the first step, and zero gradients on one replica, whose last shard has no row of a parameter."""
+    model = built(Plain)
+    model.layers[1] = nn.Linear(64, 1)
+    for parameter in model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    dt.shard(model, mesh)
+    optimizer = dt.replicate(BASES[base](model.parameters()), model, mesh["replicate"], dt.full())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 3)
+    stepping = Accelerated(optimizer) if wrapped else optimizer
+    for step in range(3):
+        model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        if step == 0 and mesh.get_local_rank("replicate") == 1:
+            for parameter in model.layers[1].parameters():
+                local(parameter.grad).zero_()
+        stepping.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return optimizer.step_count, dt.fingerprint(model, mesh)[1]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("base", ["AdamW", "SGD", "SignSGD-plain"])
+def test_every_rank_takes_a_first_step_at_lr_zero_whatever_its_gradients(base, wrapped):
+    assert worlds.run(silent_at_zero, 2, 2, base, wrapped) == [(3, True)] * 4
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer of another library, whose state nobody knows beforehand."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                parameter.data -= 0.1 * parameter.grad + 0.01
+
+
+def looking_ahead(mesh):
+    """With an optimizer that keeps state: the error, and whether the weights moved."""
+    errors, axis = [], mesh["replicate"]
+    for base in (torch.optim.AdamW, torch.optim.Adagrad, dt.Muon, BASES["SGD"], BASES["SignSGD"]):
+        model = built(Plain)
+        errors.append(caught(dt.replicate, base(model.parameters()), model, axis, dt.distro()))
+    model = built(Plain)
+    optimizer, before = dt.replicate(Counting(model.parameters()), model, axis, dt.distro()), weights(model)
+    outcome = caught(advance, model, optimizer, range(1))
+    return [*errors, outcome], before == weights(model)
+
+
+def test_look_ahead_with_an_optimizer_that_keeps_state_is_refused_before_anything_moves():
+    names = ["AdamW", "Adagrad", "Muon", "SGD", "SignSGD", "Counting"]
+    for errors, unmoved in worlds.run(looking_ahead, 2, 1):
+        expected = [
+            f"look-ahead needs an optimizer without state, and {name} keeps some: use SignSGD" for name in names
+        ]
+        assert unmoved and [kind for kind, _ in errors] == ["ValueError"] * len(names)
+        assert all(text.startswith(line) for (_, text), line in zip(errors, expected, strict=True))
+
+
+def evaluated(mesh, folder, keeps):
+    """Everything that looks for the shards finds them where an evaluation has left the whole parameters."""
+
+    def fresh():
+        model = built(Plain)
+        for layer in model.layers:
+            torch.distributed.fsdp.fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=not keeps)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"], reshard_after_forward=not keeps)
+        return model, dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.demo(4, 16))
+
+    def evaluate(model):
+        with torch.no_grad():
+            model(batch(0, 0, 32))
+
+    model, optimizer = fresh()
+    evaluate(model)
+    dense = optimizer.dense_bytes_by_level
+    evaluate(model)
+    optimizer.set_up()
+    advance(model, optimizer, range(2))
+    evaluate(model)
+    assert optimizer.dense_bytes_by_level == dense
+    evaluate(model)
+    optimizer.reconfigure(dt.demo(2, 16))
+    evaluate(model)
+    dt.save_checkpoint(folder, model, optimizer)
+    other, again = fresh()
+    again.reconfigure(dt.demo(2, 16))
+    evaluate(other)
+    dt.load_checkpoint(folder, other, again)
+    for m, o in ((model, optimizer), (other, again)):
+        loss = m(batch(mesh.get_rank(), 2, 32)).mean()
+        assert o.dense_bytes_by_level == dense  # also between forward and backward
+        loss.backward()
+        evaluate(m)
+        o.step()
+        o.zero_grad()
+        advance(m, o, range(3, 5))
+    return weights(model) == weights(other), dt.fingerprint(model, mesh)[1]
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "gathered"])
+def test_an_evaluation_at_any_time_hides_no_parameter(keeps, tmp_path):
+    assert worlds.run(evaluated, 2, 2, tmp_path, keeps) == [(True, True)] * 4
+
+
 def resumed(mesh, base, names):
     """Law 9: private state saved per rank resumes exactly, also in the middle of a round."""
     results = {}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.trained import reshard
 
@@ -23,9 +24,7 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as shards."""
     reshard(model)  # after an evaluation the gathered parameters stand in for the shards
-    persistent = model.state_dict().keys()
-    buffers = {name: tensor for name, tensor in model.named_buffers() if name in persistent}
-    return {**dict(model.named_parameters()), **buffers}
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:

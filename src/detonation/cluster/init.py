@@ -131,7 +131,7 @@ def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
-    os.environ["LOCAL_RANK"] = str(position.local_rank or 0 if device.index is None else device.index)
+    os.environ["LOCAL_RANK"] = str((position.local_rank or 0) if device.index is None else device.index)
     if position.local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
     if position.address:
@@ -139,7 +139,7 @@ def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None
         os.environ.setdefault("MASTER_PORT", str(position.port))
     keep_to_one_interface(os.environ, position.one_machine)
     store = rendezvous_store(position, folder)
-    if folder is None:  # ranks of one launcher of ours took what it had checked
+    if folder is None:  # the launcher of this machine has checked it for its own ranks
         compare_devices(store, position, device)
     return store, device
 

@@ -9,7 +9,6 @@ from detonation.cluster.network.profile import Operation, Profile, Step
 from detonation.core.flat.layout import Layout
 from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes import traffic
-from detonation.core.schemes.buckets import cut_into_buckets
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
 from detonation.plan.spelling import spelled
 
@@ -173,8 +172,8 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
         elif work.overlap and scheme.worth_overlapping:
             latency = network.seconds(kind, 0)
             # Buckets leave in the order of backward: the last layers' first.
-            rows = [bucket.layout.rows for bucket in reversed(cut_into_buckets(fragment, scheme, network.replicas))]
-            sizes = [traffic.exchange_bytes(kind, scheme.codec, count, network.replicas) for count in rows]
+            rows = [bucket.layout.rows for bucket in reversed(traffic.buckets_of(scheme, fragment, network.replicas))]
+            sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]
             parts = [(n / sum(rows), network.seconds(kind, b) - latency) for n, b in zip(rows, sizes, strict=True)]
             waits += latency + _overlapped_wait_s(parts, work.compute_s)
         else:
@@ -225,7 +224,9 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
         state += flat // replicas
     rows = layout.rows
     if isinstance(scheme, ParameterScheme) and not scheme.round.delay:  # two buckets are on their way
-        rows = min(rows, 2 * cut_into_buckets(layout, scheme, replicas)[0].layout.rows)
+        rows = min(rows, 2 * traffic.buckets_of(scheme, layout, replicas)[0].layout.rows)
     elif isinstance(scheme, ParameterScheme):
         rows = -(-rows // scheme.fragments)
+    if collective == "owner":
+        return state + scheme.codec.nbytes(rows) + scheme.reply_codec(replicas).nbytes(rows)
     return state + scheme.codec.nbytes(rows) * (replicas if collective == "all-gather" else 2)

@@ -24,7 +24,7 @@ from detonation.core.flat.layout import Layout
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.link.owners import RowOwners
 from detonation.core.replicator.channel import Channel
-from detonation.core.schemes.buckets import aligned_rows
+from detonation.core.schemes.buckets import rows_of_a_turn
 
 
 class Elastic:
@@ -73,7 +73,7 @@ class Elastic:
         boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
         shapes = {name: box.shape for name, box in boxes.items()}
         layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
-        owners = RowOwners(layout.rows, self._before, aligned_rows(channel.engine.codec))
+        owners = RowOwners(layout.rows, self._before, rows_of_a_turn(channel.scheme, self._before))
         coefficients = owners.collect([file.tensor(key) for file in files])  # [rows, chunk]
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
         pieces = [
@@ -112,5 +112,5 @@ def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
     """
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
-    owners = RowOwners(len(flat), channel.link.replicas, aligned_rows(codec))
+    owners = RowOwners(len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas))
     return owners.deal(flat, flat.new_zeros(flat.shape[1]))[channel.link.replica]

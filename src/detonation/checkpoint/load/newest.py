@@ -58,7 +58,8 @@ def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicat
         The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at all.
 
     Raises:
-        NoCheckpoint: there are checkpoints, and none is whole.
+        NoCheckpoint: there are checkpoints, and none is whole for all ranks. Where nodes share no file system, the
+            message says which replica's files are needed on which host, and where they are.
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
 
     Example:

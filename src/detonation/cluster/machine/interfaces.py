@@ -1,6 +1,7 @@
 """The network interfaces of this machine: their addresses, and which of them leads to another machine."""
 
 import contextlib
+import fcntl
 import socket
 import struct
 import sys
@@ -32,8 +33,6 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def _addresses(interface: str) -> Iterator[str]:
-    import fcntl
-
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         yield socket.inet_ntoa(found[20:24])

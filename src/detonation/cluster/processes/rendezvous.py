@@ -138,7 +138,7 @@ def _listen(address: str, port: int, one_machine: bool) -> tuple[str, socket.soc
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     host = str(where[0])
     try:
-        if one_machine or not is_loopback(host):
+        if one_machine or is_loopback(address) or not is_loopback(host):
             return address, _server(host, port, family)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:

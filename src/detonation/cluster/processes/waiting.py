@@ -104,6 +104,7 @@ class Watch:
     def stop(self) -> None:
         """Ends the watch; waits a moment for its thread."""
         self._stopped.set()
+        PROGRESS.explain = lambda error: None
         self._thread.join(timeout=1.0)
         atexit.unregister(self.stop)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from detonation.core.agreement.desync import differences, repaired
+from detonation.core.agreement.desync import CHANGE, announce_change, differences, repaired
 from detonation.core.agreement.safety import Safety
 from detonation.core.errors import DetonationError
 from detonation.core.integrity import readback
@@ -112,6 +112,8 @@ class StopConsensus:
                     sent.append((replicator, transfer))
             self._meet(at, name)
             at += 1
+            if not sent and self.safety.verify_every and at % self.safety.verify_every == 0:
+                self._meet_verify(replicators, at, name)
         for replicator, transfer in sent:
             replicator.discard(transfer)
         self._decide(step, at - 1 + max(replicator.scheme.round.delay for replicator, _ in sent))
@@ -123,15 +125,33 @@ class StopConsensus:
         fatal = self._gravest_here(step)
         if fatal is None:
             return
-        announced = self.counts[0].announcement(name) << 4
-        fatal = fatal if fatal >> 4 else announced
+        if not fatal >> 4:
+            fatal = self.counts[0].announcement(name) << 4
         for link in self._others:
             everyone = link.collect(torch.full((1,), fatal, device=self.runtime.device)).view(-1).tolist()
-            fatal = max(everyone)
-            if fatal == announced and min(everyone) != announced:
-                fatal += 1 << 60  # announced by some ranks alone: `FaultCounts` has the two numbers
-        if fatal != announced:
+            fatal = FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4 | max(everyone) & 15
+        if not FaultCounts.is_announcement(fatal >> 4):
             self._raise(fatal, step)
+
+    def _meet_verify(self, replicators: Sequence[Replicator], step: int, name: str) -> None:
+        """`verify` after `step` steps for a rank that announces a change of `name`."""
+        self._drain(replicators, step)
+        for replicator in replicators:
+            counts = replicator.counts
+            counts.changing = replicator.link.replicas
+            for sender in announce_change(replicator.link, counts.names.index(name), self.runtime.device):
+                counts.announced(sender, name)
+            counts.due.add(step - 1)
+        self._decide(step, step - 1)
+
+    def _drain(self, replicators: Sequence[Replicator], step: int) -> None:
+        """Waits for messages in flight; raises for announcements, whose senders take part in nothing after them."""
+        for replicator in replicators:
+            replicator.drain()
+        for counts in self.counts:
+            counts.catch_up(math.inf)
+        if any(counts.changed_apart for counts in self.counts):
+            self._decide(step, math.inf)
 
     def verify(self, replicators: Sequence[Replicator], step: int, options: Mapping[str, str]) -> None:
         """Compares the tensors that must be equal on all replicas after `step` steps; repairs them, or raises `Desync`.
@@ -140,6 +160,7 @@ class StopConsensus:
         Args:
             options: Of the parameter groups, which must be equal, too; see `options_of`.
         """
+        self._drain(replicators, step)
         compared = set[Link]()
         for replicator in replicators:
             link, tensors = replicator.link, replicator.replicated()
@@ -147,6 +168,10 @@ class StopConsensus:
             compared.add(link)
             mended: dict[str, Tensor] = {}
             for difference in differences(link, tensors, self.runtime.device, texts):
+                if difference.name == CHANGE:
+                    for sender in difference.odd:
+                        replicator.counts.announced(sender, replicator.counts.names[difference.source])
+                    continue
                 if self.safety.on_desync == "repair" and difference.name in tensors:
                     mended[difference.name] = repaired(link, difference, tensors[difference.name])
                     outcome = "repaired"

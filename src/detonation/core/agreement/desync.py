@@ -13,6 +13,8 @@ from detonation.core.compute.checksum import checksum
 from detonation.core.integrity.guard import hash63
 from detonation.core.link.link import Link
 
+CHANGE = "a change of the trained parameters"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -20,7 +22,8 @@ class Difference:
 
     Args:
         odd: The replicas that differ.
-        source: A replica of the majority, or replica 0 where there is none, as with two replicas.
+        source: A replica of the majority, or replica 0 where there is none, as with two replicas. With the name
+            `CHANGE` the replicas `odd` announced a change of the parameter with the number `source`.
     """
 
     name: str
@@ -47,14 +50,17 @@ def differences(
     """
     options = options or {}
     names = torch.tensor([hash63(repr([*tensors, *options]))], dtype=torch.int64, device=device)
-    if len(set(link.collect(names).view(-1).tolist())) > 1:  # messages of different sizes would end the receiver
+    everyone = link.collect(names).view(-1).tolist()
+    if changing := _announced(link, everyone):
+        return [Difference(CHANGE, tuple(changing), min(changing.values()))]
+    if len(set(everyone)) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum([tensor]).to(device) for tensor in tensors.values()]
     sums += torch.tensor([hash63(text) for text in options.values()], device=device).unbind()
     if not sums:
         return []
-    everyone = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors and options]
-    columns = zip([*tensors, *options], zip(*everyone, strict=True), strict=True)
+    table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors and options]
+    columns = zip([*tensors, *options], zip(*table, strict=True), strict=True)
     return [difference for difference in (_difference(name, column) for name, column in columns) if difference]
 
 
@@ -74,6 +80,19 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             if plain is None or isinstance(plain, bool | int | float | str | tuple):
                 found[f"{key} of group {number}"] = repr(plain)
     return found
+
+
+def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
+    """The replicas that announce a change, this one of parameter `number`; the others are in `differences`.
+    Collective."""
+    everyone = link.collect(torch.tensor([-1 - number], device=device)).view(-1).tolist()
+    return list(_announced(link, everyone))
+
+
+def _announced(link: Link, words: Sequence[int]) -> dict[int, int]:
+    """The replicas that announced a change, and the parameter's number: `Link.collect` mixes the ranks of a node."""
+    numbers = {replica: -word // link.local_ranks**2 - 1 for replica, word in enumerate(words)}
+    return {replica: number for replica, number in numbers.items() if 0 <= number < 2**31}
 
 
 def repaired(link: Link, difference: Difference, tensor: Tensor) -> Tensor:

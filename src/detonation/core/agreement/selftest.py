@@ -39,9 +39,10 @@ def _hash(scheme: Scheme, runtime: Runtime) -> str:
         received = replace(received, values=[*received.values, read], indices=[*received.indices, selected.indices])
     update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
     engine.write(received, [update])
-    mean = torch.zeros_like(update).lerp_(update, 0.1)
-    square = torch.zeros_like(update).addcmul_(update, update, value=0.001)
-    stepped = torch.ones_like(update).mul_(0.99).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
+    before = _ramp(runtime.device)  # not zeros: to add to zero rounds alike with and without fused multiply-add
+    mean = before.lerp(update, 0.1)
+    square = before.square().addcmul_(update, update, value=0.001)
+    stepped = before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
     return digest([update, stepped])[:16]
 
 

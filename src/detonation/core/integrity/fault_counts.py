@@ -17,6 +17,7 @@ IN_A_ROW = 10
 _NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART = 1, 2, 3, 4, 5
 _NO_NAME = 0xFFFFFFFF
 _NAMED_REPLICAS = 24
+_REPLICAS = (1 << _NAMED_REPLICAS) - 1 << 32
 NEW_PARAMETER = "a new parameter"
 """Stands for a parameter that joined the model after the names were agreed on."""
 _log = logging.getLogger("detonation")
@@ -87,14 +88,36 @@ class FaultCounts:
             self.catch_up(until)
         arrived = {step for step in self.due if step <= until}
         self.due -= arrived
-        if self._changed and len(self._changed) != self.changing:
-            replicas = sum({1 << min(sender, _NAMED_REPLICAS - 1) for sender in self._changed})
+        if self.changed_apart:
+            replicas = sum({_bit(sender) for sender in self._changed})
             self._stop(_CHANGED_APART, replicas, self._changed[min(self._changed)])
         return bool(arrived)
 
+    @property
+    def changed_apart(self) -> bool:
+        """True where some replicas, but not all, announced a change of the trained parameters."""
+        return bool(self._changed) and len(self._changed) != self.changing
+
+    def announced(self, sender: int, name: str) -> None:
+        """Records that `sender` announced a change of `name`."""
+        self._changed[sender] = name
+
     def announcement(self, name: str) -> int:
         """The number by which a rank says over other links that it announced a change of `name`."""
-        return _CHANGING << 56 | self.names.index(name)
+        return _CHANGING << 56 | _bit(self._replica) << 32 | self.names.index(name)
+
+    @staticmethod
+    def is_announcement(fatal: int) -> bool:
+        """True for the number of `announcement`, which ends no rank that announced the same."""
+        return fatal >> 56 == _CHANGING
+
+    @staticmethod
+    def announced_apart(announcements: Sequence[int]) -> int:
+        """The largest of the announcements of some ranks; a reason to stop unless all announced the same."""
+        largest = max(announcements)
+        if largest >> 56 == _CHANGING and len({each & ~_REPLICAS for each in announcements}) > 1:
+            return largest & ~(_CHANGING << 56) | _CHANGED_APART << 56
+        return largest
 
     def forget_change(self) -> None:
         """Ends a change of the trained parameters: all ranks have made it."""
@@ -108,7 +131,7 @@ class FaultCounts:
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
         """Counts an empty message of `sender` at `step`, because its `name` is not finite, or has `Changed`."""
         if isinstance(name, Changed):
-            self._changed[sender] = name
+            self.announced(sender, name)
             return
         self.skipped += 1
         self.by_parameter[name] += 1
@@ -157,8 +180,8 @@ class FaultCounts:
             return BadPeer(f"{text}: the log says why")
         if kind in (_CHANGING, _CHANGED_APART):
             return Desync(
-                f"{_replicas(sender)} began or ceased to train {name} before step {step}, the others did not: freeze, "
-                "unfreeze and add parameters on all ranks between the same two steps"
+                f"{_replicas(sender)} began or ceased to train {name}, the others did not: freeze, unfreeze and add "
+                "parameters on all ranks between the same two steps"
             )
         return Desync(f"replica {sender} differs from the others in {name} after step {step}")
 
@@ -174,7 +197,16 @@ class FaultCounts:
             _log.warning(text)
 
 
-def _replicas(mask: int) -> str:
-    """The replicas of a mask, in words; bit 23 stands for all from there on, and 0 for ranks that nobody counted."""
-    found = [str(replica) for replica in range(_NAMED_REPLICAS) if mask >> replica & 1]
-    return f"replica{'s' * (len(found) > 1)} {', '.join(found)}" if found else "some ranks"
+def _bit(replica: int) -> int:
+    """The bit of a replica in a set of replicas; the last one stands for all from there on."""
+    return 1 << min(replica, _NAMED_REPLICAS - 1)
+
+
+def _replicas(bits: int) -> str:
+    """A set of replicas in words.
+
+    >>> _replicas(_bit(0) | _bit(2))
+    'replicas 0, 2'
+    """
+    found = [str(replica) for replica in range(_NAMED_REPLICAS) if bits >> replica & 1]
+    return f"replica{'s' * (len(found) > 1)} {', '.join(found)}"

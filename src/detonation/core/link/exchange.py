@@ -19,7 +19,7 @@ from detonation.core.flat.layout import Layout
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Arriving, Link
 from detonation.core.link.owners import RowOwners
-from detonation.core.schemes.buckets import aligned_rows
+from detonation.core.schemes.buckets import rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 
@@ -151,8 +151,8 @@ class TwoStage:
     """A two-stage all-reduce: each replica owns some of the rows, receives them from all, aggregates them, and sends
     the result to all.
 
-    The bytes that a replica sends do not grow with the number of replicas. The result is
-    selected and encoded again; the rest stays in the server residual of the owner and is sent later, so that nothing is
+    The bytes that a replica sends do not grow with the number of replicas. The result is selected and encoded again by
+    the codec of the reply; the rest stays in the server residual of the owner and is sent later, so that nothing is
     lost (law 1) between the two stages.
     """
 
@@ -162,6 +162,7 @@ class TwoStage:
         self, scheme: Scheme, codec: Codec, link: Link, owners: RowOwners, residual: Tensor, guard: Guard
     ) -> None:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
+        self._reply = scheme.reply_codec(link.replicas)
         self.owners, self.residual = owners, residual  # [owned, chunk]
 
     def start(self, selected: Selected, step: int, status: int | Tensor, read_own: bool) -> InFlight:
@@ -183,19 +184,21 @@ class TwoStage:
             opened(self._codec, self._guard, dealt, owned, phase=1), aggregation=self._scheme.aggregation
         )
         self.residual += aggregate(received, chunk)
-        selected = self._codec.pick(self.residual, own)
-        (message,) = self._codec.encode(selected, negative_zeros=negative_zeros(self._scheme, flight.step))
-        sent, indices = self._codec.read(message, owned), selected.indices
+        selected = self._reply.pick(self.residual, own)
+        (message,) = self._reply.encode(selected, negative_zeros=negative_zeros(self._scheme, flight.step))
+        sent, indices = self._reply.read(message, owned), selected.indices
         self.residual -= scatter_sum([sent], [indices], chunk) if isinstance(indices, Tensor) else sent
         (sealed,) = self._guard.seal([message.parts], flight.step, 0)
         flight.arriving = self._link.all_gather(sealed)
 
     def receive(self, flight: InFlight) -> Received:
-        received = opened(self._codec, self._guard, flight, self.owners.owned, signals=False)
-        indices = as_int64([i for i in received.indices if i is not None])
-        return Received(
-            [self.owners.collect(received.values)], [self.owners.collect(indices) if indices else None], Mean()
-        )
+        received = opened(self._reply, self._guard, flight, self.owners.owned, signals=False)
+        values, indices = self.owners.collect(received.values), None
+        if sent := as_int64([i for i in received.indices if i is not None]):
+            indices = self.owners.collect(sent)
+        elif not self._codec.selection.shared:  # whole rows, where engines expect the indices of some coefficients
+            indices = torch.arange(values.shape[1], device=values.device).expand(values.shape)
+        return Received([values], [indices], Mean())
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
         owners = RowOwners(rows, self.owners.replicas, self.owners.run)
@@ -244,6 +247,6 @@ def exchange_for(scheme: Scheme, link: Link, layout: Layout, device: torch.devic
         return AllReduce(scheme.codec, link, guard)
     if chosen == "all-gather":
         return AllGather(scheme, scheme.codec, link, guard)
-    owners = RowOwners(layout.rows, link.replicas, aligned_rows(scheme.codec))
+    owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
     residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=device)
     return TwoStage(scheme, scheme.codec, link, owners, residual, guard)

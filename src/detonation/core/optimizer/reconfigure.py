@@ -97,24 +97,25 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
 
 def _require_room(old: Replicator, new: Replicator) -> None:
     """Raises `ValueError` unless all state of `old` has its place in `new`."""
-    ways = [type(each.channel.exchange).__name__ for each in (old, new)]
-    kept = [each.local_state().named().keys() for each in (old, new)]
+    kept = [each.local_state().named().keys() - each.channel.exchange.state().keys() for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
-    if ways[0] != ways[1] or kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
+    if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(
             f"{new.scheme.name} cannot go on with these settings: what its replicas remember has no place there"
         )
 
 
 def _hand_over(old: Replicator, new: Replicator) -> None:
-    """Moves the state of `old` into `new`; the server residual of rows with another owner goes into its memory."""
+    """Moves the state of `old` into `new`; the server residual of rows that get another owner, or none, goes into its
+    memory."""
     exchange = old.channel.exchange
     same_owners = _owners(old) == _owners(new)
     if isinstance(exchange, TwoStage) and not same_owners:
         _return_residual(old.channel, exchange)
     state = old.local_state().named()
     if not same_owners:
-        state |= new.channel.exchange.state()
+        moved = exchange.state()
+        state = {name: tensor for name, tensor in state.items() if name not in moved} | new.channel.exchange.state()
     new.local_state().load(state)
 
 

@@ -67,7 +67,7 @@ def replicate(
         LargerThanDense: At the first step, where the scheme would send more than full synchronisation.
 
     Example:
-        >>> import detonation as dt
+        >>> import torch, detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
         >>> model = nn.Linear(4, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -237,6 +237,7 @@ class Replicated(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
 
+        Without that part the memory of the replicas is lost: the next step warns, unless `load_replica_state` came.
         Raises `ValueError` for the state of another replica or shard.
         """
         from_state_dict(self, state_dict)

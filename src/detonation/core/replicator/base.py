@@ -55,6 +55,10 @@ class Replicator(ABC):
             self.local_state()
             self.channel.discard(transfer)
 
+    def drain(self) -> None:
+        """Waits for messages in flight, up to the first that announces what this rank does not."""
+        self.local_state()
+
     @abstractmethod
     def make_portable(self, step: int) -> None:
         """Brings the state after `step` steps to where another layout can go on from it."""

@@ -20,8 +20,9 @@ from detonation.core.link.link import Link
 from detonation.core.memory import Memory
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.buckets import codec_of, cut_into_buckets
+from detonation.core.schemes.buckets import codec_of
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import buckets_of
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Channel:
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
         """One per bucket, in the order in which all replicas send them: backward computes the last rows first."""
-        buckets = cut_into_buckets(self.layout, self.scheme, self.link.replicas * self.link.local_ranks)
+        buckets = buckets_of(self.scheme, self.layout, self.link.replicas, self.link.local_ranks)
         if len(buckets) == 1:
             return [self._whole]
         return [self._pipeline(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]

@@ -67,10 +67,15 @@ class GradientReplicator(Replicator):
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer:
         transfer = self.channel.announce(step, name, in_buckets)
         if self._delayed:
-            self._updates.oldest()
+            self._updates.wait(0)
         else:
             self.channel.discard(transfer)
         return transfer
+
+    def drain(self) -> None:
+        for index in range(self.scheme.round.delay):
+            if not self.counts.changed_apart:  # its sender takes part in no later message
+                self._updates.wait(index)
 
     def make_portable(self, step: int) -> None:
         self.refuse_overlap()

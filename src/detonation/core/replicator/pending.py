@@ -33,11 +33,11 @@ class Pending:
         due = self._updates.popleft()
         return due if isinstance(due, Tensor) else due()
 
-    def oldest(self) -> None:
-        """Waits for the update that is due next, which stays."""
-        first = self._updates[0]
-        if not isinstance(first, Tensor):
-            self._updates[0] = first()
+    def wait(self, index: int) -> None:
+        """Waits for update `index`, counted from the oldest; it stays."""
+        update = self._updates[index]
+        if not isinstance(update, Tensor):
+            self._updates[index] = update()
 
     def arrived(self) -> list[Tensor]:
         """All updates, after waiting for the ones in flight.
@@ -103,7 +103,7 @@ def _is_known(kind: type) -> bool:
 
 def _needs_state(base: Optimizer) -> ValueError:
     return ValueError(
-        f"look-ahead needs an optimizer without state, and {type(base).__name__} keeps some: use SignSGD or SGD "
+        f"look-ahead needs an optimizer without state, and {type(base).__name__} keeps some: use SignSGD, or SGD "
         "without momentum, or a scheme with lookahead=False"
     )
 

@@ -13,24 +13,27 @@ SMALLEST, LARGEST = 2**20, 25 * 2**20
 """A bucket is an eighth of the flat, in bytes of fp32, within these limits."""
 
 
-def aligned_rows(codec: Codec) -> int:
-    """The number of rows after which a message may be cut without a change of any bit.
+def aligned_rows(*codecs: Codec) -> int:
+    """The number of rows after which messages of all `codecs` may be cut without a change of any bit.
 
     Whole blocks of the precision and whole bytes of packed numbers; 64 rows at least, because a matrix product
     of few rows may round differently.
     """
-    block = codec.precision.block
-    return math.lcm(block // math.gcd(block, codec.selection.k), 64)
+    blocks = (codec.precision.block // math.gcd(codec.precision.block, codec.selection.k) for codec in codecs)
+    return math.lcm(*blocks, 64)
 
 
-def cut_into_buckets(layout: Layout, scheme: Scheme, ranks: int) -> list[Bucket]:
+def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
+    """The number of rows in which owners take turns: messages and replies may be cut after it."""
+    return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
+
+
+def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int) -> list[Bucket]:
     """The buckets of `layout`, in the order of their rows: together they send the bytes of the whole, bit for bit.
 
-    Each but the last is a multiple of `aligned_rows` for each of the `ranks` (replicas x local ranks) that carry a
-    message, so that owners have whole runs and no share has a remainder. There is one bucket for an aggregation that
+    Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for an aggregation that
     needs whole messages, and for a layout in tiles, because such a multiple ends within a line of tiles.
     """
-    unit = aligned_rows(scheme.codec) * ranks
     row_bytes = 4 * layout.chunk
     wanted = min(max(layout.rows * row_bytes // BUCKETS, SMALLEST), LARGEST)
     rows = max(1, wanted // (row_bytes * unit)) * unit

@@ -120,8 +120,8 @@ def demo(
         delay: Steps that a message may be in flight while training goes on, at least 0.
         lookahead: With a delay, take the gradient where this replica expects to be when the message lands. Needs an
             optimizer without state.
-        link: "all-gather", "owner" (bytes that do not grow with the replicas, but some loss), or "auto": all-gather,
-            unless it would send more than full synchronisation.
+        link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one with fewer bytes,
+            from 8 replicas on.
 
     Raises:
         ValueError: A value is out of range.

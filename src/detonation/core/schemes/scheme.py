@@ -9,6 +9,7 @@ from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Precision
+from detonation.core.codec.reply import reply_codec
 from detonation.core.codec.selection import Everything
 from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
@@ -52,6 +53,7 @@ class Scheme:
         aggregation: Makes one update of the messages of all replicas.
         round: The steps at which messages are sent, and when their update is applied.
         link: The collective; "auto" for the one with the fewest bytes among those without a loss of quality.
+        reply: The codec in which owners answer; None for that of `reply_codec`.
         name: The name in a recipe; `register` sets it.
         arguments: The arguments in a recipe, defaults included; `register` sets them.
 
@@ -72,6 +74,7 @@ class Scheme:
     aggregation: Aggregation = field(default=Mean())
     round: Round = field(default=Round())
     link: LinkKind = "auto"
+    reply: Codec | None = None
     name: str = "unnamed"
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -119,6 +122,10 @@ class Scheme:
     def summable(self) -> bool:
         """True if an all-reduce computes the update: for summable messages and a mean over all replicas."""
         return self.codec.summable and isinstance(self.aggregation, Mean)
+
+    def reply_codec(self, replicas: int) -> Codec:
+        """The codec in which owners among `replicas` answer."""
+        return self.reply or reply_codec(self.codec, replicas)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal
 
-from detonation.core.codec.codec import Codec
 from detonation.core.errors import DetonationError
 from detonation.core.flat.layout import Layout
+from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
-from detonation.core.schemes.buckets import cut_into_buckets
+from detonation.core.schemes.buckets import aligned_rows, cut_into_buckets, rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
 
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
+
+MANY_REPLICAS = 8
+"""From so many on the answers of owners cost less than 1 % of loss (benchmarks/links.py); among 4 they cost 1.5 %."""
 
 
 class LargerThanDense(DetonationError, ValueError):
@@ -21,39 +24,41 @@ class LargerThanDense(DetonationError, ValueError):
 def collective_for(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> CollectiveKind:
     """The collective of the scheme or, for "auto", the one that sends the fewest bytes and costs no loss.
 
-    An all-reduce where the network can add messages, otherwise an all-gather. A two-stage all-reduce through the owners
-    of rows, where it sends less, for a shared selection. For a selection of the sender's own it is the last resort,
-    once an all-gather would send more than full synchronisation: owners select again, which costs loss.
+    An all-reduce where the network can add messages. Otherwise an all-gather or, once that sends more, a two-stage
+    all-reduce through the owners of rows. Among few replicas with a selection of their own a small answer costs loss:
+    owners are then the last resort, where an all-gather would send more than full synchronisation.
     """
     if scheme.link != "auto":
         return scheme.link
     if scheme.summable:
         return "all-reduce"
-    sizes = layout.rows, replicas, local_ranks
-    gathered, owned = (exchange_bytes(kind, scheme.codec, *sizes) for kind in ("all-gather", "owner"))
-    if owned >= gathered or not scheme.aggregation.rowwise:
+    if replicas == 2 or not scheme.aggregation.rowwise:
         return "all-gather"
-    if scheme.codec.selection.shared:
+    sizes = layout.rows, replicas, local_ranks
+    gathered, owned = (exchange_bytes(kind, scheme, *sizes) for kind in ("all-gather", "owner"))
+    if owned >= gathered:
+        return "all-gather"
+    if scheme.codec.selection.shared or replicas >= MANY_REPLICAS:
         return "owner"
     dense = dense_bytes(layout.numel, replicas, local_ranks) * scheme.round.every
-    return "owner" if exchange_bytes("all-gather", scheme.codec, *sizes, bare=True) > dense else "all-gather"
+    return "owner" if exchange_bytes("all-gather", scheme, *sizes, bare=True) > dense else "all-gather"
 
 
 def exchange_bytes(
-    kind: CollectiveKind, codec: Codec, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False
+    kind: CollectiveKind, scheme: Scheme, rows: int, replicas: int, local_ranks: int = 1, bare: bool = False
 ) -> int:
     """Bytes that one of `replicas` sends if all send messages of `rows` rows, on a ring.
 
-    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners twice R - 1 slices of rows / R.
+    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners R - 1 slices of rows / R, and as many
+    replies.
     Where `local_ranks` of a node carry one message, n is the share of each. bare: without the header of a message, or
     the status numbers that replace it in an all-reduce.
     """
+    codec = scheme.codec
     if kind == "owner":
-        return (
-            2
-            * (replicas - 1)
-            * bytes_per_rank(codec.nbytes(-(-rows // replicas)) + HEADER_BYTES * (not bare), local_ranks)
-        )
+        owned, header = -(-rows // replicas), HEADER_BYTES * (not bare)
+        stages = (each.nbytes(owned) + header for each in (codec, scheme.reply_codec(replicas)))
+        return (replicas - 1) * sum(bytes_per_rank(nbytes, local_ranks) for nbytes in stages)
     unit = codec.precision.nbytes(1, 1) if kind == "all-reduce" else 1
     header = DIGITS * replicas * unit if kind == "all-reduce" else HEADER_BYTES
     return ring_bytes(kind, bytes_per_rank(codec.nbytes(rows) + header * (not bare), local_ranks, unit), replicas)
@@ -111,14 +116,25 @@ def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: in
     if scheme.signal == "parameters":
         return overlapped_bytes(scheme, layout, replicas, local_ranks, bare)
     way = collective_for(scheme, layout, replicas, local_ranks)
-    return exchange_bytes(way, scheme.codec, layout.rows, replicas, local_ranks, bare)
+    return exchange_bytes(way, scheme, layout.rows, replicas, local_ranks, bare)
+
+
+def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> list[Bucket]:
+    """The buckets in which `layout` is sent while backward computes, or at the end of a round.
+
+    Each but the last is a multiple of the rows after which each of the ranks (replicas x local ranks) that carry a
+    message may cut it, so that owners have whole turns and no share has a remainder.
+    """
+    owned = collective_for(scheme, layout, replicas, local_ranks) == "owner"
+    unit = rows_of_a_turn(scheme, replicas) if owned else aligned_rows(scheme.codec)
+    return cut_into_buckets(layout, scheme, unit * replicas * local_ranks)
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends in one exchange in buckets, each with a header of its own."""
     way = collective_for(scheme, layout, replicas, local_ranks)
-    rows = [bucket.layout.rows for bucket in cut_into_buckets(layout, scheme, replicas * local_ranks)]
-    return sum(exchange_bytes(way, scheme.codec, count, replicas, local_ranks, bare) for count in rows)
+    rows = [bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)]
+    return sum(exchange_bytes(way, scheme, count, replicas, local_ranks, bare) for count in rows)
 
 
 def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> None:

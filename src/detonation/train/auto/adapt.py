@@ -129,7 +129,7 @@ class Adapter:
         return list(found.values())
 
     def _way(self, scheme: Scheme) -> list[str]:
-        """The collective of each shard: a server residual has no place in another."""
+        """The collective of each shard, which stays: without a memory a server residual has no place in another."""
         replicas = self._session.config.mesh.replicas
         return [collective_for(scheme, scheme.codec.layout(shapes), replicas) for shapes in self._work.shards]
 

@@ -16,8 +16,9 @@ class Recorder:
     """Keeps every step's record; rank 0 also writes each down, and shows those that are due.
 
     Args:
-        kept: Records of earlier starts.
+        done: Steps of earlier starts.
         before: Faults in earlier starts.
+        kept: Records of earlier starts.
     """
 
     def __init__(
@@ -25,14 +26,14 @@ class Recorder:
         session: Session,
         path: Path,
         screen: Screen,
-        kept: Sequence[metrics.Record] = (),
+        done: int,
         before: counts.Counts = counts.NOTHING,
+        kept: Sequence[metrics.Record] = (),
     ) -> None:
         self.before = before
         self._train, self._screen = session.config.train, screen
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
         self.records = list(kept)
-        done = kept[-1].step if kept else 0
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
         screen.line(_title(session, path))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tomli_w
-import torch
 
 from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.load.newest import Loaded
@@ -82,7 +81,7 @@ def train_on_rank(task: RunTask) -> Table:
             adapter, more = _adapter(session, task, chosen, loaded)
             done = loaded.step if loaded else 0
             kept = _kept(session, path / directory.METRICS, done, volumes)
-            with contextlib.closing(Recorder(session, path, screen, kept, before)) as recorder:
+            with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
                 recorder.show([*resumed, *more])
                 return _train(session, path, recorder, done, task.request.stop_after, stop, adapter)
 
@@ -178,7 +177,7 @@ def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> list[met
         return []
     if volumes.shared:
         found = metrics.read_metrics(file)
-        session.world.all_gather(torch.zeros(1, device=session.device))()  # all have read before rank 0 writes
+        Texts(session.device).gather("")  # all have read before rank 0 writes
     else:
         text = file.read_text(encoding="utf-8") if session.rank == 0 else ""
         found = metrics.parse_metrics(Texts(session.device).broadcast(text))

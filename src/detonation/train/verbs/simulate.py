@@ -143,5 +143,5 @@ def _recorder(session: Session, path: Path, screen: Screen) -> Iterator[Recorder
     with contextlib.closing(directory.RunDirectory(path)):
         directory.write_text(path / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
         directory.write_json(path / directory.ENVIRONMENT, environment())
-        with contextlib.closing(Recorder(session, path, screen)) as recorder:
+        with contextlib.closing(Recorder(session, path, screen, done=0)) as recorder:
             yield recorder

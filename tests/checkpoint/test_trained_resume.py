@@ -1,0 +1,91 @@
+"""Checkpoints before, between and after changes of the trained parameters: exact, and good for other worlds."""
+
+import pytest
+import torch
+
+import detonation as dt
+import worlds
+from detonation.core.flat.tensors import digest, local
+from zoo import SCHEMES, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
+FROZEN = {0: ["layers.0"], 2: ["layers.1.bias"], 5: []}
+
+
+def freeze(model, step):
+    frozen = FROZEN[max(first for first in FROZEN if first <= step)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(name.startswith(prefix) for prefix in frozen))
+
+
+def start(mesh, scheme, step=0):
+    model = dt.shard(built(Plain), mesh)
+    freeze(model, step)
+    return model, dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-2), model, mesh["replicate"], scheme)
+
+
+def advance(model, optimizer, steps):
+    for step in steps:
+        freeze(model, step)
+        model(batch(torch.distributed.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer):
+    return digest(model.parameters()), {key: digest([tensor]) for key, tensor in dt.replica_state(optimizer).items()}
+
+
+def resumed(mesh, folder, names):
+    same = {}
+    for name in names:
+        model, optimizer = start(mesh, SCHEMES[name])
+        for step in range(8):
+            if step in (2, 4, 6):
+                dt.save_checkpoint(f"{folder}/{name}-{step}", model, optimizer)
+            advance(model, optimizer, [step])
+        # trained when it is loaded: what is next, what was, and something else; built before and not
+        for step, now, before in ((2, 1, 0), (2, 2, 0), (4, 0, 1), (6, 2, 1)):
+            other, again = start(mesh, SCHEMES[name], now)
+            advance(other, again, range(before))
+            freeze(other, now)
+            dt.load_checkpoint(f"{folder}/{name}-{step}", other, again)
+            advance(other, again, range(step, 8))
+            same[name, step, now] = everything(model, optimizer) == everything(other, again)
+    return same
+
+
+@pytest.mark.parametrize(
+    ("shards", "names"), [(1, ["full", "demo-owner", "random-late", "streaming"]), (2, ["demo", "diloco"])]
+)
+def test_a_run_whose_trained_parameters_change_goes_on_exactly(shards, names, tmp_path):
+    for found in worlds.run(resumed, 2, shards, tmp_path, names):
+        assert [key for key, same in found.items() if not same] == []
+
+
+def elastic(mesh, folder):
+    """Replicas come and go, and the parameters that are trained when it is loaded are not the saved ones."""
+    found = {}
+    for name in ("demo", "demo-owner", "diloco"):
+        if mesh.size() == 4:
+            model, optimizer = start(mesh, SCHEMES[name])
+            advance(model, optimizer, range(4))
+            dt.save_checkpoint(f"{folder}/{name}", model, optimizer)
+        else:
+            model, optimizer = start(mesh, SCHEMES[name], 5)
+            loaded = dt.load_checkpoint(f"{folder}/{name}", model, optimizer)
+            assert "layers.1.bias" not in str(sorted(dt.replica_state(optimizer)))
+            assert loaded.step == 4
+            advance(model, optimizer, range(5, 8))
+            assert any("layers.1.bias" in key for key in dt.replica_state(optimizer))
+        optimizer.synchronize()
+        found[name] = dt.fingerprint(model, mesh)[1]
+        assert all(local(p).isfinite().all() for p in model.parameters())
+    return found
+
+
+def test_a_changed_run_goes_on_in_another_world(tmp_path):
+    for shape in ((2, 2), (3, 1)):
+        for found in worlds.run(elastic, *shape, tmp_path):
+            assert found == dict.fromkeys(found, True)

@@ -1,0 +1,221 @@
+"""Parameters that change during training: added, sharded, overlapped, in levels; and ranks that disagree on them."""
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+import worlds
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.tensors import digest, local
+from detonation.core.integrity.fault_counts import Desync
+from detonation.core.link.handshake import Mismatch
+from detonation.core.schemes import buckets
+from worlds import caught
+from zoo import SCHEMES, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
+CHECKED = dt.Safety(verify_every=1)
+
+
+def freeze(model, *prefixes):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(name.startswith(prefix) for prefix in prefixes))
+
+
+def start(axis, scheme, mesh=None, frozen=("layers.0",), **options):
+    model = dt.shard(built(Plain), mesh) if mesh else built(Plain)
+    freeze(model, *frozen)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, dt.replicate(base, model, axis, scheme, safety=CHECKED, **options)
+
+
+def advance(model, optimizer, rank, steps, overlap=False):
+    for step in steps:
+        loss = model(batch(rank, step, 32)).mean()
+        if overlap:
+            with optimizer.overlap():
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+APART = {
+    **{name: SCHEMES[name] for name in ("full", "demo", "demo-owner", "random-late", "diloco", "eager", "sparta")},
+    "streaming-owner": dt.streaming_diloco(every=4, fragments=3, delay=2, link="owner"),
+    "demo-owner-late": dt.demo(topk=4, chunk=16, delay=2, lookahead=False, link="owner"),
+    "muloco-owner": dt.muloco(every=3, link="owner"),
+}
+
+
+def changing_apart(axis, scheme, who, when, frozen, overlap=False):
+    """Some replicas freeze or unfreeze before step `when`."""
+    model, optimizer = start(axis, scheme)
+    advance(model, optimizer, axis.replica, range(when), overlap)
+    if axis.replica in who:
+        freeze(model, *frozen)
+    return caught(advance, model, optimizer, axis.replica, range(when, when + 9), overlap)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_disagree_all_hear_who_changed_what(name, overlap, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 4096)
+    monkeypatch.setattr(buckets, "LARGEST", 4096)
+    for replicas, who in ((2, (1,)), (3, (0, 2))):
+        for when in (2, 3, 4):
+            for frozen in ((), ("layers.0", "layers.1.bias")):
+                errors = simulate_replicas(
+                    lambda axis, to=(who, when, frozen): changing_apart(axis, APART[name], *to, overlap), replicas
+                )
+                (kind, text), *others = errors
+                assert others == [(kind, text)] * (replicas - 1), errors
+                changed = "layers.1.bias" if frozen else "layers.0.weight"
+                named = " 1" if replicas == 2 else " 2" if name == "demo-owner-late" else "s 0, 2"
+                assert (
+                    kind == Desync.__name__
+                    and f"replica{named} began or ceased to train {changed}, the others did not" in text
+                )
+
+
+def changing_otherwise(axis):
+    """Both change, to different sets."""
+    model, optimizer = start(axis, dt.demo(topk=4, chunk=16))
+    advance(model, optimizer, axis.replica, range(2))
+    freeze(model, "layers.0.bias") if axis.replica else freeze(model)
+    return caught(advance, model, optimizer, axis.replica, range(2, 4))
+
+
+def test_replicas_that_change_differently_are_told_the_difference():
+    for kind, text in simulate_replicas(changing_otherwise, 2):
+        assert kind == Mismatch.__name__
+        assert "replica 1 has layers.0.bias (trained)=nothing, replica 0 has layers.0.bias (trained)=(64,)" in text
+        assert "Before step 2 freeze" in text
+
+
+def unequal_joining(axis):
+    model, optimizer = start(axis, dt.demo(topk=4, chunk=16))
+    advance(model, optimizer, axis.replica, range(2))
+    freeze(model)
+    model.layers[0].bias.data += axis.replica
+    return caught(advance, model, optimizer, axis.replica, range(2, 4))
+
+
+def test_a_parameter_that_joins_must_be_equal():
+    for kind, text in simulate_replicas(unequal_joining, 2):
+        assert kind == Mismatch.__name__ and "replica 1 has layers.0.bias (weights)=" in text
+
+
+def adding(axis, scheme):
+    """A layer is added to the model, and to the optimizer, in the middle of the run."""
+    model, optimizer = start(axis, scheme, frozen=())
+    advance(model, optimizer, axis.replica, range(3))
+    sent, before = optimizer.stats.bytes_sent, optimizer.stats.bytes_sent
+    model.layers.append(nn.Linear(32, 32))
+    with torch.no_grad():
+        for parameter in model.layers[2].parameters():
+            parameter.fill_(0.1)
+    model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh())).square().mean(1)
+    optimizer.add_param_group({"params": model.layers[2].parameters(), "lr": 1e-2})
+    advance(model, optimizer, axis.replica, range(3, 8))
+    sent = optimizer.stats.bytes_sent
+    optimizer.synchronize()
+    moved = all(bool((p != 0.1).any()) for p in model.layers[2].parameters())
+    return digest(model.parameters()), moved, sent > before
+
+
+@pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
+def test_parameters_can_be_added_at_any_step(name):
+    for replicas in (2, 3):
+        found = simulate_replicas(lambda axis: adding(axis, SCHEMES[name]), replicas)
+        assert found == [(found[0][0], True, True)] * replicas
+
+
+def unlike_hybrid(mesh):
+    """`full` with layers that freeze and unfreeze is torch's hybrid sharding."""
+    model, optimizer = start(mesh["replicate"], dt.full(), mesh, frozen=())
+    plain = built(Plain)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step, frozen in enumerate([["layers.0"], [], ["layers.1", "layers.0.bias"], ["layers.0"], []]):
+        freeze(model, *frozen)
+        freeze(plain, *frozen)
+        advance(model, optimizer, mesh.get_rank(), [step])
+        sum(plain(batch(rank, step, 32)).mean() / mesh.size() for rank in range(mesh.size())).backward()
+        adamw.step()
+        adamw.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((mine.full_tensor() - its).detach().abs().max()) for mine, its in pairs)
+
+
+def test_full_with_parameters_that_change_is_hybrid_sharding():
+    assert max(worlds.run(unlike_hybrid, 2, 2)) < 1e-6
+
+
+def unfreezing(mesh, how):
+    """Shards, overlap, several levels and whole parameters: everyone trains it, and the replicas agree."""
+    overlap = how == "overlap"
+    if how == "levels":
+        levels = [(mesh["shard"], dt.demo(topk=4, chunk=16)), (mesh["replicate"], dt.diloco(every=3))]
+        model, optimizer = start(None, None, levels=levels)
+    elif how == "intra_node":
+        model, optimizer = start(mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=mesh["shard"])
+    else:
+        scheme = dt.diloco(every=3) if how == "diloco" else dt.demo(topk=4, chunk=16)
+        model, optimizer = start(mesh["replicate"], scheme, mesh)
+    data = mesh.get_local_rank("replicate") if how == "intra_node" else mesh.get_rank()
+    was = local(model.layers[0].weight).detach().clone()
+    advance(model, optimizer, data, range(2), overlap)
+    still = torch.equal(was, local(model.layers[0].weight))
+    freeze(model, "layers.1.bias")
+    advance(model, optimizer, data, range(2, 4), overlap)
+    frozen = local(model.layers[1].bias).detach().clone()
+    advance(model, optimizer, data, range(4, 6), overlap)
+    still &= torch.equal(frozen, local(model.layers[1].bias))
+    optimizer.synchronize()
+    found, agree = dt.fingerprint(model, mesh)
+    return still, not torch.equal(was, local(model.layers[0].weight)), agree, found
+
+
+@pytest.mark.parametrize("how", ["demo", "overlap", "diloco", "levels", "intra_node"])
+def test_parameters_join_and_leave_in_every_kind_of_world(how):
+    first, *others = worlds.run(unfreezing, 2, 2, how)
+    assert first[:3] == (True, True, True) and [rank[:3] for rank in others] == [first[:3]] * 3
+
+
+def test_overlap_with_parameters_that_change_has_the_same_bits():
+    assert worlds.run(unfreezing, 2, 2, "overlap") == worlds.run(unfreezing, 2, 2, "demo")
+
+
+def disagreeing(mesh, scheme):
+    """Both ranks of replica 1 freeze; all four ranks stop with the same words."""
+    model, optimizer = start(mesh["replicate"], scheme, mesh, frozen=())
+    rank = mesh.get_rank()
+    advance(model, optimizer, rank, range(2))
+    if mesh.get_local_rank("replicate") == 1:
+        freeze(model, "layers.0.bias")
+    return caught(advance, model, optimizer, rank, range(2, 9))
+
+
+@pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
+def test_shards_of_replicas_that_disagree_all_stop(name):
+    errors = set(worlds.run_alone(disagreeing, 2, 2, SCHEMES[name]))
+    ((kind, text),) = errors
+    assert kind == Desync.__name__ and "replica 1 began or ceased to train layers.0.bias, the others" in text
+
+
+def one_shard_disagrees(mesh):
+    """After backward: FSDP2 itself does not see it."""
+    model, optimizer = start(mesh["replicate"], dt.demo(topk=4, chunk=16), mesh, frozen=())
+    advance(model, optimizer, mesh.get_rank(), range(2))
+    model(batch(mesh.get_rank(), 2, 32)).mean().backward()
+    if mesh.get_local_rank("shard") == 1:
+        freeze(model, "layers.0.bias")
+    return caught(optimizer.step)
+
+
+def test_shards_that_disagree_all_stop():
+    for kind, text in worlds.run_alone(one_shard_disagrees, 2, 2):
+        assert kind == Desync.__name__ and "began or ceased to train layers.0.bias, the others did not" in text
