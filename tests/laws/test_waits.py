@@ -70,10 +70,9 @@ class Posted:
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
-    """What `meta` lacks to be one: a way to the host, and generators."""
+    """What `meta` lacks to be one: a way to the host."""
     monkeypatch.setattr(readback, "Readback", Posted)
     monkeypatch.setattr(FaultCounts, "refuse", lambda *_: None)  # of messages that say nothing
-    monkeypatch.setattr(selection, "_generator", lambda device, *key: None)
     yield
     selection._permutations.cache_clear()
     selection._choices.cache_clear()

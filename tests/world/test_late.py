@@ -61,10 +61,12 @@ def damage(guard, at):
     seal, seal_sum = guard.seal, guard.seal_sum
 
     def damaged(*arguments, **options):
-        messages = seal(*arguments, **options)
-        for _, values, *_ in messages:
+        messages = []
+        for header, values, *rest in seal(*arguments, **options):
             if next(count) in (at, at + 1):
+                values = values.clone()  # the sender goes on with the undamaged ones
                 values.view(-1).view(torch.uint8)[:1] += 1
+            messages.append((header, values, *rest))
         return messages
 
     def damaged_sum(*arguments):

@@ -160,7 +160,8 @@ def _recipes(verb: Recipes) -> dict[str, Any]:
         return {name: headline(text) for name, text in texts.items()}
     if verb.name not in texts:
         raise unknown("recipe", verb.name, texts)
-    say(verb, texts[verb.name].rstrip("\n"))
+    for line in texts[verb.name].splitlines():
+        say(verb, line)
     return {verb.name: texts[verb.name]}
 
 

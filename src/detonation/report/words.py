@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes the characters of `text` that are not printed but done, and bytes of file names that are no text.
+    r"""Escapes the characters of `text` that are not printed but done, and bytes of file names that are no text.
 
     A name from elsewhere must not move the cursor, turn the line round, or end it.
 

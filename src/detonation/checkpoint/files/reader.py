@@ -51,7 +51,7 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            self.keys = list(self._file.entries)
+            self.keys = sorted(self._file.entries)
             rest = json.loads(self._file.metadata.get("json", ""))
         except (OSError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path.name} is no file of a checkpoint ({str(error)[:80]})") from error

@@ -50,7 +50,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             group[key] = torch.tensor(value, dtype=group[key].dtype, device=group[key].device)
-    keys = [key.removeprefix("replica.") for key in saved.file(0, 0).keys if key.startswith("replica.")]
+    keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
     optimizer.build(parameters_of(keys))
     if isinstance(source, ShardReader):
         _load_local_state(source, optimizer)

@@ -128,7 +128,8 @@ class StopConsensus:
         if not fatal >> 4:
             fatal = self.counts[0].announcement(name) << 4
         for link in self._others:
-            everyone = link.collect(torch.full((1,), fatal, device=self.runtime.device)).view(-1).tolist()
+            mine = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
+            everyone = link.collect(mine).view(-1).tolist()
             fatal = FaultCounts.announced_apart([each >> 4 for each in everyone]) << 4 | max(everyone) & 15
         if not FaultCounts.is_announcement(fatal >> 4):
             self._raise(fatal, step)

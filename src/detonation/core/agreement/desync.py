@@ -56,7 +56,7 @@ def differences(
     if len(set(everyone)) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
     sums = [checksum([tensor]).to(device) for tensor in tensors.values()]
-    sums += torch.tensor([hash63(text) for text in options.values()], device=device).unbind()
+    sums += torch.tensor([hash63(text) for text in options.values()], dtype=torch.int64, device=device).unbind()
     if not sums:
         return []
     table = link.collect(torch.stack(sums)).tolist()  # [replicas][tensors and options]
@@ -85,7 +85,7 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def announce_change(link: Link, number: int, device: torch.device) -> list[int]:
     """The replicas that announce a change, this one of parameter `number`; the others are in `differences`.
     Collective."""
-    everyone = link.collect(torch.tensor([-1 - number], device=device)).view(-1).tolist()
+    everyone = link.collect(torch.tensor([-1 - number], dtype=torch.int64, device=device)).view(-1).tolist()
     return list(_announced(link, everyone))
 
 

@@ -158,13 +158,15 @@ class TwoBit(BlockCodebook):
 
     def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         size, count = blocks.abs(), real.sum(1, keepdim=True)
-        deviation = (blocks.square().sum(1, keepdim=True) / count).sqrt_()
+        deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / count.sqrt()
         large, negative = size > deviation, _negative(blocks, deviation, negative_zeros)
-        means = []  # one sum per part, whose order is fixed: scatter_add would add in any order on an accelerator
-        for part in (large & ~negative, large & negative):
-            means.append((size * part).sum(1, keepdim=True) / part.sum(1, keepdim=True).clamp_(min=1))
-        small = (size * ~large).sum(1, keepdim=True) / (count - large.sum(1, keepdim=True)).clamp_(min=1)
-        return 2 * negative.to(torch.uint8) + large, torch.cat([small, means[0], -small, -means[1]], 1)
+        tails = blocks * large  # summed line by line: scatter_add would add in any order on an accelerator
+        over, under = (part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0)))
+        signs = tails.sign()
+        excess, far = signs.sum(1, keepdim=True), signs.abs_().sum(1, keepdim=True)
+        small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (count - far).clamp_(min=1)
+        over, under = over / ((far + excess) / 2).clamp_(min=1), under / ((far - excess) / 2).clamp_(min=1)
+        return 2 * negative.to(torch.uint8) + large, torch.cat([small, over, -small, under], 1)
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
@@ -210,16 +212,16 @@ class Int8(BlockCodebook):
     block = 65536
 
     def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
-        deviation = (blocks.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt_().clamp_(min=1e-30)
-        bins = deviation * (12 / 256)
+        deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / real.sum(1, keepdim=True).sqrt()
+        bins = deviation.clamp_(min=1e-30) * (12 / 256)
         scaled = blocks / bins
         codes = scaled.round().clamp_(-127, 127).to(torch.int64).add_(128)
-        # a sum of integers is exact, so its order, which an accelerator does not fix, does not matter
-        totals = torch.zeros(len(blocks), 256, dtype=torch.int64, device=blocks.device)
-        counts = totals.scatter_add(1, codes, real.to(torch.int64)).clamp_(min=1)
-        totals.scatter_add_(1, codes, scaled.mul_(_FIXED_POINT).to(torch.int64))
+        # a sum of whole numbers is exact, so its order, which an accelerator does not fix, does not matter
+        counts = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device).scatter_add_(1, codes, real)
+        units = scaled.mul_(_FIXED_POINT).round_().double()
+        totals = torch.zeros_like(counts, dtype=torch.float64).scatter_add_(1, codes, units)
         totals[:, 128] = 0
-        return codes, totals.float() / counts * (bins / _FIXED_POINT)
+        return codes, totals.float() / counts.clamp_(min=1) * (bins / _FIXED_POINT)
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
@@ -229,7 +231,7 @@ class Int8(BlockCodebook):
 
 
 _FIXED_POINT = 4096
-"""Of a bin's width: 65,536 of the largest values that fp32 can square stay below 2**63 units."""
+"""Units in the width of a bin: the sum of a block is at most 2**41 of them, and fp64 holds each up to 2**53."""
 
 
 PRECISIONS: dict[str, Precision] = {

@@ -197,7 +197,8 @@ class TwoStage:
         if sent := as_int64([i for i in received.indices if i is not None]):
             indices = self.owners.collect(sent)
         elif not self._codec.selection.shared:  # whole rows, where engines expect the indices of some coefficients
-            indices = torch.arange(values.shape[1], device=values.device).expand(values.shape)
+            places = torch.arange(values.shape[1], dtype=torch.int64, device=values.device)
+            indices = places.expand(values.shape)
         return Received([values], [indices], Mean())
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from detonation.choices import RENAMED_ATTRIBUTES
+
 
 class OptimizerWrapper(Optimizer):
     """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take the steps."""
@@ -11,6 +13,11 @@ class OptimizerWrapper(Optimizer):
     def __init__(self, base: Optimizer) -> None:
         self.base = base
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
+
+    def __getattr__(self, name: str) -> Any:
+        now = RENAMED_ATTRIBUTES.get(name)
+        is_now = f"is called optimizer.{now} since version 0.2" if now else "does not exist"
+        raise AttributeError(f"optimizer.{name} {is_now}")
 
     # the next three are the base optimizer's own, also after it replaced them in load_state_dict
     @property

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from detonation.choices import RENAMED_ATTRIBUTES
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
@@ -58,7 +57,6 @@ class Replicated(OptimizerWrapper):
         self._base_step = BaseStep(base)
         self._buffers = BufferSync(model)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
-        self._model = model
         self._trained = TrainedParameters(model, base)
         self._routes: dict[tuple[int, int], Route] = {}
         self._held_back = False  # whether gradients did not leave in `overlap`, because the trained parameters changed
@@ -67,12 +65,6 @@ class Replicated(OptimizerWrapper):
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         self._ends_before = any(scheme.signal == "gradients" for _, scheme in levels)
         self._ends_after = any(scheme.signal == "parameters" for _, scheme in levels)
-
-    def __getattr__(self, name: str) -> Any:
-        now = RENAMED_ATTRIBUTES.get(name)
-        raise AttributeError(
-            f"optimizer.{name} {f'is called optimizer.{now} since version 0.2' if now else 'does not exist'}"
-        )
 
     @property
     def stats(self) -> Stats:
@@ -266,10 +258,7 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
-        """Builds the levels, and compares the replicas. Collective.
-
-        Otherwise the first step does this: before it, the parameters may still be swapped for sharded ones.
-        """
+        """Builds the levels, and compares the replicas; otherwise the first step does. Collective."""
         if self._replicators is None:
             compare_replicas(self.build(), self.settings, self.param_groups)
         return self.build()
@@ -303,9 +292,8 @@ class Replicated(OptimizerWrapper):
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
-        check_layout(self._model, parameters, self.levels, self.settings.intra_node)
-        base, names = self._base_step, self._trained.names
-        made = build_levels(parameters, names, base, self.levels, self.settings, self._routes)
+        check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
+        made = build_levels(parameters, self._trained.names, self._base_step, self.levels, self.settings, self._routes)
         self._by_level, self._consensus = made
         self._replicators = [replicator for level in self._by_level for replicator in level]
         self._trained.lay_out(parameters)

@@ -12,7 +12,7 @@ class TrainedParameters:
     """The parameters of `base` that require a gradient, by their names in `model`."""
 
     def __init__(self, model: nn.Module, base: Optimizer) -> None:
-        self._model, self._base = model, base
+        self.model, self._base = model, base
         self.laid_out: Mapping[str, Tensor] = {}
         """The parameters in the layouts of the levels, by name."""
         self._ids: list[int] = []
@@ -20,7 +20,7 @@ class TrainedParameters:
     @property
     def names(self) -> list[str]:
         """The names of all parameters of the model."""
-        return [name for name, _ in self._model.named_parameters()]
+        return [name for name, _ in self.model.named_parameters()]
 
     def by_name(self) -> dict[str, Tensor]:
         """The parameters that require a gradient, in the model's order.
@@ -32,7 +32,10 @@ class TrainedParameters:
         wanted = {id(p) for group in self._base.param_groups for p in group["params"] if p.requires_grad}
         found = self._found(wanted)
         if len(found) < len(wanted):
-            raise ValueError(f"{len(wanted) - len(found)} parameters of the optimizer are not in the model")
+            raise ValueError(
+                f"{len(wanted) - len(found)} parameters of the optimizer are not in the model: were they made before "
+                "sharding? Build the optimizer after detonation.shard"
+            )
         return found
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -53,7 +56,7 @@ class TrainedParameters:
 
     @property
     def changed(self) -> bool:
-        """True if other parameters require a gradient than the layouts hold; some 50 ns per parameter."""
+        """True if other parameters require a gradient than the layouts hold; asked at every step."""
         groups = self._base.param_groups
         return [id(p) for group in groups for p in group["params"] if p.requires_grad] != self._ids
 
@@ -65,10 +68,10 @@ class TrainedParameters:
                     parameter.grad = None
 
     def _found(self, wanted: set[int]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if id(p) in wanted}
+        found: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
         if len(found) < len(wanted):
-            reshard(self._model)
-            found = {name: p for name, p in self._model.named_parameters() if id(p) in wanted}
+            reshard(self.model)
+            found = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
         return found
 
 

@@ -74,11 +74,11 @@ def test_ranks_that_disagree_all_hear_who_changed_what(name, overlap, monkeypatc
                 (kind, text), *others = errors
                 assert others == [(kind, text)] * (replicas - 1), errors
                 changed = "layers.1.bias" if frozen else "layers.0.weight"
-                named = " 1" if replicas == 2 else " 2" if name == "demo-owner-late" else "s 0, 2"
-                assert (
-                    kind == Desync.__name__
-                    and f"replica{named} began or ceased to train {changed}, the others did not" in text
-                )
+                # the owner that raises first may have heard one of the two alone
+                owned = (" 2", "s 0, 2") if "owner" in name else ("s 0, 2",)
+                said = [f"replica{heard} began" in text for heard in ((" 1",) if replicas == 2 else owned)]
+                assert kind == Desync.__name__ and any(said)
+                assert f"began or ceased to train {changed}, the others did not" in text
 
 
 def changing_otherwise(axis):
