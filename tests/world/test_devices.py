@@ -127,6 +127,16 @@ def test_gloo_listens_on_loopback_only_where_all_ranks_are_on_one_machine(monkey
     assert env.get("GLOO_SOCKET_IFNAME") == interface
 
 
+@pytest.fixture
+def environment():
+    """The environment, which joining a world changes, as it was before."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("environment")
 def test_the_mesh_refuses_what_the_machine_lacks(monkeypatch):
     monkeypatch.setattr("detonation.cluster.init.look_for_gpus", lambda: DRIVER)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

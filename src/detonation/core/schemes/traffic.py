@@ -14,7 +14,7 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 MANY_REPLICAS = 8
-"""From so many on the answers of owners cost less than 1 % of loss (benchmarks/links.py); among 4 they cost 1.5 %."""
+"""From so many on the answers of owners cost under 1 % of loss in a screen; among 4 they cost 1.5 % (docs/log.md)."""
 
 
 class LargerThanDense(DetonationError, ValueError):
