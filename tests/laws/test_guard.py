@@ -54,7 +54,7 @@ def test_what_tensors_decide_on_messages_is_what_the_host_explains(monkeypatch):
                     wrong.get(at, [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)])
                 )
         expected = replace(expected, signals=random.random() < 0.8)
-        found = explain_faults([[*row, 0] for row in rows], expected)
+        found = explain_faults([[*row, bits(0.0), 0] for row in rows], expected)
         used = [not fault and not row[5] for row, fault in zip(rows, found, strict=True)]
         assert decided(rows, expected, monkeypatch) == used, rows
         outcomes.update(fault[:12] for fault in found)
@@ -65,9 +65,8 @@ def decided(rows, expected, monkeypatch):
     """Which of the messages may be used, by a table of their words and of what was found in them."""
     monkeypatch.setattr(validate, "checksums", lambda _: torch.tensor([row[8] for row in rows]))
     messages = [[torch.tensor(row[:8])] for row in rows]
-    return [
-        bool(row[-1]) for row in validate.decide_usable(messages, torch.tensor([row[9:] for row in rows]), expected)
-    ]
+    content, usual = torch.tensor([row[9:] for row in rows]), torch.zeros(1, dtype=torch.float64)
+    return [bool(row[-1]) for row in validate.decide_usable(messages, content, expected, usual)]
 
 
 def bits(value):

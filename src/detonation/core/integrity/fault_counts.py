@@ -12,6 +12,8 @@ Policy = Literal["stop", "skip"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 STRIKES = 3
 """Refused messages of one replica after which all stop."""
+FORGIVEN = 1000
+"""Messages of one replica that are used in a row, after which earlier refusals no longer count."""
 IN_A_ROW = 10
 """Contributions in a row that one replica may skip before all stop."""
 _NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART = 1, 2, 3, 4, 5
@@ -67,6 +69,7 @@ class FaultCounts:
         self._replica, self._signal = replica, signal
         self._policy, self._repairs = policy, repairs
         self._strikes: Counter[int] = Counter()
+        self._good: Counter[int] = Counter()  # messages of each replica in use since the last refusal
         self._row: Counter[tuple[int, int]] = Counter()
         self._warned: set[tuple[int, int]] = set()
         self._reports: list[tuple[int, Readback, Callable[[list[Any]], object]]] = []
@@ -127,6 +130,7 @@ class FaultCounts:
         """Records that messages of `senders` were used; place: which of a replica's messages per step."""
         for sender in senders:
             self._row[sender, place] = 0
+            self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
         """Counts an empty message of `sender` at `step`, because its `name` is not finite, or has `Changed`."""
@@ -147,8 +151,10 @@ class FaultCounts:
     def refuse(self, sender: int, fault: str, step: int) -> None:
         """Counts a message of `sender` at `step` that is not used, because it `fault`."""
         self.refused += 1
-        self._strikes[sender] += 1
-        self._warn(step, sender, f"a message of replica {sender} was refused at step {step}: it {fault}")
+        self._strikes[sender] = 1 + (self._strikes[sender] if self._good[sender] < FORGIVEN else 0)
+        self._good[sender] = 0
+        text = f"a message of replica {sender} was refused at step {step}, and what it carried is lost: it {fault}"
+        self._warn(step, sender, text)
         if self._strikes[sender] >= STRIKES:
             self._stop(_REFUSED, sender)
 

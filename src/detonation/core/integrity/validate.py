@@ -12,7 +12,9 @@ from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.header import IDENTITY, MAGIC, VERSION, Header
 
 LOUDER = 1000.0
-"""The largest allowed ratio of a norm to the median norm: a momentum at decay 0.999 is at most 1000 gradients."""
+"""The largest allowed ratio of a norm to the usual norm: a momentum at decay 0.999 is at most 1000 gradients."""
+FORGET = 0.9999
+"""The share of the usual norm that stays from one exchange to the next, where most messages are quieter."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,22 @@ class Expected:
     signals: bool
 
 
-def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expected: Expected) -> Tensor:
+def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expected: Expected, usual: Tensor) -> Tensor:
     """Decides which messages may be used: the ones that have no fault and are not empty.
+
+    A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
+    train sparsely are silent for long, but for the rounding that is left in their memory, and then loud again as they
+    were. `usual` is the largest such median so far. It is forgotten slowly, and not at all while most are silent. Only
+    a norm that most messages reach counts, so that no single replica can raise it.
 
     Args:
         messages: One sealed message per replica: header and parts.
         content: The facts about each message, from `Codec.open`.
+        usual: The usual norm before this exchange, 0 at first; updated.
 
-    Shapes: content `[replicas, 3]` int64 -> `[replicas, 13]` int64: the eight words of the header, the checksum of the
-    content, the three facts of `content`, and 1 where the message may be used.
+    Shapes: content `[replicas, 3]` int64, usual `[1]` float64 -> `[replicas, 14]` int64: the eight words of the header,
+    the checksum of the content, the three facts of `content`, the bits of `usual` as it was, and 1 where the message
+    may be used.
     """
     sums = checksums([[header[:-1], *parts] for header, *parts in messages])
     table = torch.cat([torch.stack([header for header, *_ in messages]), sums.unsqueeze(1), content], 1)
@@ -52,29 +61,34 @@ def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expecte
     fine &= (origin == (senders | header.place)) & (length == expected.nbytes)
     fine &= (status >= 0) & (status <= expected.parameters) & (stated == added)
     fine &= (indices == 0) & (lawful != 0) & (norms <= LIMIT)
+    before = usual.clone()
     if expected.signals:
         sending = fine & (norms > 0)
-        rising = norms.masked_fill(sending.logical_not(), torch.inf).sort().values  # without any, nothing is too loud
-        middle = rising.gather(0, sending.sum(0, keepdim=True) // 2)
-        fine = fine & (norms <= LOUDER * middle)
-    return torch.cat([table, (fine & (status == 0)).unsqueeze(1)], 1)
+        rising = norms.masked_fill(sending.logical_not(), torch.inf).sort().values
+        middle = rising.gather(0, sending.sum(0, keepdim=True) // 2)  # of two replicas the larger: none is accused
+        middle.masked_fill_(middle.isinf(), 0.0)  # nobody sends anything
+        fine = fine & (norms <= LOUDER * torch.maximum(middle, before))
+        remembered = torch.where(LOUDER * middle < before, before, FORGET * before)
+        usual.copy_(torch.maximum(middle, remembered))
+    bits = before.view(torch.int64).expand(len(table))
+    return torch.cat([table, torch.stack([bits, (fine & (status == 0)).long()], 1)], 1)
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
     """The fault of each message of `table` (see `decide_usable`), in replica order; "" for a message without one."""
-    norms = [struct.unpack("d", struct.pack("q", row[11]))[0] for row in table]
+    norms, (usual, *_) = ([struct.unpack("d", struct.pack("q", row[i]))[0] for row in table] for i in (11, 12))
     found = [_fault(sender, row, norms[sender], expected) for sender, row in enumerate(table)]
     sending = sorted(norm for norm, fault in zip(norms, found, strict=True) if not fault and norm > 0)
     if not expected.signals or not sending:
         return found
     # the upper median of the norms of those that send anything; with two replicas nobody can tell which is wrong
-    bound = LOUDER * sending[len(sending) // 2]
-    loud = f"is more than {LOUDER:g} times as loud as most"
+    bound = LOUDER * max(sending[len(sending) // 2], usual)
+    loud = f"is more than {LOUDER:g} times as loud as most are, or were before"
     return [fault or (loud if norm > bound else "") for norm, fault in zip(norms, found, strict=True)]
 
 
 def _fault(replica: int, row: Sequence[int], norm: float, expected: Expected) -> str:
-    identity, schema, step, origin, length, status, _, stated, added, indices, lawful, _, _ = row
+    identity, schema, step, origin, length, status, _, stated, added, indices, lawful, *_ = row
     sender, place, header = origin >> 32, origin & 0xFFFFFFFF, expected.header
     reasons = {
         "is no message of this library": identity & 2**56 - 1 != MAGIC,
