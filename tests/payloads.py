@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import detonation as dt
-from detonation.core.codec.aggregate import Received, aggregate
-from detonation.core.codec.codec import Codec, Message
+from detonation.core.codec.aggregate import Coefficients, Received, aggregate
+from detonation.core.codec.codec import Codec
+from detonation.core.exchange.outgoing import padded
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.guard import Guard, hash63
 from detonation.core.integrity.header import HEADER_BYTES, Header
@@ -57,16 +58,16 @@ class Case:
         return self.word(at, int(self.parts[0][at]) ^ 1 << self.below(62))
 
     def line(self) -> Tensor:
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in self.parts])
+        return line_of(self.parts)
 
     def cut(self, line: Tensor) -> Parts:
-        """Bytes as a link would hand them over."""
+        """A header and tensors from their bytes."""
         pieces = line.split([part.nbytes for part in self.parts])
         return [x.clone().view(part.dtype).view(part.shape) for x, part in zip(pieces, self.parts, strict=True)]
 
     def meant(self, content: Parts | None = None, **stamp: int) -> Parts:
         """With another content or header that adds up all the same: by somebody who means it."""
-        return list(replace(self.stamp, **stamp).sealed([content or self.parts[1:]])[0])
+        return sealed(replace(self.stamp, **stamp), content or self.parts[1:])
 
     def with_values(self, change: Callable[[Tensor], object]) -> Parts:
         """With other values, or other statistics where the values are codes."""
@@ -263,12 +264,28 @@ def guard(scheme: dt.Scheme, replica: int, ledger: FaultCounts | None = None, la
     return Guard(["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica), late)
 
 
+def line_of(parts: Parts) -> Tensor:
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+
+
+def sealed(header: Header, content: Parts) -> Parts:
+    """The header and tensors of a message."""
+    message, nbytes = padded([[line_of(content)[None]]], HEADER_BYTES)
+    header.seal(message, nbytes)
+    return [message[0, :HEADER_BYTES].clone().view(torch.int64), *content]
+
+
 def opened(scheme: dt.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int) -> Received:
     """The messages of all replicas as an exchange opens them."""
-    messages = [Message(*parts[1:]) for parts in arrived]
-    received, facts = scheme.codec.open(messages, ROWS, [shared] * len(messages))
-    use = guard.admit(arrived, facts, step)
-    return received if use is None else scheme.codec.blank(received, use)
+    lines = torch.stack([line_of(parts) for parts in arrived])
+    messages, nbytes = padded([[lines[:, HEADER_BYTES:]]], HEADER_BYTES)
+    messages[:, :HEADER_BYTES] = lines[:, :HEADER_BYTES]
+    body = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes]
+    content = scheme.codec.arrived(body, ROWS, shared, scheme.aggregation)
+    refused = guard.admit(messages, nbytes, content.facts(), step)
+    if refused is not None:
+        content.blank(refused)
+    return content.received(ROWS)
 
 
 @cache
@@ -280,9 +297,8 @@ def honest(name: str) -> tuple[dict[tuple[int, int], Parts], Tensor | None]:
             generator = torch.Generator().manual_seed(100 * step + replica)
             flat = torch.randn(ROWS, scheme.codec.selection.chunk, generator=generator)
             selected = scheme.codec.select(flat, step, SEED)
-            said[replica, step] = list(
-                guard(scheme, replica).seal([scheme.codec.encode(selected)[0].parts], step, 0)[0]
-            )
+            header = Header(hash63(SCHEMA), step, 0, replica)
+            said[replica, step] = sealed(header, list(scheme.codec.encode(selected)[0].parts))
     return said, selected.indices if scheme.codec.selection.shared else None
 
 
@@ -334,7 +350,7 @@ def _received(
     received = opened(scheme, guard(scheme, replica, ledger, late), arrived, shared, STEP)
     assert not (late and ledger.named)
     ledger.catch_up(STEP)
-    update = aggregate(received, scheme.codec.selection.chunk)
+    update = aggregate(received.whole(), scheme.aggregation, scheme.codec.selection.chunk)
     return [sender for sender, _ in ledger.named], [reason for _, reason in ledger.named], update
 
 
@@ -343,8 +359,9 @@ def silent(name: str, sender: int) -> Tensor:
     """What is agreed on where `sender` says nothing but zeros, by the codec alone."""
     said, shared = honest(name)
     codec = SCHEMES[name].codec
-    values = [codec.precision.decode(said[r, STEP][1], ROWS, codec.selection.k) for r in range(REPLICAS)]
-    values[sender] = torch.zeros_like(values[sender])
-    coding = codec.index_coding
-    indices = [shared if shared is not None else coding.decode([said[r, STEP][2]], ROWS)[0] for r in range(REPLICAS)]
-    return aggregate(Received(values, indices), codec.selection.chunk)
+    values = torch.stack([codec.precision.decode(said[r, STEP][1], ROWS, codec.selection.k) for r in range(REPLICAS)])
+    values[sender] = 0
+    indices = shared
+    if shared is None:
+        indices = torch.stack([codec.index_coding.decode(said[r, STEP][2], ROWS) for r in range(REPLICAS)])
+    return aggregate(Coefficients(values, indices), SCHEMES[name].aggregation, codec.selection.chunk)

@@ -105,10 +105,9 @@ def decode(
     indices = None
     if codec.selection.shared and codec.selection.k < codec.selection.chunk:
         indices = codec.selection.indices(torch.empty(rows, codec.selection.chunk), step, seed)
-    received = codec.received(
-        messages, rows, [indices] * len(messages), AGGREGATIONS[how] if isinstance(how, str) else how
-    )
-    return codec.basis.inverse(aggregate(received, codec.selection.chunk))
+    aggregation = AGGREGATIONS[how] if isinstance(how, str) else how
+    received = codec.received(messages, rows, indices, aggregation)
+    return codec.basis.inverse(aggregate(received.whole(), aggregation, codec.selection.chunk))
 
 
 def batch(rank: int, step: int, width: int) -> Tensor:

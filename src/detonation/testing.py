@@ -72,9 +72,8 @@ def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Sequence[Ten
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
     (message,) = codec.encode(selected)
-    shared = [selected.indices] if codec.selection.shared else [None]
-    received = codec.received([message], len(flat), shared, Mean())
-    return codec.basis.inverse(aggregate(received, codec.selection.chunk)), message.parts
+    received = codec.received([message], len(flat), selected.indices if codec.selection.shared else None, Mean())
+    return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message.parts
 
 
 def _nothing_is_lost(scheme: Scheme, layout: Layout) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import detonation as dt
 from detonation.core.codec import selection
-from detonation.core.codec.aggregate import Received, aggregate
+from detonation.core.codec.aggregate import Coefficients, Mean, aggregate
 from detonation.core.codec.selection import Rotation
 from detonation.core.flat.layout import Layout
 from detonation.core.memory import Feedback, Memory
@@ -119,7 +119,7 @@ def test_law_1_dropping_the_error_takes_out_the_coefficients_themselves(shapes, 
     layout = layout_of(shapes, scheme)
     flat = layout.flatten(signals_of(layout, 0), CPU)
     selected = scheme.codec.select(flat, 0, seed=0)
-    out = aggregate(Received([selected.values], [selected.indices]), scheme.codec.selection.chunk)
+    out = aggregate(Coefficients(selected.values[None], selected.indices), Mean(), scheme.codec.selection.chunk)
     left = flat - out
     assert not left.gather(1, selected.indices).any()
     assert torch.equal(left != 0, (flat != 0) & (out == 0))

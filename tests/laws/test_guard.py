@@ -1,9 +1,9 @@
 """Messages that are not what they must be: none is used, nothing ends, the sender is named, all decide alike."""
 
 import math
-import struct
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 from random import Random
 
 import pytest
@@ -16,13 +16,13 @@ from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
-from detonation.core.integrity import header, validate
+from detonation.core.exchange.outgoing import padded
+from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
 from detonation.core.integrity.guard import hash63
-from detonation.core.integrity.validate import Expected, explain_faults
+from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
 from detonation.core.runtime import Runtime
-from detonation.kernels import native
-from payloads import CLASSES, REPLICAS, SCHEMES, STEP, Seen, fuzz, guard, honest, opened
+from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest, line_of, opened, sealed
 
 
 def test_of_a_thousand_bad_messages_none_is_used_and_each_sender_is_named():
@@ -37,40 +37,35 @@ def test_a_guard_that_reports_late_uses_none_either_and_names_the_same_for_the_s
     assert fuzz(seed=0, count=count, late=True) == fuzz(seed=0, count=count)
 
 
-def test_what_tensors_decide_on_messages_is_what_the_host_explains(monkeypatch):
+def test_what_tensors_decide_on_messages_is_what_the_host_explains():
     """On tables of what is found in messages, of which any word may be one that is nearly right."""
     random = Random(0)
     expected = Expected(header.Header(11, STEP, 5, 0), nbytes=100, parameters=3, signals=True)
-    identity = header.MAGIC | header.VERSION << 56
     outcomes = Counter()
     for _ in range(3000):
         norms = [random.choice([0.0, 1e-3, 1.0, 1001.0, LIMIT]) for _ in range(random.randint(1, 5))]
-        rows = [[identity, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, 1, bits(n)] for r, n in enumerate(norms)]
+        rows = [[header.IDENTITY, 11, STEP, r << 32 | 5, 100, 0, 77, 9, 9, 0, n] for r, n in enumerate(norms)]
         for row in rows:
             if random.random() < 0.4:
-                at = random.randrange(12)
-                wrong = {9: [1, 2], 10: [0], 11: [bits(n) for n in (math.nan, math.inf, -0.0, 1.01 * LIMIT)]}
+                at = random.randrange(11)
+                wrong = {9: [1, 2, 3], 10: [math.nan, math.inf, -0.0, 1.01 * LIMIT]}
                 row[at] = random.choice(
-                    wrong.get(at, [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)])
+                    wrong.get(at) or [0, 1, 3, 4, -1, row[at] + 1, row[at] ^ 1 << random.randrange(63)]
                 )
         expected = replace(expected, signals=random.random() < 0.8)
-        found = explain_faults([[*row, bits(0.0), 0] for row in rows], expected)
-        used = [not fault and not row[5] for row, fault in zip(rows, found, strict=True)]
-        assert decided(rows, expected, monkeypatch) == used, rows
+        usual = random.choice([0.0, 1e-3, 1.0])
+        refused, table = decide_usable(facts(rows), expected, torch.tensor([usual]))
+        found = explain_faults(table.tolist(), expected)
+        assert refused.tolist() == [bool(fault) for fault in found], rows
+        assert (refused == table[:, -1]).all()
         outcomes.update(fault[:12] for fault in found)
     assert len(outcomes) >= 14 and outcomes[""] > 1000
 
 
-def decided(rows, expected, monkeypatch):
-    """Which of the messages may be used, by a table of their words and of what was found in them."""
-    monkeypatch.setattr(validate, "checksums", lambda _: torch.tensor([row[8] for row in rows]))
-    messages = [[torch.tensor(row[:8])] for row in rows]
-    content, usual = torch.tensor([row[9:] for row in rows]), torch.zeros(1, dtype=torch.float64)
-    return [bool(row[-1]) for row in validate.decide_usable(messages, content, expected, usual)]
-
-
-def bits(value):
-    return struct.unpack("q", struct.pack("d", value))[0]
+def facts(rows):
+    """What was found in messages: header, checksum, fault of the content and norm of each."""
+    words, norms = torch.tensor([row[:-1] for row in rows]), torch.tensor([row[-1] for row in rows])
+    return Facts(words[:, :8], words[:, 8], words[:, 9], norms)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -80,35 +75,56 @@ def test_honest_messages_are_used_as_they_are(name):
     messages = [said[r, STEP] for r in range(REPLICAS)]
     received = opened(SCHEMES[name], guard(SCHEMES[name], 0, ledger), messages, shared, STEP)
     codec = SCHEMES[name].codec
-    for replica, values in enumerate(received.values):
+    for replica, values in enumerate(received.whole().values):
         sent = codec.precision.decode(said[replica, STEP][1], len(values), codec.selection.k)
         assert torch.equal(values, sent) and sent.any()
     assert (ledger.refused, ledger.skipped, ledger.fatal) == (0, 0, 0)
 
 
-def plain_checksum(parts):
-    total, place = 0, 0
-    for part in parts:
-        octets = bytes(part.view(-1).view(torch.uint8).tolist())
-        for at in range(0, len(octets), 4):
-            place += 1
-            mixed = place * 0x9E3779B97F4A7C15 % 2**64
-            total += int.from_bytes(octets[at : at + 4], "little") * ((mixed ^ mixed >> 32) | 1)
-    return (total + 2**63) % 2**64 - 2**63
+def plain_checksum(octets):
+    """A sum of words of 32 bits; of their sums by lines of 1024 words, and by columns."""
+    octets += bytes(-len(octets) % 4096)
+    words = [int.from_bytes(octets[at : at + 4], "little") for at in range(0, len(octets), 4)]
+    lines = [words[at : at + 1024] for at in range(0, len(words), 1024)]
+
+    def number(place):
+        mixed = (place + 1) * 0x9E3779B97F4A7C15 % 2**64
+        return mixed ^ mixed >> 32
+
+    def signed(total, bits):
+        return (total + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+
+    total = sum(signed(sum(line), 32) * (number(1024 + i) & ~1) for i, line in enumerate(lines))
+    total += sum(signed(sum(column), 32) * (number(i) | 1) for i, column in enumerate(zip(*lines, strict=True)))
+    return signed(total, 64)
 
 
-@given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
-def test_the_checksum_is_its_definition(contents):
-    parts = [torch.tensor(list(content), dtype=torch.uint8) for content in contents]
-    assert int(summing.checksum(parts)) == plain_checksum(parts)
+@given(st.binary(min_size=1, max_size=40), st.integers(1, 5000))
+def test_the_checksum_is_its_definition(content, length):
+    octets = (content * -(-length // len(content)))[:length]
+    line = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+    assert int(summing.checksum(line)) == plain_checksum(octets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
-def test_the_checksum_is_the_same_compiled_or_not(dtype):
+def test_the_checksum_is_the_same_compiled_or_not(dtype, monkeypatch):
     part = torch.randint(0, 100, (20_001,)).to(dtype)
-    if native.load_library():
-        assert native.load_library().checksums([[part]], [7])[0] == int(summing._summed([part], 7))
-    assert int(summing._summed([part[1:].clone()], 0)) == int(summing._summed([part[1:]], 0))
+    tensors = [part, part[1:], part[:0], part[:1]]
+    compiled = [int(summing.checksum(tensor)) for tensor in tensors]
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    assert compiled == [int(summing.checksum(tensor)) for tensor in tensors]
+
+
+def test_the_checksum_finds_each_changed_word_and_each_moved_line():
+    message = torch.randint(0, 256, (3 * 4096 + 100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    right = summing.checksum(message)
+    changed = message.repeat(1000, 1)
+    places = torch.randperm(len(message), generator=torch.Generator().manual_seed(1))[:1000]
+    changed[torch.arange(1000), places] += 1 + torch.arange(1000, dtype=torch.int64).remainder(255).to(torch.uint8)
+    assert (summing.checksums(changed) != right).all()
+    assert len({int(summing.checksum(message.roll(4 * words))) for words in range(1500)}) == 1500
+    lines = message[: 3 * 4096].view(3, 4096)
+    assert len({int(summing.checksum(lines[list(order)])) for order in permutations(range(3))}) == 6
 
 
 @pytest.mark.parametrize(
@@ -120,18 +136,16 @@ def test_indices_that_no_encoder_makes_are_found_compiled_or_not(indices, monkey
     twice, outside, falling = right.clone(), right.clone(), right.clone()
     twice[rows // 2, 0] = twice[rows // 2, 1]
     falling[rows - 1] = falling[rows - 1].flip(0)
-    outside[7, 0] = 2**indices.width - 1
+    outside[7] = 2**indices.width - 1
     found = []
     for found_library in (kernel_library.load_library(), None):
-        cases = indices.encode([right, twice])
-        if not indices.bitmap:
-            cases += indices.encode([falling])
-        if not indices.bitmap and indices.chunk < 2**indices.width:
-            cases += indices.encode([outside])
+        cases = [right, twice] if indices.bitmap else [right, twice, falling, outside]
+        packed = torch.stack([indices.encode(case) for case in cases])
         monkeypatch.setattr(kernel_library, "load_library", lambda found=found_library: found)
-        found.append(indices.faults([PackedIndices(indices, case, rows) for case in cases]).tolist())
+        found.append(indices.faults(PackedIndices(indices, packed, rows)).tolist())
         monkeypatch.undo()
-    assert found[0] == found[1] == [0, 2, 2, 1][: len(found[0])]
+    last = 1 if indices.chunk < 2**indices.width else 2  # the largest number that the bits hold is an index, twice
+    assert found[0] == found[1] == [0, 2, 2, last][: len(found[0])]
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -139,7 +153,8 @@ def test_indices_that_no_encoder_makes_are_found_compiled_or_not(indices, monkey
 def test_what_an_encoder_makes_is_lawful(name, scale):
     values = torch.randn(300, 7) * scale
     values[0], values[1] = values[0].abs(), 0
-    assert PRECISIONS[name].lawful(PRECISIONS[name].encode(values), 300, 7)
+    lawful, norm = PRECISIONS[name].check(PRECISIONS[name].encode(values), 300, 7)
+    assert lawful is not False and norm.isfinite()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -1.1 * LIMIT])
@@ -173,10 +188,11 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
         assert ledger.fatal == 0
         messages = [said[r, STEP] for r in range(REPLICAS)]
         stamp = header.Header(hash63("a schema"), STEP, 0, 2, status=1)
-        messages[2] = list(stamp.sealed([messages[2][1:]])[0])
-        received = opened(SCHEMES["list"], guard(SCHEMES["list"], 0, ledger), messages, None, STEP)
+        empty = codec.encode(codec.empty(ROWS, STEP, 0, torch.device("cpu")))[0]
+        messages[2] = sealed(stamp, list(empty.parts))
+        received = opened(SCHEMES["list"], guard(SCHEMES["list"], 0, ledger), messages, None, STEP).whole()
         assert not received.values[2].any() and received.values[1].any()
-        assert (received.indices[2].unpacked < codec.selection.chunk).all()
+        assert (received.indices.unpacked < codec.selection.chunk).all()
         assert (ledger.skipped, ledger.refused) == (time + 1, 0)
     error = ledger.error(ledger.fatal, STEP)
     assert isinstance(error, NonFiniteGradient)
@@ -192,13 +208,19 @@ def test_three_strikes_stop_all_and_name_the_sender():
     assert isinstance(error, BadPeer) and "3 messages of replica 1 were refused, the last at step 2" in str(error)
 
 
+def sealed_by(guard, content, step):
+    message, nbytes = padded([[line_of(content)[None]]], header.HEADER_BYTES)
+    guard.seal(message, nbytes, step, 0)
+    return [message[0, : header.HEADER_BYTES].clone().view(torch.int64), *content]
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
 def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
     """Replica 2 receives something else from 1 than the others do: they cannot know, until it says what it heard."""
     said, _ = honest("list")
     scheme, ledgers = SCHEMES["list"], [Seen(r) for r in range(REPLICAS)]
     guards = [guard(scheme, r, ledgers[r], late) for r in range(REPLICAS)]
-    messages = [guards[r].seal([said[r, STEP][1:]], STEP, 0)[0] for r in range(REPLICAS)]
+    messages = [sealed_by(guards[r], said[r, STEP][1:], STEP) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         arrived = [list(parts) for parts in messages]
         if r == 2:
@@ -206,7 +228,7 @@ def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
         opened(scheme, guards[r], arrived, None, STEP)
         ledgers[r].catch_up(math.inf)
     assert [ledger.refused for ledger in ledgers] == [0, 0, 1]
-    following = [guards[r].seal([said[r, STEP][1:]], STEP + 1, 0)[0] for r in range(REPLICAS)]
+    following = [sealed_by(guards[r], said[r, STEP][1:], STEP + 1) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         opened(scheme, guards[r], following, None, STEP + 1)
         ledgers[r].catch_up(math.inf)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import detonation as dt
-from detonation.core.codec.aggregate import AGGREGATIONS, Received
-from detonation.core.codec.indices import as_int64
+from detonation.core.codec.aggregate import AGGREGATIONS
+from detonation.core.codec.indices import narrow
 from detonation.core.engine import reference
 from detonation.core.engine.blocked import BlockedEngine
 from detonation.core.engine.compiled import NativeEngine, engine_for
@@ -42,6 +42,16 @@ def engines(scheme, shapes, fast=NativeEngine):
     return layout, ReferenceEngine(scheme.codec, layout, memories[0], Runtime(CPU)), made
 
 
+def indices_of(selected):
+    return narrow(selected.indices).long()
+
+
+def received(codec, sent, aggregation=AGGREGATIONS["mean"]):
+    """What replicas that sent these selections receive."""
+    messages = codec.encode(*sent)
+    return codec.received(messages, len(sent[0].values), None, aggregation)
+
+
 def release(engine, selected, read):
     if not engine.releases_at_once:
         engine.release(selected, read if engine.needs_own_values else None)
@@ -70,7 +80,7 @@ def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error_feedback
     given_signals = [None if i == 2 else s for i, s in enumerate(signals(layout, 1))]  # one has no gradient
     coefficients = scheme.codec.basis.forward(reference.memory.absorb(given_signals))
     selected = fast.encode(given_signals, 0)
-    indices = as_int64([selected.indices])[0]
+    indices = indices_of(selected)
     close(selected.values, coefficients.gather(1, indices))
     largest = coefficients.abs().topk(topk, dim=1).values
     close(selected.values.abs().sort(1, descending=True).values, largest)
@@ -98,7 +108,7 @@ def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
         selected = fast.encode(signals(layout, step), step)
         read = scheme.codec.read(scheme.codec.encode(selected)[0], layout.rows)
         release(fast, selected, read)
-        sent += fast.decode(Received([read], [selected.indices]))
+        sent += fast.decode(received(scheme.codec, [selected]))
     for left, went, total in zip(*[layout.views(f) for f in (fast.memory.residual, sent, put_in)], strict=True):
         torch.testing.assert_close(left + went, total, atol=5e-5, rtol=1e-5)
 
@@ -111,7 +121,7 @@ def test_messages_are_combined_as_in_plain_torch(fast, aggregate, shapes, replic
     scheme = dt.demo(topk=3, chunk=32, aggregate=aggregate)
     layout, reference, fast = engines(scheme, shapes, fast)
     sent = [reference.codec.select(layout.flatten(signals(layout, r), CPU), 0, 0) for r in range(replicas)]
-    agreed = Received([t.values for t in sent], [t.indices for t in sent], AGGREGATIONS[aggregate])
+    agreed = received(scheme.codec, sent, AGGREGATIONS[aggregate])
     for mine, plain in zip(*[layout.views(engine.decode(agreed)) for engine in (fast, reference)], strict=True):
         torch.testing.assert_close(mine, plain, atol=2e-5, rtol=1e-5)
     assert torch.equal(fast.decode(agreed), fast.decode(agreed))
@@ -143,7 +153,7 @@ def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk
     scheme = dt.demo(topk=topk, chunk=64, aggregate=aggregate)
     layout, _, fast = engines(scheme, shapes, fast)
     sent = [fast.encode(signals(layout, r), 0) for r in range(replicas)]
-    agreed = Received([t.values for t in sent], [t.indices for t in sent], AGGREGATIONS[aggregate])
+    agreed = received(scheme.codec, sent, AGGREGATIONS[aggregate])
     paces = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]
     weights, updates = signals(layout, 50), signals(layout, 51)
     fast.write(agreed, updates)
@@ -163,7 +173,7 @@ def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
     for engine in (whole, cut):
         selected = engine.encode(signals(layout, 1), 0)
         updates = [torch.full(slot.shape, float("nan")) for slot in layout.slots]
-        agreed = Received([selected.values] * 2, [selected.indices] * 2)
+        agreed = received(scheme.codec, [selected] * 2)
         engine.write(agreed, updates)
         weights = [torch.ones(slot.shape) for slot in layout.slots]
         engine.apply_signs(agreed, weights, [(0.5, 0.25 * i) for i, _ in enumerate(layout.slots)])
@@ -172,7 +182,7 @@ def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
         )
         sent.append((selected, updates, engine.memory.residual))
     (one, updates, residual), (other, their_updates, their_residual) = sent
-    assert torch.equal(*as_int64([one.indices, other.indices]))
+    assert torch.equal(indices_of(one), indices_of(other))
     close(other.values, one.values)
     close(their_residual, residual)
     for mine, theirs in zip(updates, their_updates, strict=True):
@@ -220,7 +230,7 @@ def test_a_single_bad_number_is_found(bad, place):
 
 def test_a_bitmap_gets_its_columns_in_order():
     layout, _, fast = engines(dt.demo(topk=9, chunk=16), [(40, 40)])
-    indices = as_int64([fast.encode(signals(layout, 0), 0).indices])[0]
+    indices = indices_of(fast.encode(signals(layout, 0), 0))
     assert torch.equal(indices, indices.sort(1).values)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from detonation.core.codec.aggregate import AGGREGATIONS, Received, aggregate
+from detonation.core.codec.aggregate import AGGREGATIONS, Coefficients, aggregate
 from detonation.core.codec.indices import IndexCoding
 from detonation.core.codec.precision import PRECISIONS, BlockCodebook
 from detonation.core.compute import kernel_library
@@ -40,12 +40,12 @@ def test_compiled_packing_gives_the_same_bytes(width, monkeypatch):
 def test_compiled_bitmaps_give_the_same_bytes(chunk, k, monkeypatch):
     codec, generator = IndexCoding(chunk, k), torch.Generator().manual_seed(0)
     indices = torch.rand(800, chunk, generator=generator).argsort(1)[:, :k].sort(1).values
-    (encoded,) = codec.encode([indices])
-    assert torch.equal(encoded, torch.cat(codec.encode(indices.split(8))))
-    assert torch.equal(codec.decode([encoded], 800)[0], indices)
+    encoded = codec.encode(indices)
+    assert torch.equal(encoded, torch.cat([codec.encode(some) for some in indices.split(8)]))
+    assert torch.equal(codec.decode(encoded, 800), indices)
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
-    assert torch.equal(codec.encode([indices])[0], encoded)
-    assert torch.equal(codec.decode([encoded], 800)[0], indices)
+    assert torch.equal(codec.encode(indices), encoded)
+    assert torch.equal(codec.decode(encoded, 800), indices)
 
 
 @given(rows=st.integers(0, 20), chunk=st.integers(1, 300), share=st.floats(0, 1), seed=st.integers(0, 99))
@@ -55,11 +55,33 @@ def test_indices_come_back_in_the_fewest_bytes(rows, chunk, share, seed):
     indices = torch.rand(rows, chunk, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :k]
     codec = IndexCoding(chunk, k)
     indices = indices.sort(1).values
-    (encoded,) = codec.encode([indices])
-    assert torch.equal(codec.decode([encoded], rows)[0], indices)
+    encoded = codec.encode(indices)
+    assert torch.equal(codec.decode(encoded, rows), indices)
     assert len(encoded) == codec.nbytes(rows)
     bits = min(chunk, k * (chunk - 1).bit_length()) * rows
     assert codec.nbytes(rows) == -(-bits // 8)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("chunk, k", [(64, 4), (64, 32), (10, 5), (300, 3)])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_several_messages_are_encoded_as_each_by_itself(name, chunk, k, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    precision, coding, rows = PRECISIONS[name], IndexCoding(chunk, k), 333
+    values = torch.randn(3, rows, k, generator=torch.Generator().manual_seed(0))
+    together = precision.encode(values)
+    alone = torch.stack([precision.encode(each) for each in values])
+    assert torch.equal(together, alone)
+    read = precision.decode(together, rows, k)
+    assert torch.equal(read, torch.stack([precision.decode(each, rows, k) for each in alone]))
+    lawful, norms = precision.check(together, rows, k)
+    assert (lawful is None or lawful.all()) and (norms >= 0.999 * read.flatten(1).norm(dim=1)).all()
+    assert sum(precision.lengths(rows, k)) == precision.nbytes(rows, k) == alone[0].nbytes
+    indices = torch.rand(3, rows, chunk).argsort(2)[..., :k].sort(2).values
+    packed = coding.encode(indices)
+    assert torch.equal(packed, torch.stack([coding.encode(each) for each in indices]))
+    assert torch.equal(coding.decode(packed, rows), indices)
 
 
 def test_every_precision_is_in_the_table_of_laws():
@@ -139,25 +161,17 @@ def test_precisions_read_the_smallest_and_the_largest_values(name, scale):
 
 
 def test_ways_to_combine():
-    values = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -2.0]]), torch.tensor([[-5.0, -2.0]])]
-    indices = [torch.tensor([[0, 1]]), torch.tensor([[0, 3]]), torch.tensor([[0, 1]])]
-    assert aggregate(Received(values, indices, AGGREGATIONS["mean"]), 4).tolist() == [
-        [pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]
-    ]
-    assert aggregate(Received(values, indices, AGGREGATIONS["mean_nonzero"]), 4).tolist() == [
-        [pytest.approx(-1 / 3), 0, 0, -2]
-    ]
-    assert aggregate(Received(values, indices, AGGREGATIONS["majority_vote"]), 4).tolist() == [
-        [3, 0, 0, pytest.approx(-2 / 3)]
-    ]
+    values = torch.tensor([[[1.0, 2.0]], [[3.0, -2.0]], [[-5.0, -2.0]]])
+    sent = Coefficients(values, torch.tensor([[[0, 1]], [[0, 3]], [[0, 1]]]))
+    assert aggregate(sent, AGGREGATIONS["mean"], 4).tolist() == [[pytest.approx(-1 / 3), 0, 0, pytest.approx(-2 / 3)]]
+    assert aggregate(sent, AGGREGATIONS["mean_nonzero"], 4).tolist() == [[pytest.approx(-1 / 3), 0, 0, -2]]
+    assert aggregate(sent, AGGREGATIONS["majority_vote"], 4).tolist() == [[3, 0, 0, pytest.approx(-2 / 3)]]
 
 
 def test_clipping_to_the_median_holds_down_one_that_is_too_loud():
     honest = torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0)) + 1
-    attacked = [*honest, -1e6 * honest[0]]
-    plain, clipped = (
-        aggregate(Received(attacked, [None] * 4, AGGREGATIONS[way]), 4) for way in ("mean", "clipped_mean")
-    )
+    attacked = Coefficients(torch.cat([honest, -1e6 * honest[:1]]), None)
+    plain, clipped = (aggregate(attacked, AGGREGATIONS[way], 4) for way in ("mean", "clipped_mean"))
     truth = honest.mean(0).flatten()
     agreement = [torch.cosine_similarity(c.flatten(), truth, dim=0) for c in (plain, clipped)]
     assert agreement[0] < 0 < 0.8 < agreement[1]

@@ -137,7 +137,8 @@ def trained(scheme, replicas, spoiled=False):
             before = optimizer.stats.bytes_sent
             optimizer.step()
             sent.append(optimizer.stats.bytes_sent - before)
-        state = [tensor.clone() for tensor in (*model.parameters(), *optimizer.local_state().values())]
+        kept = [tensor for name, tensor in optimizer.local_state().items() if "usual_norm" not in name]  # of a bucket
+        state = [tensor.clone() for tensor in (*model.parameters(), *kept)]
         optimizer.synchronize()
         return (
             [*state, *(parameter.detach().clone() for parameter in model)],

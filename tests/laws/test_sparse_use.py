@@ -10,12 +10,13 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.integrity.fault_counts import FORGIVEN, STRIKES, FaultCounts
-from detonation.core.integrity.header import Header
-from detonation.core.integrity.validate import FORGET, LOUDER, Expected, decide_usable
+from detonation.core.integrity.header import IDENTITY, Header
+from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
 from detonation.core.schemes import buckets
-from zoo import TALKING
+from zoo import SCHEMES, TALKING
 
 REPLICAS, ALL_USE, NONE_USES, ONE_USES = 4, 6, 40, 8
+RESUMED = {name: SCHEMES[name] for name in ("demo", "demo-owner", "demo-sign", "random-sign-owner", "sparseloco")}
 
 
 class Expert(nn.Module):
@@ -26,22 +27,32 @@ class Expert(nn.Module):
         self.weight = nn.Parameter(torch.zeros(32, 64))
 
 
-def use(communicator, scheme, steps):
-    """Trains, and returns the number of messages refused."""
+def use(communicator, scheme, steps, saved=None):
+    """Trains, and returns the messages refused and the state."""
     model = Expert()
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1e-2), model, communicator, scheme)
+    if saved:
+        dt.load_replica_state(optimizer, saved[communicator.replica])
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + communicator.replica)
         used = step < ALL_USE or (step >= ALL_USE + NONE_USES and communicator.replica == 0)
         model.weight.grad = torch.randn(32, 64, generator=generator) * used
         optimizer.step()
-    return optimizer.stats.refused
+    return optimizer.stats.refused, dt.replica_state(optimizer)
 
 
 @pytest.mark.parametrize("scheme", TALKING.values(), ids=TALKING)
 def test_who_uses_what_others_have_not_used_for_long_is_not_refused(scheme):
     steps = range(ALL_USE + NONE_USES + ONE_USES)
-    assert simulate_replicas(lambda c: use(c, scheme, steps), REPLICAS) == [0] * REPLICAS
+    assert [refused for refused, _ in simulate_replicas(lambda c: use(c, scheme, steps), REPLICAS)] == [0] * REPLICAS
+
+
+@pytest.mark.parametrize("scheme", RESUMED.values(), ids=RESUMED)
+def test_nor_after_a_resume_while_all_were_silent(scheme):
+    silent, end = ALL_USE + NONE_USES, ALL_USE + NONE_USES + ONE_USES
+    saved = [state for _, state in simulate_replicas(lambda c: use(c, scheme, range(silent)), REPLICAS)]
+    again = simulate_replicas(lambda c: use(c, scheme, range(silent, end), saved), REPLICAS)
+    assert [refused for refused, _ in again] == [0] * REPLICAS
 
 
 class Towers(nn.Module):
@@ -76,16 +87,14 @@ def test_a_tower_that_few_batches_use_is_trained_to_the_end(monkeypatch):
 
 def decided(norms, usual):
     """Which of messages with these norms are refused, all else being right."""
-    header = Header(0, 0, 0, 0)
-    messages = [Header(0, 0, 0, sender).sealed([[torch.zeros(1)]], False)[0] for sender in range(len(norms))]
-    bits = torch.tensor(norms, dtype=torch.float64).view(torch.int64)
-    content = torch.stack([torch.zeros_like(bits), torch.ones_like(bits), bits], 1)
-    table = decide_usable(messages, content, Expected(header, nbytes=4, parameters=1, signals=True), usual)
-    return [not row[-1] for row in table.tolist()]
+    words = torch.tensor([[IDENTITY, 0, 0, sender << 32, 0, 0, 0, 0] for sender in range(len(norms))])
+    none = torch.zeros(len(norms), dtype=torch.int64)
+    expected = Expected(Header(0, 0, 0, 0), nbytes=0, parameters=1, signals=True)
+    return decide_usable(Facts(words, none, none, torch.tensor(norms)), expected, usual)[0].tolist()
 
 
 def test_silence_is_not_forgotten_and_a_loud_message_is_refused_in_it():
-    usual = torch.zeros(1, dtype=torch.float64)
+    usual = torch.zeros(1)
     assert not any(decided([0.0, 0.0, 0.0, 1.0], usual)) and usual == 1  # one alone cannot be told from all
     for _ in range(3):
         assert not any(decided([1.0, 2.0, 3.0, 4.0], usual))
@@ -98,15 +107,15 @@ def test_silence_is_not_forgotten_and_a_loud_message_is_refused_in_it():
 
 
 def test_what_is_usual_follows_most_and_slowly():
-    usual = torch.zeros(1, dtype=torch.float64)
+    usual = torch.zeros(1)
     decided([8.0, 8.0, 8.0], usual)
     for _ in range(100):
         assert not any(decided([1.0, 1.0, 1.0], usual))
-    torch.testing.assert_close(usual, torch.tensor([8 * FORGET**100], dtype=torch.float64))
+    torch.testing.assert_close(usual, torch.tensor([8 * FORGET**100]))
 
 
 def test_no_replica_alone_raises_what_is_usual():
-    usual, norm, refused = torch.zeros(1, dtype=torch.float64), 1.0, []
+    usual, norm, refused = torch.zeros(1), 1.0, []
     for _ in range(6):
         refused.append(decided([1.0, 1.0, norm], usual)[2])
         norm *= 10
@@ -120,7 +129,7 @@ def test_old_refusals_no_longer_count(caplog):
         counts.refuse(1, "does not add up", step)
         assert not counts.fatal
         for _ in range(FORGIVEN):
-            counts.accept([1], 0)
+            counts.accept(1, 0)
     for step in range(STRIKES):
         assert not counts.fatal
         counts.refuse(1, "does not add up", step)

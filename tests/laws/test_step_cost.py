@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.codec.codec import Message
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.compiled import engine_for
@@ -78,8 +77,8 @@ def advance(engine, scheme, rows, gradients, step):
         engine.release(selected, scheme.codec.read(message, rows) if engine.needs_own_values else None)
     shared = selected.indices if scheme.codec.selection.shared else None
     del selected
-    received = [Message(message.values.clone(), message.indices), message]
-    engine.write(scheme.codec.received(received, rows, [shared] * len(received), scheme.aggregation), gradients)
+    received = scheme.codec.received([message, message], rows, shared, scheme.aggregation)
+    engine.write(received, gradients)
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_a_step_never_waits_for_the_device(scheme, plain):
 def test_operations_do_not_grow_with_the_number_of_tensors(scheme, plain):
     if scheme.codec.basis.tile:
         pytest.skip("each matrix is cut into tiles by itself")
-    few, many = [watched(scheme, [(64 * 300 // n,)] * n, kernels=False)[0] for n in (10, 100)]
+    few, many = [watched(scheme, [(64 * 300 // n - 1,)] * n, kernels=False)[0] for n in (10, 100)]  # all have padding
     assert len(few.names) == len(many.names)
 
 
@@ -114,7 +113,7 @@ def test_nor_do_those_of_what_an_accelerator_decides(name, plain):
         gradients = [torch.randn(slot.shape) for slot in layout.slots]
         for step in range(2):
             with Watch() as watch:
-                engine.encode(gradients, step, finite=first_nonfinite(gradients, runtime) == 0)
+                engine.encode(gradients, step, bad=first_nonfinite(gradients, runtime) > 0)
         counted.append(len(watch.names))
     assert counted[0] == counted[1]
 
@@ -150,8 +149,8 @@ ROUNDS = {
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_round_needs_no_memory_but_what_is_kept_and_a_few_buckets(name, plain, monkeypatch):
     scheme, flats = ROUNDS[name]
-    for limit in ("SMALLEST", "LARGEST"):
-        monkeypatch.setattr(buckets, limit, 2**18)
+    for limit, value in (("SMALLEST", 2**18), ("SMALL_BUCKETS", 32)):
+        monkeypatch.setattr(buckets, limit, value)
     with Watch() as watch:
         model = torch.nn.ParameterList([torch.zeros(512, 512) for _ in range(8)])
         gradients = [torch.ones(512, 512) for _ in range(8)]
@@ -166,5 +165,5 @@ def test_a_round_needs_no_memory_but_what_is_kept_and_a_few_buckets(name, plain,
     kept = (2 + flats) * sum(parameter.nbytes for parameter in model)  # weights and gradients
     cut = [pipeline.bucket.layout for pipeline in optimizer.build()[0].channel.pipelines]
     bucket = max(4 * layout.rows * layout.chunk for layout in cut)
-    assert len(cut) >= 16
+    assert len(cut) >= 15
     assert watch.peak <= kept + 10 * bucket  # what two buckets on their way need, from the movement to the update

@@ -148,7 +148,6 @@ class Streams:
 def test_the_host_waits_for_nothing_while_backward_sends(name, monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: Streams())
     monkeypatch.setattr(buckets, "SMALLEST", 2**16)
-    monkeypatch.setattr(buckets, "LARGEST", 2**16)
     model, optimizer = model_and_optimizer([(Mirror(), SCHEMES[name])], signs)
     assert len(optimizer.build()[0].channel.pipelines) > 1
     for Posted.step in range(3):

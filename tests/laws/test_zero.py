@@ -14,7 +14,7 @@ from detonation.core.codec.aggregate import aggregate
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.link.exchange import negative_zeros
+from detonation.core.exchange.exchange import negative_zeros
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
@@ -54,7 +54,7 @@ def play(scheme, replicas, sendings):
     constant = torch.randint(2, (ROWS, WIDTH), generator=generator) - 0.5
     steps = range(sendings * scheme.round.every * max(1, codec.selection.period))
     for step in filter(scheme.round.sends, steps):
-        messages, shared = [], []
+        messages, shared = [], None
         for replica, engine in enumerate(engines):
             signal = constant + torch.randn(ROWS, WIDTH, generator=generator)
             signal[1::2] = 0.0 if step % 3 else -0.0
@@ -62,9 +62,11 @@ def play(scheme, replicas, sendings):
             (message,) = codec.encode(selected, negative_zeros=negative_zeros(scheme, step, replica, replicas))
             engine.release(selected, codec.read(message, layout.rows))
             messages.append(message)
-            shared.append(selected.indices if codec.selection.shared else None)
+            shared = selected.indices if codec.selection.shared else None
         received = codec.received(messages, layout.rows, shared, scheme.aggregation)
-        updates.append(layout.parts(codec.basis.inverse(aggregate(received, codec.selection.chunk)))[0])
+        updates.append(
+            layout.parts(codec.basis.inverse(aggregate(received.whole(), scheme.aggregation, codec.selection.chunk)))[0]
+        )
     moved = torch.stack(updates)
     return moved[:, 1::2], moved[:, ::2], constant[::2]
 

@@ -7,8 +7,8 @@ import torch
 
 import detonation as dt
 import worlds
+from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
-from detonation.core.link.exchange import TwoStage
 from detonation.core.schemes.traffic import bytes_sent
 from worlds import caught
 from zoo import Plain, batch, built

@@ -51,9 +51,9 @@ def exchange(cluster):
     before = cluster.counters(link.replica)
     torch.distributed.barrier()  # a peer must not begin before this rank has looked
     for size in (100_000, 300_000):
-        link.all_gather([torch.ones(size, dtype=torch.uint8)])()
+        link.all_gather(torch.ones(size, dtype=torch.uint8))()
         link.all_reduce(torch.ones(size // 4))()
-        link.all_to_all([[torch.ones(size, dtype=torch.uint8)]] * 2)()
+        link.all_to_all(torch.ones(2, size, dtype=torch.uint8))()
     torch.distributed.barrier()
     counted = cluster.counters(link.replica).since(before)
     return link.replica, link.bytes_sent, counted.sent_data_bytes, counted.sent_bytes, counted.received_bytes

@@ -398,7 +398,7 @@ def poisoned(mesh):
     """NaN in one element on one replica: it never reaches the memory, and all stop at that step."""
     model, optimizer = start(mesh)
     advance(model, optimizer, range(2))
-    before = dt.replica_state(optimizer)
+    before = {key: tensor for key, tensor in dt.replica_state(optimizer).items() if "usual_norm" not in key}
     model(batch(0, 9, 32)).mean().backward()
     poisoned = mesh.get_local_rank("replicate") == 1
     if poisoned:

@@ -11,6 +11,7 @@ from detonation.core.agreement import selftest
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
+from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.link.handshake import Mismatch
 from worlds import caught
 from zoo import KINDS, SCHEMES, TALKING, Plain, batch, built
@@ -48,7 +49,8 @@ def stopped(mesh, value):
     weights, memory = digest(model.parameters()), dt.replica_state(optimizer)
     outcome = caught(advance, mesh, model, optimizer, range(2, 3), poison(value, {2}))
     if mesh.get_rank() == mesh.size() - 1:
-        assert all(torch.equal(k, memory[key]) for key, k in dt.replica_state(optimizer).items())
+        kept = {key: tensor for key, tensor in dt.replica_state(optimizer).items() if "usual_norm" not in key}
+        assert all(torch.equal(tensor, memory[key]) for key, tensor in kept.items())
     return outcome, digest(model.parameters()) == weights, optimizer.stats.skipped
 
 
@@ -122,14 +124,12 @@ def damaging(mesh, scheme):
     model, optimizer = start(mesh, scheme)
     advance(mesh, model, optimizer, range(2))
     if mesh.get_rank() == mesh.size() - 1:
-        guard = optimizer.build()[0].channel.pipelines[0].exchange._guard
+        guard = optimizer.build()[0].channel.exchange._guard
         seal = guard.seal
 
-        def damaged(*arguments, **options):
-            messages = seal(*arguments, **options)
-            for _, values, *_ in messages:
-                values.view(-1)[:1] += 1
-            return messages
+        def damaged(messages, *arguments, **options):
+            seal(messages, *arguments, **options)
+            messages[:, HEADER_BYTES - 1] += 1
 
         guard.seal = damaged
     outcome = caught(advance, mesh, model, optimizer, range(2, 9))
@@ -210,7 +210,7 @@ def rounding(mesh):
     """A replica whose decode differs in the last bit is refused before its first message."""
     if mesh.get_rank() == 1:
         decoded = ReferenceEngine._decoded
-        ReferenceEngine._decoded = lambda self, agreed: decoded(self, agreed).mul(1 + 2**-23)
+        ReferenceEngine._decoded = lambda self, *arguments: decoded(self, *arguments).mul(1 + 2**-23)
     model, optimizer = start(mesh, dt.random())
     return caught(advance, mesh, model, optimizer, range(1))
 

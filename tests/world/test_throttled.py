@@ -28,9 +28,9 @@ def exchanges(mesh):
     clock = Clock()
     link = Link(ThrottledCommunicator(mesh["replicate"], LinkSpeed(8e3, 0.5), clock, clock.sleep))
     mine = torch.full((1000,), mesh.get_rank(), dtype=torch.uint8)
-    first, second = link.all_gather([mine]), link.all_gather([mine])
+    first, second = link.all_gather(mine), link.all_gather(mine)
     torch.distributed.barrier()  # clocks differ: the node's other rank must not find its link taken by a later message
-    senders = [int(parts[0][0]) for parts in first()]
+    senders = [int(message[0]) for message in first()]
     times = [clock.now - 100]
     second()
     times.append(clock.now - 100)

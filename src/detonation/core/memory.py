@@ -46,37 +46,37 @@ class Memory:
         self.feedback = feedback
         self.residual = layout.zeros(device) if residual is None else residual  # [rows, chunk]
         self._layout, self._device = layout, device
-        self._views = None if layout.tiled else layout.views(self.residual)
+        self._views = [] if layout.tiled else layout.views(self.residual)
 
     def of_rows(self, layout: Layout, first: int) -> "Memory":
         """The rows from `first` on as a memory with this `layout`, sharing them."""
         return Memory(layout, self.feedback, self._device, self.residual[first : first + layout.rows])
 
-    def absorb(self, signals: Sequence[Tensor | None], finite: Tensor | None = None) -> Tensor:
+    def absorb(self, signals: Sequence[Tensor | None], bad: Tensor | None = None) -> Tensor:
         """Decays the residual and adds a signal.
 
         Args:
             signals: One tensor per parameter; an absent one is zero.
-            finite: On a device that decides by itself, `[]` bool: where it is False the residual stays as it is.
+            bad: On a device that decides by itself, `[]` bool: where it is True the residual stays as it is.
 
         Shapes: one local shape per parameter -> the residual, `[rows, chunk]` fp32.
         """
-        if finite is None:
-            self.residual.mul_(self.feedback.decay)
-        else:
-            decay = torch.full((), self.feedback.decay, dtype=torch.float32, device=finite.device)
-            self.residual.mul_(decay.masked_fill_(finite.logical_not(), 1.0))
-        if self._views is None:
-            flat = self._layout.flatten(signals, self.residual.device)
-            return self.residual.add_(flat if finite is None else flat.masked_fill_(finite.logical_not(), 0.0))
-        pairs = [(v, s) for v, s in zip(self._views, signals, strict=True) if s is not None and s.numel()]
-        if not pairs:
+        self.residual.mul_(self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0))
+        present = [s for s in signals if s is not None and s.numel()]
+        if bad is None and self._views and all(s.dtype == torch.float32 for s in present):
+            views = [v for v, s in zip(self._views, signals, strict=True) if s is not None and s.numel()]
+            if present:
+                torch._foreach_add_(views, present)
             return self.residual
-        added = [signal.to(torch.float32) for _, signal in pairs]
-        if finite is not None:  # times 0 as whole numbers, because 0 * NaN is NaN
-            bits = torch._foreach_mul([signal.view(torch.int32) for signal in added], finite.to(torch.int32))
-            added = [each.view(torch.float32) for each in bits]
-        torch._foreach_add_([view for view, _ in pairs], added)
+        # by way of a copy, where signals must be converted, or may not count; tiles are one, parameter by parameter
+        parts = [(self._layout, 0, signals)]
+        if self._layout.tiled:
+            slots = zip(self._layout.slots, signals, strict=True)
+            parts = [(self._layout.only(slot), slot.row, [signal]) for slot, signal in slots]
+        for layout, first, some in parts:
+            flat = layout.flatten(some, self.residual.device)
+            added = flat if bad is None else flat.masked_fill_(bad, 0.0)
+            self.residual[first : first + layout.rows].add_(added)
         return self.residual
 
     def release(self, sent: Iterable[Tensor]) -> None:
@@ -88,7 +88,8 @@ class Memory:
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
-        self.residual.view(-1).index_fill_(0, self._padding, 0.0)
+        if len(self._padding):
+            self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
     def add(self, more: Tensor) -> None:
         """Adds values that are still to be sent.
@@ -96,6 +97,10 @@ class Memory:
         Shapes: `[rows, chunk]`.
         """
         self.residual.add_(more).view(-1).index_fill_(0, self._padding, 0.0)
+
+    @cached_property
+    def _decay(self) -> Tensor:
+        return torch.full((), self.feedback.decay, dtype=torch.float32, device=self._device)
 
     @cached_property
     def _padding(self) -> Tensor:

@@ -77,20 +77,30 @@ void detonation_marked(const uint8_t *bitmap, int64_t rows, int k, int chunk, in
   }
 }
 
-// The sum of the 32-bit words, each multiplied by an odd number that depends on its position; the last word is padded
-// with zeros.
-int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t first) {
-  uint64_t sum = 0, at = (uint64_t(first) + 1) * 0x9E3779B97F4A7C15u;
-  for (int64_t i = 0; i < count / 4; ++i, at += 0x9E3779B97F4A7C15u) {
-    uint32_t word;
-    std::memcpy(&word, bytes + 4 * i, 4);
-    sum += uint64_t(word) * ((at ^ at >> 32) | 1);
+// The sum of the 32-bit words of a message, zero-padded to whole lines of LINE words, each multiplied by the sum of a
+// weight of its line (even) and one of its column (odd). Lines and columns are added up modulo 2**32 first.
+// If `skipped` is not negative, the eight bytes from there on, in the first line, count as zeros.
+int64_t detonation_checksum(const uint8_t *bytes, int64_t count, int64_t skipped) {
+  constexpr int LINE = 1024;
+  const auto mixed = [](uint64_t place) {
+    const uint64_t at = (place + 1) * 0x9E3779B97F4A7C15u;
+    return at ^ at >> 32;
+  };
+  uint32_t columns[LINE] = {}, words[LINE];
+  uint64_t sum = 0;
+  for (int64_t line = 0; line * LINE * 4 < count; ++line) {
+    const int64_t left = count - line * LINE * 4, size = left < LINE * 4 ? left : LINE * 4;
+    if (size < LINE * 4) std::memset(words, 0, sizeof words);
+    std::memcpy(words, bytes + line * LINE * 4, size_t(size));
+    if (!line && skipped >= 0) std::memset(reinterpret_cast<uint8_t *>(words) + skipped, 0, 8);
+    uint32_t total = 0;
+    for (int i = 0; i < LINE; ++i) {
+      columns[i] += words[i];
+      total += words[i];
+    }
+    sum += uint64_t(int64_t(int32_t(total))) * (mixed(uint64_t(LINE + line)) & ~uint64_t(1));
   }
-  if (count % 4) {
-    uint32_t word = 0;
-    std::memcpy(&word, bytes + count / 4 * 4, size_t(count % 4));
-    sum += uint64_t(word) * ((at ^ at >> 32) | 1);
-  }
+  for (int i = 0; i < LINE; ++i) sum += uint64_t(int64_t(int32_t(columns[i]))) * (mixed(uint64_t(i)) | 1);
   return int64_t(sum);
 }
 

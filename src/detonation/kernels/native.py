@@ -180,14 +180,12 @@ class Library:
         self._library.detonation_pack(numbers.data_ptr(), len(numbers), width, packed.data_ptr())
         return packed
 
-    def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`.
+    def unpack(self, packed: Tensor, count: int, width: int, out: Tensor) -> None:
+        """The inverse of `pack`, written to `out`.
 
         Shapes: `[nbytes]` uint8 -> `[count]` int64.
         """
-        numbers = torch.empty(count, dtype=torch.int64, device="cpu")
-        self._library.detonation_unpack(packed.data_ptr(), count, width, numbers.data_ptr())
-        return numbers
+        self._library.detonation_unpack(packed.data_ptr(), count, width, out.data_ptr())
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
         """The bitmap of rows of `chunk` bits in which `indices` are set.
@@ -208,18 +206,15 @@ class Library:
         self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
         return indices
 
-    def checksums(self, messages: Sequence[Sequence[Tensor]], starts: Sequence[int]) -> list[int]:
-        """For each message the sum of its 32-bit words, each times an odd number that depends on the word's place.
+    def checksum(self, message: Tensor, skipped: int = -1) -> int:
+        """The sum of the 32-bit words of a message, each times an odd number that depends on the word's place.
 
-        Part i of each message begins at place `starts[i]`.
+        Args:
+            skipped: The first of eight bytes, in the first line, that count as zeros; -1 for none.
 
-        Shapes: any; the parts of all messages are alike.
+        Shapes: `[nbytes]` uint8.
         """
-        add = self._library.detonation_checksum
-        return [
-            sum(add(part.data_ptr(), part.nbytes, first) for part, first in zip(parts, starts, strict=False))
-            for parts in messages
-        ]
+        return int(self._library.detonation_checksum(message.data_ptr(), message.nbytes, skipped))
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> int:
         """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.

@@ -31,9 +31,9 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
     if axis.size() > 1:
         starts: dict[str, Callable[[int], Callable[[], object]]] = {
             "all-reduce": lambda n: link.all_reduce(torch.zeros(n // 4, device=device)),
-            "all-gather": lambda n: link.all_gather([torch.zeros(n, dtype=torch.uint8, device=device)]),
+            "all-gather": lambda n: link.all_gather(torch.zeros(n, dtype=torch.uint8, device=device)),
             "all-to-all": lambda n: link.all_to_all(
-                [[torch.zeros(n // axis.size(), dtype=torch.uint8, device=device)]] * axis.size()
+                torch.zeros(axis.size(), n // axis.size(), dtype=torch.uint8, device=device)
             ),
         }
         for name, start in starts.items():

@@ -16,7 +16,7 @@ from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Transfer
+from detonation.core.replicator.transfer import Transfer
 from detonation.core.runtime import Runtime
 
 _log = logging.getLogger("detonation")
@@ -104,18 +104,18 @@ class StopConsensus:
         """
         name = name if name in self.counts[0].names else NEW_PARAMETER
         acting = [replicator for replicator in replicators if replicator.acts_before] or replicators
-        sent, at = list[tuple[Replicator, Transfer]](), step
+        sent, at = list[tuple[Replicator, list[Transfer]]](), step
         while not sent:
             for replicator in acting:
-                transfer = replicator.announce(step, at, name, in_buckets and replicator is replicators[0])
-                if transfer:
-                    sent.append((replicator, transfer))
+                transfers = replicator.announce(step, at, name, in_buckets and replicator is replicators[0])
+                if transfers:
+                    sent.append((replicator, transfers))
             self._meet(at, name)
             at += 1
             if not sent and self.safety.verify_every and at % self.safety.verify_every == 0:
                 self._meet_verify(replicators, at, name)
-        for replicator, transfer in sent:
-            replicator.discard(transfer)
+        for replicator, transfers in sent:
+            replicator.discard(transfers)
         self._decide(step, at - 1 + max(replicator.scheme.round.delay for replicator, _ in sent))
         for counts in self.counts:
             counts.forget_change()

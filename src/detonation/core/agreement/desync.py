@@ -55,7 +55,7 @@ def differences(
         return [Difference(CHANGE, tuple(changing), min(changing.values()))]
     if len(set(everyone)) > 1:  # messages of different sizes would end the receiver
         return [Difference("what they hold", tuple(range(1, link.replicas)), 0)]
-    sums = [checksum([tensor]).to(device) for tensor in tensors.values()]
+    sums = [checksum(tensor).to(device) for tensor in tensors.values()]
     sums += torch.tensor([hash63(text) for text in options.values()], dtype=torch.int64, device=device).unbind()
     if not sums:
         return []

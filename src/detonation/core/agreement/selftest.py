@@ -1,13 +1,10 @@
 """The self-test: a hash of how this process decodes fixed messages, because threads, processors and libraries round
 differently."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from detonation.core.agreement.clipping import norms_of
-from detonation.core.codec.aggregate import Received
 from detonation.core.engine.compiled import engine_for
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
@@ -30,13 +27,14 @@ def selftest(scheme: Scheme, runtime: Runtime) -> str:
 
 def _hash(scheme: Scheme, runtime: Runtime) -> str:
     layout = scheme.codec.layout({"selftest": _SHAPE})
-    received = Received([], [], scheme.aggregation)
+    messages = []
     for scale in (1.0, 3.0):
         memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
         engine = engine_for(scheme.codec, layout, memory, runtime)
         selected = engine.encode([scale * _ramp(runtime.device)], 0)
-        read = scheme.codec.read(scheme.codec.encode(selected)[0], layout.rows)
-        received = replace(received, values=[*received.values, read], indices=[*received.indices, selected.indices])
+        messages += scheme.codec.encode(selected)
+    shared = selected.indices if scheme.codec.selection.shared else None
+    received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
     update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
     engine.write(received, [update])
     before = _ramp(runtime.device)  # not zeros: to add to zero rounds alike with and without fused multiply-add

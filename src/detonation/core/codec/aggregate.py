@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.indices import PackedIndices, as_int64, narrow
+from detonation.core.codec.indices import PackedIndices, narrow
+
+ONE_PASS_CHUNK = 256
+"""The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit vectors."""
 
 
 class Aggregation(Protocol):
@@ -22,15 +26,15 @@ class Aggregation(Protocol):
         aggregated one after another."""
         ...
 
-    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         """Aggregates one message per replica.
 
         Args:
-            values: One tensor per replica, in replica order.
-            indices: One tensor per replica, or None where `values` are whole rows.
+            values: Of all replicas, in replica order.
+            indices: Of all replicas, or None where `values` are whole rows.
             chunk: Coefficients per row.
 
-        Shapes: per replica values `[rows, k]` fp32 and indices `[rows, k]` int64 -> `[rows, chunk]` fp32.
+        Shapes: values `[replicas, rows, k]` fp32, indices `[replicas, rows, k]` integer -> `[rows, chunk]` fp32.
         """
         ...
 
@@ -41,10 +45,10 @@ class Mean:
 
     rowwise: ClassVar[bool] = True
 
-    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
-        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         total = scatter_sum(values, indices, chunk)
-        return total.div_(len(values)) if len(values) > 1 else total  # one may be the receive buffer itself
+        return total.div_(len(values)) if len(values) > 1 else total  # of one message it may be that message
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class MeanNonzero:
 
     rowwise: ClassVar[bool] = True
 
-    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
-        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
-        senders = scatter_sum([(v != 0).to(v.dtype) for v in values], indices, chunk)
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
+        senders = scatter_sum((values != 0).to(values.dtype), indices, chunk)
         return scatter_sum(values, indices, chunk) / senders.clamp_(min=1)
 
 
@@ -65,10 +69,10 @@ class MajorityVote:
 
     rowwise: ClassVar[bool] = True
 
-    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
-        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
-        signs = scatter_sum([v.sign() for v in values], indices, chunk).sign()
-        return signs * scatter_sum([v.abs() for v in values], indices, chunk) / len(values)
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
+        signs = scatter_sum(values.sign(), indices, chunk).sign()
+        return signs * scatter_sum(values.abs(), indices, chunk) / len(values)
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,14 @@ class ClippedMean:
 
     rowwise: ClassVar[bool] = False
 
-    def __call__(self, values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
-        # per replica values [rows, k] fp32, indices [rows, k] int64 or None -> [rows, chunk] fp32
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
         norms = torch.stack([v.norm() for v in values])
         empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
         rising = norms.masked_fill(empty, torch.inf).sort().values
         middle = rising.gather(0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2)
         scales = (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
-        return Mean()([v * scale for v, scale in zip(values, scales, strict=True)], indices, chunk)
+        return Mean()(values * scales.view(-1, 1, 1), indices, chunk)
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
@@ -99,74 +103,174 @@ AGGREGATIONS: dict[str, Aggregation] = {
 """Every aggregation by name."""
 
 
-def scatter_sum(values: Sequence[Tensor], indices: Sequence[Tensor | None], chunk: int) -> Tensor:
-    """The sum of all messages.
+def scatter_sum(
+    values: Tensor | Sequence[Tensor], indices: Tensor | Sequence[Tensor | None] | None, chunk: int
+) -> Tensor:
+    """The sum of all messages, added in replica order; it may share memory with `values`.
 
-    Shapes: per replica values `[rows, k]` and indices `[rows, k]` int64, or None for whole rows -> `[rows, chunk]`.
+    Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole rows; or one
+    `[rows, k]` each per replica -> `[rows, chunk]`.
     """
-    total: Tensor | None = None
-    for sent, where in zip(values, indices, strict=True):
-        if where is None:
-            total = sent if total is None else total + sent
-        else:
-            total = torch.zeros(len(sent), chunk, dtype=sent.dtype, device=sent.device) if total is None else total
-            total.scatter_add_(1, where, sent)
-    assert total is not None
+    first = values[0]
+    if indices is None or indices[0] is None:
+        return _added(values)
+    if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
+        # in one pass and in replica order: atomic additions, on which writes could collide, come in any order
+        sent = torch.stack(list(values), 1)
+        where = torch.stack([i for i in indices if i is not None], 1)
+        return weighted_sum(_units(chunk, first.device), sent.view(len(first), -1), where.view(len(first), -1))
+    total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
+    for value, where in zip(values, indices, strict=True):
+        assert where is not None
+        total.scatter_add_(1, where.to(torch.int64), value)
     return total
+
+
+def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """For each row the sum of `vectors`, weighted, in the order of the row; an index may occur several times.
+
+    Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer -> `[rows, n]`.
+    """
+    where = indices if indices.dtype in (torch.int32, torch.int64) else indices.to(torch.int32)
+    begins = _begins(*where.shape, where.dtype, where.device)
+    return torch.embedding_bag(vectors, where.reshape(-1), begins, per_sample_weights=weights.reshape(-1))[0]
+
+
+def _added(values: Tensor | Sequence[Tensor]) -> Tensor:
+    """The sum of whole rows."""  # per replica [rows, k] -> [rows, k]
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        return values.sum(0)
+    total = values[0] + values[1]
+    for value in values[2:]:
+        total += value
+    return total
+
+
+@lru_cache(maxsize=16)
+def _units(chunk: int, device: torch.device) -> Tensor:
+    return torch.eye(chunk, dtype=torch.float32, device=device)  # [chunk, chunk]
+
+
+@lru_cache(maxsize=64)
+def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The offset of each row in the flattened indices; torch computes it at every call for a matrix."""
+    return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The coefficients that the replicas sent of some rows.
+
+    Args:
+        values: `[replicas, rows, k]` fp32.
+        indices: `[replicas, rows, k]` integer; `[rows, k]` where all replicas sent the same ones; None where the values
+            are whole rows.
+    """
+
+    values: Tensor
+    indices: Tensor | PackedIndices | None
+
+    def part(self, first: int, end: int) -> "Coefficients":
+        """The coefficients of the rows from `first` to below `end`."""
+        indices = None if self.indices is None else narrow(self.indices)[..., first:end, :]
+        return Coefficients(self.values[:, first:end], indices)
+
+    @property
+    def shared(self) -> bool:
+        """True if all replicas sent the same coefficients."""
+        return self.indices is None or (isinstance(self.indices, Tensor) and self.indices.dim() == 2)
+
+    def is_sparse(self, chunk: int) -> bool:
+        """True for few coefficients of each row, of which each replica chose its own."""
+        replicas, _, k = self.values.shape
+        return not self.shared and replicas * k <= chunk // 4
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """All coefficients, divided by the number of replicas, and their indices.
+
+        An index that several replicas sent occurs several times.
+
+        Shapes: -> values `[rows, replicas * k]` fp32, indices `[rows, replicas * k]` integer.
+        """
+        assert self.indices is not None
+        replicas, rows, k = self.values.shape
+        if replicas == 1:
+            return self.values[0], narrow(self.indices)[0]
+        values = self.values.new_empty(rows, replicas, k)
+        indices = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+        sent = narrow(self.indices)
+        if values.device.type == "cpu":
+            for i in range(replicas):  # all at once takes longer with rows so narrow
+                values[:, i], indices[:, i] = self.values[i], sent[i]
+        else:
+            values.copy_(self.values.transpose(0, 1))
+            indices.copy_(sent.transpose(0, 1))
+        return values.flatten(1).div_(replicas), indices.flatten(1)
 
 
 @dataclass(frozen=True)
 class Received:
-    """The messages that all replicas received, the same on each, and the aggregation that makes them one update.
+    """The messages that all replicas received, the same on each, read block of rows by block of rows.
 
     Args:
-        values: One `[rows, k]` fp32 per replica, in replica order.
-        indices: The indices of each replica's values, or None where each replica sends whole rows.
+        rows: Of each message.
+        read: The coefficients of the rows from one up to another, both multiples of `unit`, or up to the last row.
         aggregation: Makes one update of them.
+        unit: The rows after which messages can be cut.
+        width: The coefficients of a row, of all replicas together; 0 if that is not known.
         release: Returns the receive buffer; called once all of it is decoded.
     """
 
-    values: Sequence[Tensor]
-    indices: Sequence[Tensor | PackedIndices | None]
+    rows: int
+    read: Callable[[int, int], Coefficients]
     aggregation: Aggregation = Mean()
+    unit: int = 1
+    width: int = 0
     release: Callable[[], None] | None = None
 
-    def is_sparse_mean(self, chunk: int) -> bool:
-        """True for a mean of few coefficients of each row."""
-        sent = sum(values.shape[1] for values in self.values)
-        return isinstance(self.aggregation, Mean) and all(i is not None for i in self.indices) and sent <= chunk // 4
+    @classmethod
+    def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> "Received":
+        """Messages that are decoded already.
 
-    def split(self, rows: int) -> Iterator["Received"]:
-        """Yields blocks of `rows` rows of the messages, of a selection that differs between replicas."""
-        for first in range(0, len(self.values[0]), rows):
-            values = [v[first : first + rows] for v in self.values]
-            yield Received(
-                values, [narrow(i)[first : first + rows] for i in self.indices if i is not None], self.aggregation
-            )
-
-    def concatenated(self) -> tuple[Tensor, Tensor]:
-        """All coefficients of a sparse mean, divided by the number of replicas, and their indices.
-
-        An index that several replicas sent occurs several times.
-
-        Shapes: -> values `[rows, replicas * k]` fp32, indices `[rows, replicas * k]` int32.
+        Shapes: as in `Coefficients`.
         """
-        (rows, k), count = self.values[0].shape, len(self.values)
-        values = self.values[0].new_empty(rows, count, k)
-        indices = torch.empty(values.shape, dtype=torch.int32, device=values.device)
-        sent = [narrow(where) for where in self.indices if where is not None]
-        for i in range(count):  # torch.cat takes longer with rows so narrow
-            values[:, i], indices[:, i] = self.values[i], sent[i]
-        return values.flatten(1).div_(count), indices.flatten(1)
+        return cls(values.shape[1], Coefficients(values, indices).part, aggregation)
+
+    def whole(self) -> Coefficients:
+        """The coefficients of all rows."""
+        return self.read(0, self.rows)
+
+    def part(self, first: int, end: int) -> Coefficients:
+        """The coefficients of the rows from `first` to below `end`, wherever these are."""
+        start = first // self.unit * self.unit
+        stop = min(self.rows, -(-end // self.unit) * self.unit)
+        return self.read(start, stop).part(first - start, end - start)
+
+    def blocks(self, rows: int, most: int = 0) -> Iterator[Coefficients]:
+        """Yields `rows` rows or a few more at a time, or all at once for an aggregation of whole messages.
+
+        Args:
+            most: The `width` up to which all messages are read at once, to be cut afterwards: few coefficients of all
+                rows take less memory than all coefficients of a block, and a call for each block.
+        """
+        unit, read = self.unit, self.read
+        if 0 < self.width <= most and self.rows > rows:
+            unit, read = 1, self.whole().part
+        step = max(1, -(-rows // unit)) * unit if self.aggregation.rowwise else max(1, self.rows)
+        for first in range(0, max(1, self.rows), step):
+            yield read(first, min(first + step, self.rows))
 
 
-def aggregate(received: Received, chunk: int) -> Tensor:
-    """Aggregates the received messages to the coefficients of the update.
+def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) -> Tensor:
+    """Aggregates the coefficients of all replicas to those of the update.
 
     Shapes: -> `[rows, chunk]` fp32.
     """
-    first, combine = received.indices[0], received.aggregation
-    if all(indices is first for indices in received.indices):  # a shared selection: combined first, scattered once
-        together = combine(received.values, [None] * len(received.values), chunk)
-        return together if first is None else scatter_sum([together], as_int64([first]), chunk)
-    return combine(received.values, as_int64([i for i in received.indices if i is not None]), chunk)
+    values, indices = coefficients.values, coefficients.indices
+    if not coefficients.shared:
+        assert indices is not None
+        return aggregation(values, narrow(indices), chunk)
+    together = aggregation(values, None, chunk)  # combined first, scattered once
+    return together if indices is None else scatter_sum([together], [narrow(indices)], chunk)

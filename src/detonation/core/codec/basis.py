@@ -8,6 +8,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from detonation.core.codec.aggregate import weighted_sum
+
 _ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
 
 
@@ -59,10 +61,9 @@ class DCT:
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
         """The inverse of rows with few nonzero coefficients; coefficients with the same index add up.
 
-        Shapes: values `[rows, k]` fp32, indices `[rows, k]` int32 or int64 -> `[rows, chunk]` fp32.
+        Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
         """
-        waves, begins = _waves(chunk, values.device), _begins(*indices.shape, indices.dtype, indices.device)
-        return torch.embedding_bag(waves, indices.reshape(-1), begins, per_sample_weights=values.reshape(-1))[0]
+        return weighted_sum(_waves(chunk, values.device), values, indices)
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,6 @@ def dct_matrix(size: int, device: torch.device) -> Tensor:
 def _waves(size: int, device: torch.device) -> Tensor:
     """The basis vectors, one per row."""  # [size, size]
     return dct_matrix(size, device).T.contiguous()
-
-
-@lru_cache(maxsize=16)
-def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The offset of each row in the flattened indices; torch computes it at every call for a matrix."""
-    return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """A codec is basis x selection x precision: pure functions between a flat matrix and the message that is sent."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Mean, Received
+from detonation.core.codec.aggregate import Aggregation, Coefficients, Received
 from detonation.core.codec.basis import Basis
-from detonation.core.codec.indices import IndexCoding, PackedIndices, as_int64
+from detonation.core.codec.indices import IndexCoding, PackedIndices, narrow
 from detonation.core.codec.precision import Float, Precision
 from detonation.core.codec.selection import Selection
 from detonation.core.flat.layout import Layout
@@ -20,8 +22,8 @@ class Selected:
     """The coefficients that a message carries, before they are encoded.
 
     Args:
-        values: `[rows, k]` fp32.
-        indices: `[rows, k]`, or None where `values` are whole rows.
+        values: `[rows, k]` fp32; `[messages, rows, k]` for several messages.
+        indices: Of the values, as many, or None where `values` are whole rows.
         owned: Whether nothing else refers to `values`, so that a message can use them without a copy.
     """
 
@@ -90,7 +92,7 @@ class Codec:
         """
         if self._dense:
             return Selected(coefficients, None)
-        indices = self.selection.indices(coefficients, 0, 0) if shared is None else as_int64([shared])[0]
+        indices = self.selection.indices(coefficients, 0, 0) if shared is None else narrow(shared).to(torch.int64)
         return Selected(coefficients.gather(1, indices), indices, owned=True)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
@@ -108,78 +110,144 @@ class Codec:
         return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
 
     def encode(self, *selected: Selected, negative_zeros: bool = False) -> list[Message]:
-        """Encodes each selection as one message; `negative_zeros` as in `Precision.encode`."""
-        exact = self.precision == Float(torch.float32)
-        values = [
-            each.values if each.owned and exact else self.precision.encode(each.values, negative_zeros)
-            for each in selected
-        ]
-        indices = [each.indices for each in selected if each.indices is not None]
-        if self.selection.shared or not indices:
-            return [Message(each) for each in values]
-        return [Message(v, i) for v, i in zip(values, self.index_coding.encode(indices), strict=True)]
+        """Encodes each selection as one message, or as several of the same size where its values have such a dim.
+
+        Args:
+            negative_zeros: See `Precision.encode`.
+        """
+        return [self._encoded(each, negative_zeros) for each in selected]
 
     def read(self, message: Message, rows: int) -> Tensor:
         """The values of `message` as every receiver decodes them.
 
-        Shapes: -> `[rows, k]` fp32.
+        Shapes: -> `[..., rows, k]` fp32.
         """
         return self.precision.decode(message.values, rows, self.selection.k)
+
+    @cached_property
+    def unit(self) -> int:
+        """The number of rows after which a message can be cut: whole blocks of the precision, and whole bytes."""
+        block = self.precision.block
+        return math.lcm(block // math.gcd(block, self.selection.k), 8)
+
+    def lengths(self, rows: int) -> tuple[int, ...]:
+        """The bytes of each part of a message of `rows` rows; between two aligned rows every part can be cut."""
+        indices = () if self.selection.shared else (self.index_coding.nbytes(rows),)
+        return (*self.precision.lengths(rows, self.selection.k), *indices)
+
+    def parts(self, message: Message, rows: int, count: int) -> list[Tensor]:
+        """The bytes of `count` messages, encoded together, part by part as in `lengths`.
+
+        Shapes: -> `[count, length]` uint8 each.
+        """
+        octets = [part.reshape(count, part.numel() // count).view(torch.uint8) for part in message.parts]
+        return [*torch.split(octets[0], list(self.precision.lengths(rows, self.selection.k)), 1), *octets[1:]]
 
     def received(
         self,
         messages: Sequence[Message],
         rows: int,
-        shared: Sequence[Tensor | PackedIndices | None],
+        shared: Tensor | PackedIndices | None,
         aggregation: Aggregation,
     ) -> Received:
-        """Decodes `messages`, one per replica.
+        """`messages`, one per replica, as if they had arrived.
 
         Args:
-            shared: The indices of each message where all replicas know them, else None.
+            shared: The indices of every message where all replicas know them, else None.
 
-        Shapes: shared `[rows, k]` integer each -> values `[rows, k]` fp32 each.
+        Shapes: shared `[rows, k]` integer.
         """
-        values = [self.precision.decode(message.values, rows, self.selection.k) for message in messages]
-        indices = [
-            known if message.indices is None else PackedIndices(self.index_coding, message.indices, rows)
-            for message, known in zip(messages, shared, strict=True)
-        ]
-        return Received(values, indices, aggregation)
+        nbytes = self.nbytes(rows)  # of each; the next one begins at an address for any type
+        lines = torch.zeros(len(messages), nbytes + 8 - nbytes % 8, dtype=torch.uint8, device=messages[0].values.device)
+        for line, message in zip(lines, messages, strict=True):
+            torch.cat([part.reshape(-1).view(torch.uint8) for part in message.parts], out=line[:nbytes])
+        known = None if shared is None else narrow(shared)
+        return self.arrived(lines[:, :nbytes], rows, known, aggregation).received(self.unit)
 
-    def open(
-        self, messages: Sequence[Message], rows: int, shared: Sequence[Tensor | PackedIndices | None]
-    ) -> tuple[Received, Tensor]:
-        """Decodes like `received`, and computes on the device the facts that decide whether a message may be used.
+    def arrived(self, body: Tensor, rows: int, shared: Tensor | None, aggregation: Aggregation) -> "Arrived":
+        """The messages of all replicas, to check and to read.
 
-        Shapes: shared `[rows, k]` integer each -> facts `[replicas, 3]` int64: faults of the indices, whether the
-        statistics are lawful, and the bits of the norm in float64.
+        Args:
+            body: The bytes of each message.
+            shared: The indices of every message where all replicas know them.
+
+        Shapes: body `[replicas, nbytes]` uint8, shared `[rows, k]` integer.
         """
-        values, facts, k = [], [], self.selection.k
-        for message in messages:
-            values.append(self.precision.decode(message.values, rows, k))
-            lawful = self.precision.lawful(message.values, rows, k)
-            norm = torch.linalg.vector_norm(values[-1]).double().view(torch.int64)
-            facts.append(torch.stack([torch.zeros_like(norm), lawful.long(), norm]))
-        table, indices = torch.stack(facts), list(shared)
-        if messages[0].indices is not None:
-            packed = [PackedIndices(self.index_coding, m.indices, rows) for m in messages if m.indices is not None]
-            table[:, 0], indices = self.index_coding.faults(packed), list(packed)
-        return Received(values, indices, Mean()), table
+        return Arrived(self, body, rows, shared, aggregation)
 
-    def blank(self, received: Received, use: Tensor) -> Received:
-        """`received` with zeros in place of each message that must not be used.
-
-        Shapes: use `[replicas]` bool.
-        """
-        values, indices = list(received.values), list(received.indices)
-        for replica, skipped in enumerate(use.logical_not().unbind()):
-            values[replica] = values[replica].masked_fill(skipped, 0.0)
-            packed = indices[replica]
-            if isinstance(packed, PackedIndices):  # bytes of zeros are indices, too
-                indices[replica] = replace(packed, encoded=packed.encoded.masked_fill(skipped, 0))
-        return replace(received, values=values, indices=indices)
+    def _encoded(self, selected: Selected, negative_zeros: bool) -> Message:
+        exact = selected.owned and self.precision == Float(torch.float32)
+        values = selected.values if exact else self.precision.encode(selected.values, negative_zeros)
+        if self.selection.shared or selected.indices is None:
+            return Message(values)
+        return Message(values, self.index_coding.encode(selected.indices))
 
     @cached_property
     def _dense(self) -> bool:
         return self.selection.shared and self.selection.k == self.selection.chunk
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The messages of all replicas, as bytes: decoded block of rows by block of rows, so that no copy is larger."""
+
+    codec: Codec
+    body: Tensor  # [replicas, nbytes] uint8
+    rows: int
+    shared: Tensor | None  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    aggregation: Aggregation
+
+    def facts(self) -> tuple[Tensor, Tensor]:
+        """The facts that decide whether a message may be used, computed on the device.
+
+        Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics that no encoder
+        produces; and the norm `[replicas]` fp32.
+        """
+        precision, k = self.codec.precision, self.codec.selection.k
+        lawful, norms = precision.check(self._values(0, self.rows), self.rows, k)
+        if self._packed is None:
+            faults = torch.zeros(len(norms), dtype=torch.int64, device=norms.device)
+        else:
+            faults = self.codec.index_coding.faults(self._packed)
+        return faults if lawful is None else faults.masked_fill_(lawful.logical_not(), 3), norms
+
+    def blank(self, skipped: Tensor) -> None:
+        """Replaces each of the messages `skipped` by zeros.
+
+        Shapes: `[replicas]` bool.
+        """
+        self.body.masked_fill_(skipped.unsqueeze(1), 0)
+        if self._packed is not None:
+            self._packed.blank(skipped)
+
+    def received(self, unit: int, release: Callable[[], None] | None = None) -> Received:
+        """The messages as engines decode them; they can be cut after each `unit` rows."""
+        width = len(self.body) * self.codec.selection.k
+        return Received(self.rows, self.read, self.aggregation, unit, width, release)
+
+    def read(self, first: int, end: int) -> Coefficients:
+        """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
+        values = self.codec.precision.decode(self._values(first, end), end - first, self.codec.selection.k)
+        if self._packed is not None:
+            return Coefficients(values, self._packed.part(first, end))
+        return Coefficients(values, None if self.shared is None else self.shared[..., first:end, :])
+
+    @cached_property
+    def _packed(self) -> PackedIndices | None:
+        coding = self.codec.index_coding
+        if self.codec.selection.shared:
+            return None
+        return PackedIndices(coding, self.body[:, self.body.shape[1] - coding.nbytes(self.rows) :], self.rows)
+
+    def _values(self, first: int, end: int) -> Tensor:
+        """The encoded values of some rows."""
+        precision, k = self.codec.precision, self.codec.selection.k
+        lengths, begins, ends = (precision.lengths(rows, k) for rows in (self.rows, first, end))
+        starts = [0, *accumulate(lengths)]
+        parts = [self.body[:, at + a : at + b] for at, a, b in zip(starts, begins, ends, strict=False)]
+        if isinstance(precision, Float):
+            size, values = precision.dtype.itemsize, parts[0]
+            if values.storage_offset() % size or values.stride(0) % size:
+                values = values.contiguous()
+            return values.view(precision.dtype).view(len(self.body), end - first, k)
+        return self.body[:, : starts[-1]] if (first, end) == (0, self.rows) else torch.cat(parts, 1)

@@ -1,14 +1,14 @@
 """Indices: the encoding of the positions of a message's coefficients, in a size that is known in advance."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from detonation.core.compute.bitmap import bitmap_faults, mark, marked_indices, packed_faults
-from detonation.core.compute.bitpack import pack_all, packed_bytes, unpack_all
+from detonation.core.compute import kernel_library
+from detonation.core.compute.bitmap import bitmap_faults, index_faults, mark, marked_indices, packed_faults
+from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 
 @dataclass(frozen=True)
@@ -40,76 +40,86 @@ class IndexCoding:
         """Bytes of the indices of `rows` rows."""
         return packed_bytes(rows, self.chunk) if self.bitmap else packed_bytes(rows * self.k, self.width)
 
-    def encode(self, indices: "Sequence[Tensor | PackedIndices]") -> list[Tensor]:
+    def encode(self, indices: "Tensor | PackedIndices") -> Tensor:
         """Encodes the indices of each message.
 
-        Shapes: `[rows, k]` integer each -> `[nbytes]` uint8 each.
+        Shapes: `[..., rows, k]` integer -> `[..., nbytes]` uint8.
         """
-        if all(isinstance(each, PackedIndices) for each in indices):
-            return [each.encoded for each in indices if isinstance(each, PackedIndices)]
-        sent = [narrow(each) for each in indices]
+        if isinstance(indices, PackedIndices):
+            return indices.encoded
         if self.bitmap:
-            return [mark(each.to(torch.int64), self.chunk) for each in sent]
+            return mark(indices, self.chunk)
+        *messages, rows, k = indices.shape
         if not self.width:
-            return [each.new_empty(0, dtype=torch.uint8) for each in sent]
-        return pack_all([each.reshape(-1) for each in sent], self.width)
+            return torch.empty(*messages, 0, dtype=torch.uint8, device=indices.device)
+        return pack(indices.reshape(*messages, rows * k), self.width)
 
-    def decode(self, encoded: Sequence[Tensor], rows: int, dtype: torch.dtype = torch.int64) -> list[Tensor]:
+    def decode(self, encoded: Tensor, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Decodes the indices of each message.
 
-        Shapes: `[nbytes]` uint8 each -> `[rows, k]` of `dtype` each.
+        Shapes: `[..., nbytes]` uint8 -> `[..., rows, k]` of `dtype`.
         """
         if self.bitmap:
-            return [marked_indices(each, rows, self.k, self.chunk, dtype) for each in encoded]
+            return marked_indices(encoded, rows, self.k, self.chunk, dtype)
+        shape = (*encoded.shape[:-1], rows, self.k)
         if not self.width:
-            return [torch.zeros(rows, self.k, dtype=dtype, device=each.device) for each in encoded]
-        return [line.view(rows, self.k) for line in unpack_all(encoded, rows * self.k, self.width, dtype)]
+            return torch.zeros(shape, dtype=dtype, device=encoded.device)
+        return unpack(encoded, rows * self.k, self.width, dtype).view(shape)
 
-    def faults(self, packed: "Sequence[PackedIndices]") -> Tensor:
-        """Checks that `encode` can produce each of `packed`.
+    def faults(self, packed: "PackedIndices") -> Tensor:
+        """Checks that `encode` can produce the indices of each message.
 
         Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`, 2 for indices of a
         row that do not rise.
         """
-        encoded, rows = [each.encoded for each in packed], packed[0].rows
         if self.bitmap:
-            return bitmap_faults(encoded, rows, self.k, self.chunk)
-        return packed_faults(encoded, rows, self.k, self.chunk, self.width, lambda i: packed[i].unpacked)
+            return bitmap_faults(packed.encoded, packed.rows, self.k, self.chunk)
+        if self.width and packed.encoded.device.type == "cpu" and kernel_library.load_library():
+            return packed_faults(packed.encoded, packed.rows, self.k, self.chunk, self.width)
+        return index_faults(packed.unpacked, self.chunk, self.width)
 
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """The encoded indices of `rows` rows; decoded on first use, and only once."""
+    """The encoded indices of `rows` rows, of one message or of several; decoded on first use, and only once."""
 
     coding: IndexCoding
-    encoded: Tensor  # [nbytes] uint8
+    encoded: Tensor  # [..., nbytes] uint8
     rows: int
 
     @cached_property
     def unpacked(self) -> Tensor:
         """The decoded indices.
 
-        Shapes: -> `[rows, k]` uint8, or int64 where a row has more than 256 coefficients.
+        Shapes: -> `[..., rows, k]` uint8, or int64 where a row has more than 256 coefficients.
         """
-        return self.coding.decode([self.encoded], self.rows, self.coding.dtype)[0]
+        return self.coding.decode(self.encoded, self.rows, self.coding.dtype)
+
+    def part(self, first: int, end: int) -> "Tensor | PackedIndices":
+        """The indices of the rows from `first`, a multiple of 8, to below `end`.
+
+        A bitmap takes eight times its size when it is decoded, so that it is decoded part by part.
+
+        Shapes: -> `[..., end - first, k]` integer.
+        """
+        if (first, end) == (0, self.rows):
+            return self
+        if not self.coding.bitmap:
+            return self.unpacked[..., first:end, :]
+        return PackedIndices(self.coding, self.encoded[..., first * self.coding.chunk // 8 :], end - first)
+
+    def blank(self, skipped: Tensor) -> None:
+        """Makes the decoded indices of some messages zeros, as their bytes are now: indices, too.
+
+        Shapes: `[messages]` bool.
+        """
+        if "unpacked" in vars(self):
+            self.unpacked.masked_fill_(skipped.view(-1, 1, 1), 0)
 
 
 def narrow(indices: Tensor | PackedIndices) -> Tensor:
     """`indices` as a tensor, in the integer type that they have.
 
-    Shapes: -> `[rows, k]` integer.
+    Shapes: -> `[..., rows, k]` integer.
     """
     return indices.unpacked if isinstance(indices, PackedIndices) else indices
-
-
-def as_int64(indices: Sequence[Tensor | PackedIndices]) -> list[Tensor]:
-    """`indices` of several messages as int64, the type that `torch.gather` needs.
-
-    Shapes: -> `[rows, k]` int64 each.
-    """
-    packed = [each for each in indices if isinstance(each, PackedIndices) and "unpacked" not in vars(each)]
-    if packed:
-        coding, encoded = packed[0].coding, [each.encoded for each in packed]
-        for each, unpacked in zip(packed, coding.decode(encoded, packed[0].rows, coding.dtype), strict=True):
-            vars(each)["unpacked"] = unpacked  # where the cached property keeps it
-    return [(each.unpacked if isinstance(each, PackedIndices) else each).to(torch.int64) for each in indices]

@@ -1,6 +1,7 @@
 """Precisions: how the coefficients of a message are encoded."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 
 class Precision(Protocol):
-    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`.
+    """A pure encoding of values: receivers read `decode(encode(values), rows, k)`; of several messages at once, too.
 
     It is odd: the negated values, with the other sign of zeros, read as the negated result. Otherwise values that are
     zero, or noise around zero, would move a parameter in one direction.
@@ -32,18 +33,24 @@ class Precision(Protocol):
         Args:
             negative_zeros: The sign of zeros, where no code stands for zero: see `zeros_are_negative`.
 
-        Shapes: `[rows, k]` fp32 -> one tensor that owns its memory.
+        Shapes: `[..., rows, k]` fp32 -> one tensor that owns its memory.
         """
         ...
 
-    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor: ...  # -> [..., rows, k] fp32
+
+    def lengths(self, rows: int, k: int) -> tuple[int, ...]:
+        """The bytes of each part of an encoding; between two blocks every part can be cut."""
+        ...
 
     def nbytes(self, rows: int, k: int) -> int: ...
 
-    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:
-        """True if `encode` can produce the statistics; the values are not checked.
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor | None, Tensor]:
+        """True if `encode` can produce the statistics (None if there are none), and the norm of the values.
 
-        Shapes: the output of `encode` -> `[]` bool.
+        The norm may be an upper bound by the statistics. It is not finite where a value is not.
+
+        Shapes: the output of `encode` -> `[...]` bool, `[...]` fp32.
         """
         ...
 
@@ -56,17 +63,21 @@ class Float:
     summable: bool = True
     block: ClassVar[int] = 1
 
-    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:  # [rows, k] fp32 -> [rows, k] of `dtype`
+    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
+        # [..., rows, k] fp32 -> [..., rows, k] of `dtype`
         return values.to(self.dtype, copy=True)
 
-    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [rows, k] of `dtype` -> [rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., rows, k] of `dtype` -> [..., rows, k] fp32
         return encoded.to(torch.float32)
+
+    def lengths(self, rows: int, k: int) -> tuple[int, ...]:
+        return (self.nbytes(rows, k),)
 
     def nbytes(self, rows: int, k: int) -> int:
         return rows * k * self.dtype.itemsize
 
-    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [rows, k] of `dtype` -> [] bool
-        return torch.ones((), dtype=torch.bool, device=encoded.device)
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[None, Tensor]:  # [..., rows, k] of `dtype`
+        return None, torch.linalg.vector_norm(encoded, dim=(-2, -1), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -81,28 +92,38 @@ class BlockCodebook:
     block: ClassVar[int] = 1024
     summable: ClassVar[bool] = False
 
-    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:  # [rows, k] fp32 -> [nbytes] uint8
-        blocks, real = _blocked(values.reshape(-1), self.block)
+    def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
+        # [..., rows, k] fp32 -> [..., nbytes] uint8
+        messages, count = values.shape[:-2], values.shape[-2] * values.shape[-1]
+        blocks, real = _blocked(values.reshape(*messages, count), self.block)
         codes, statistics = self.quantise(blocks, real, negative_zeros)
-        packed = pack(codes.reshape(-1)[: values.numel()], self.width)
-        return torch.cat([packed, statistics.to(torch.bfloat16).view(-1).view(torch.uint8)])
+        packed = pack(_line(codes, messages)[..., :count], self.width)
+        return torch.cat([packed, _line(statistics.to(torch.bfloat16), messages).view(torch.uint8)], -1)
 
-    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [nbytes] uint8 -> [rows, k] fp32
+    def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
+        messages, count = encoded.shape[:-1], rows * k
+        codes = unpack(encoded[..., : packed_bytes(count, self.width)], count, self.width)
+        missing = -count % self.block
+        blocks = (torch.nn.functional.pad(codes, (0, missing)) if missing else codes).reshape(-1, self.block)
+        values = self.levels(self._statistics(encoded, count)).gather(1, blocks)
+        return _line(values, messages)[..., :count].view(*messages, rows, k)
+
+    def lengths(self, rows: int, k: int) -> tuple[int, ...]:
         count = rows * k
-        codes = _blocked(unpack(encoded[: packed_bytes(count, self.width)], count, self.width), self.block)[0]
-        return self.levels(self._statistics(encoded, count)).gather(1, codes).view(-1)[:count].view(rows, k)
+        return packed_bytes(count, self.width), 2 * self.statistics * -(-count // self.block)
 
     def nbytes(self, rows: int, k: int) -> int:
-        count = rows * k
-        return packed_bytes(count, self.width) + 2 * self.statistics * -(-count // self.block)
+        return sum(self.lengths(rows, k))
 
-    def lawful(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [nbytes] uint8 -> [] bool
-        statistics = self._statistics(encoded, rows * k)
-        return (statistics.isfinite() & self.allowed(statistics)).all()
+    def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
+        statistics, messages = self._statistics(encoded, rows * k), encoded.shape[:-1]
+        largest = _line(statistics.abs().amax(1), messages)
+        norms: Tensor = torch.linalg.vector_norm(largest, dim=-1)
+        return _line(self.allowed(statistics), messages).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
-    def _statistics(self, encoded: Tensor, count: int) -> Tensor:
+    def _statistics(self, encoded: Tensor, count: int) -> Tensor:  # -> [blocks of all messages, statistics] fp32
         packed = packed_bytes(count, self.width)
-        return encoded[packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
+        return encoded[..., packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
 
     def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         """The code of each value, and the statistics of each block.
@@ -244,15 +265,27 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-def _blocked(line: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """`line`, zero-padded, in rows of `block`, and a mask that is 0 at the padding, else 1."""  # 2 x [blocks, block]
-    missing = -len(line) % block
-    filled = torch.nn.functional.pad(line, (0, missing)).view(-1, block)
-    real = torch.ones(len(filled), 1, dtype=torch.float32, device=line.device).expand(-1, block)
+def _blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """`lines` [..., n], zero-padded, in rows of `block`, and a mask that is 0 at the padding, else 1."""
+    missing, device = -lines.shape[-1] % block, lines.device
+    filled = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
+    blocks = filled.reshape(-1, block)  # of one line after the other
+    real = _ones(len(blocks), device).expand(-1, block)
     if missing:
         real = real.clone()
-        real[-1, block - missing :].zero_()
-    return filled, real
+        real.view(-1, filled.shape[-1])[:, lines.shape[-1] :].zero_()
+    return blocks, real
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, 1, dtype=torch.float32, device=device)
+
+
+def _line(blocks: Tensor, messages: torch.Size) -> Tensor:
+    """What belongs to one message in one line."""  # [blocks of all messages, ...] -> [..., n]
+    count = messages.numel()
+    return blocks.reshape(*messages, blocks.numel() // count if count else 0)
 
 
 def _negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:

@@ -1,7 +1,6 @@
 """Bit packing: small whole numbers without gaps, in a number of bytes that is known in advance."""
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -21,74 +20,83 @@ def packed_bytes(count: int, width: int) -> int:
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """Packs numbers of `width` bits, lowest bits first.
+    """Packs numbers of `width` bits, lowest bits first; each line of several by itself.
 
     Args:
         numbers: Each from 0 to below 2**width.
         width: From 1 to 16.
 
-    Shapes: `[n]` integer -> `[packed_bytes(n, width)]` uint8.
+    Shapes: `[..., n]` integer -> `[..., packed_bytes(n, width)]` uint8.
     """
-    return pack_all([numbers], width)[0]
-
-
-def pack_all(lines: Sequence[Tensor], width: int) -> list[Tensor]:
-    """`pack` of each of `lines`.
-
-    Shapes: `[n]` integer each -> `[packed_bytes(n, width)]` uint8 each.
-    """
-    if all(numbers.device.type == "cpu" for numbers in lines):
+    count = numbers.shape[-1]
+    if numbers.device.type == "cpu":
         kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
-            return [kernel.pack(n.to(torch.int64).contiguous(), width, -(-len(n) * width // 8)) for n in lines]
-    return [_pack(numbers, width) for numbers in lines]
+            wide, nbytes = numbers.to(torch.int64).contiguous(), packed_bytes(count, width)
+            if wide.dim() == 1:
+                return kernel.pack(wide, width, nbytes)
+            packed = [kernel.pack(line, width, nbytes) for line in wide.view(math.prod(wide.shape[:-1]), count)]
+            return torch.stack(packed).view(*wide.shape[:-1], nbytes)
+    filled = pad(numbers, (0, -count % 8)) if count % 8 else numbers
+    octets = _pack(filled.reshape(-1), width)
+    return octets.view(*numbers.shape[:-1], filled.shape[-1] // 8 * width)[..., : packed_bytes(count, width)]
 
 
 def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """The inverse of `pack`.
 
-    Shapes: `[packed_bytes(count, width)]` uint8 -> `[count]` of `dtype`.
+    Shapes: `[..., packed_bytes(count, width)]` uint8 -> `[..., count]` of `dtype`.
     """
-    return unpack_all([packed], count, width, dtype)[0]
-
-
-def unpack_all(lines: Sequence[Tensor], count: int, width: int, dtype: torch.dtype = torch.int64) -> list[Tensor]:
-    """`unpack` of each of `lines`.
-
-    Shapes: `[packed_bytes(count, width)]` uint8 each -> `[count]` of `dtype` each.
-    """
-    if all(packed.device.type == "cpu" and packed.is_contiguous() for packed in lines):
+    shape = packed.shape[:-1]
+    if packed.device.type == "cpu":
         kernel = kernel_library.load_library()
         if kernel:
-            return [kernel.unpack(packed, count, width).to(dtype) for packed in lines]
-    return [_unpack(packed, count, width, dtype) for packed in lines]
+            numbers = torch.empty(*shape, count, dtype=torch.int64, device="cpu")
+            lines = packed.reshape(math.prod(shape), packed.shape[-1])
+            for line, found in zip(lines, numbers.view(len(lines), count), strict=True):
+                kernel.unpack(line, count, width, found)
+            return numbers.to(dtype)
+    missing = -(-count // 8) * width - packed.shape[-1]
+    octets = pad(packed, (0, missing)) if missing else packed
+    return _unpack(octets.reshape(-1), width).view(*shape, -(-count // 8) * 8)[..., :count].to(dtype)
 
 
-def _pack(numbers: Tensor, width: int) -> Tensor:
+def _pack(numbers: Tensor, width: int) -> Tensor:  # [n] integer -> [n * width / 8] uint8, n a multiple of 8
+    if numbers.device.type != "cpu" and width < 8:
+        return _pack_at_once(numbers, width)
     lane = 8 if width <= 8 else 16
-    filled = pad(numbers, (0, -len(numbers) % 8)).to(_UNITS[lane // 8])
-    words = filled.view(torch.int64)
+    words = numbers.to(torch.uint8 if lane == 8 else torch.int16).view(torch.int64)
     for shift, low, high in reversed(_moves(width, lane)):
         stays = words & low
-        words.bitwise_right_shift_(shift).bitwise_and_(high).bitwise_or_(stays)
+        words = words.bitwise_right_shift(shift).bitwise_and_(high).bitwise_or_(stays)
     if lane == 8:
         unit = math.gcd(width, 8)
-        octets = words.view(_UNITS[unit]).view(-1, 8 // unit)[:, : width // unit].contiguous()
-    else:
-        first, second = torch.split(words.view(-1, 2), 1, 1)
-        begins, ends = (first | second << 4 * width), second << 64 - 4 * width
-        octets = torch.cat([begins.view(torch.uint8), ends.view(torch.uint8)[:, 16 - width :]], 1)
-    return octets.view(-1).view(torch.uint8)[: packed_bytes(len(numbers), width)]
+        return words.view(_UNITS[unit]).view(-1, 8 // unit)[:, : width // unit].contiguous().view(-1).view(torch.uint8)
+    first, second = torch.split(words.view(-1, 2), 1, 1)
+    begins, ends = (first | second << 4 * width), second << 64 - 4 * width
+    octets = torch.cat([begins.view(torch.uint8), ends.view(torch.uint8)[:, 16 - width :]], 1)
+    return octets.view(-1)
 
 
-def _unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
+def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
+    """`_pack` in a few operations, which take a CPU longer."""
+    if 8 % width == 0:
+        octets = numbers.to(torch.uint8).view(-1, 8 // width)
+        return octets.mul(_places(width, 8 // width, octets.dtype, octets.device)).sum(1, dtype=torch.uint8)
+    # eight numbers fill `width` of the eight bytes of a word
+    words = numbers.view(-1, 8).mul(_places(width, 8, torch.int64, numbers.device)).sum(1)
+    return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
+
+
+def _unpack(octets: Tensor, width: int) -> Tensor:  # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
     if width == 1:
-        octets = _octets(packed.device).index_select(0, packed.to(torch.int32))
-        return octets.view(torch.uint8)[:count].to(dtype)
-    octets = pad(packed, (0, -(-count // 8) * width - len(packed)))
-    if width <= 8:
+        return _octets(octets.device).index_select(0, octets.to(torch.int32)).view(torch.uint8)
+    if width == 8:
+        return octets
+    if width < 8:
         lane, unit = 8, math.gcd(width, 8)
-        words = pad(octets.view(_UNITS[unit]).view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
+        units = (octets.clone() if octets.storage_offset() % unit else octets).view(_UNITS[unit])
+        words = pad(units.view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
     else:
         lane, octets = 16, octets.view(-1, width)  # four numbers are in the first eight bytes, four in the last
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
@@ -96,11 +104,17 @@ def _unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tenso
         words &= signed(2 ** (4 * width) - 1)
     for shift, _, high in _moves(width, lane):
         words.add_(words & high, alpha=2**shift - 1)
-    return words.view(torch.uint8 if lane == 8 else torch.uint16).view(-1)[:count].to(dtype)
+    return words.view(torch.uint8 if lane == 8 else torch.uint16).view(-1)
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type of each size in bytes."""
+
+
+@lru_cache(maxsize=16)
+def _places(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The factor that moves each of `count` numbers of `width` bits to its place."""  # [count]
+    return (1 << width * torch.arange(count, dtype=torch.int64, device=device)).to(dtype)
 
 
 @lru_cache(maxsize=16)

@@ -1,78 +1,66 @@
 """Checksums of messages, computed on the device that holds their bytes."""
 
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import signed
 
-_BLOCK = 1 << 20  # words per pass: the temporary memory for a large tensor
-_CACHED = 1 << 15  # the same on a CPU, in whose cache they stay
-_KEPT = 1 << 20  # words whose weights are cached, 8 MB of them
-_STRIDE = 0x9E3779B97F4A7C15 - 2**64
+LINE_BYTES = 4096
+"""The bytes of a line: messages are summed line by line and column by column, without a temporary of their size."""
+_WORDS = LINE_BYTES // 4
+_STRIDE = 0x9E3779B97F4A7C15
 
 
-def checksum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the 32-bit words of all parts, each times an odd number that depends on its position, modulo 2**64.
-
-    It detects every change within one word, and misses about one in four thousand million of all other changes. It does
-    not protect against an attacker, who can recompute it.
+def checksum(tensor: Tensor) -> Tensor:
+    """The checksum of the bytes of `tensor`; see `checksums`.
 
     Shapes: any -> `[]` int64.
     """
-    return checksums([parts])[0]
+    return checksums(tensor.detach().contiguous().view(1, -1).view(torch.uint8))[0]
 
 
-def checksums(messages: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The checksum of each of `messages`, which all have parts of the same lengths.
+def checksums(messages: Tensor, skipped: int = -1) -> Tensor:
+    """The checksum of each of `messages`: a sum of 32-bit words, each times an odd number for its place, modulo 2**64.
 
-    Shapes: any -> `[messages]` int64.
+    A message is zero-padded to whole lines of `LINE_BYTES`. The number of a place is the sum of an even number of its
+    line and an odd number of its column, so that lines and columns can be added up first, as words of 32 bits. It
+    detects every change within one word, and misses about one in four thousand million of all other changes. It does
+    not protect against an attacker, who can recompute it.
+
+    Args:
+        skipped: The first of eight bytes, in the first line, that count as zeros; a multiple of 4, or -1 for none.
+
+    Shapes: `[messages, nbytes]` uint8, contiguous within a message -> `[messages]` int64.
     """
-    starts = [0, *accumulate([-(-part.nbytes // 4) for part in messages[0]])]
-    # exact, so it does not matter which replicas have the kernel; worth the call for a header, too
-    if all(part.device.type == "cpu" and part.is_contiguous() for parts in messages for part in parts):
-        kernel = kernel_library.load_library()
+    if messages.device.type == "cpu":
+        kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
-            totals = [signed(total) for total in kernel.checksums(messages, starts)]
-            return torch.tensor(totals, dtype=torch.int64, device="cpu")
-    sums = [_summed(parts, first) for parts, first in zip(zip(*messages, strict=True), starts, strict=False)]
-    return torch.stack(sums).sum(0)
+            found = [kernel.checksum(message, skipped) for message in messages]
+            return torch.tensor(found, dtype=torch.int64, device="cpu")
+    if not messages.shape[1]:
+        return torch.zeros(len(messages), dtype=torch.int64, device=messages.device)
+    missing = -messages.shape[1] % LINE_BYTES
+    padded = pad(messages, (0, missing)) if missing else messages.contiguous()
+    lines = padded.view(torch.int32).view(len(messages), -1, _WORDS)
+    sums = torch.cat([lines.sum(1, dtype=torch.int32), lines.sum(2, dtype=torch.int32)], 1)
+    if skipped >= 0:
+        words = lines[:, 0, skipped // 4 : skipped // 4 + 2]
+        sums[:, skipped // 4 : skipped // 4 + 2] -= words
+        sums[:, _WORDS] -= words.sum(1, dtype=torch.int32)
+    return sums.mul(_numbers(lines.shape[1], messages.device)).sum(1)
 
 
-def _summed(parts: Sequence[Tensor], first: int) -> Tensor:
-    """The sum of each of `parts`, all of one length, whose words begin at position `first`."""  # [parts] int64
-    lines, device = [_unsigned(part) for part in parts], parts[0].device
-    totals = torch.zeros(len(parts), dtype=torch.int64, device=device)
-    steps = _steps(_CACHED if device.type == "cpu" else _BLOCK, device)
-    for start in range(0, len(lines[0]), len(steps)):
-        blocks = [line[start : start + len(steps)] for line in lines]
-        weights_of = _kept_weights if device.type == "cpu" and first + start < _KEPT else _weights
-        weights = weights_of(first + start, len(blocks[0]), steps)  # as much work as the sum itself
-        totals += torch.stack([block.to(torch.int64).mul_(weights).sum() for block in blocks])
-    return totals
-
-
-def _unsigned(part: Tensor) -> Tensor:
-    """The 32-bit words of `part`, zero-padded."""
-    octets = part.detach().contiguous().view(-1).view(torch.uint8)
-    if octets.numel() % 4 or octets.storage_offset() % 4:
-        octets = torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).clone()
-    return octets.view(torch.uint32)
-
-
-def _weights(first: int, count: int, steps: Tensor) -> Tensor:
-    """An odd number for each position: neighbours are unrelated, so that errors do not cancel."""  # [count]
-    at = steps[:count] + signed(first * _STRIDE)
-    return at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF)).bitwise_or_(1)
-
-
-_kept_weights = lru_cache(maxsize=_KEPT // _CACHED)(_weights)
-
-
-@lru_cache(maxsize=4)
-def _steps(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STRIDE  # [count] int64
+@lru_cache(maxsize=32)
+def _numbers(lines: int, device: torch.device) -> Tensor:
+    """Odd numbers of all columns, then even ones of all lines; neighbours are unrelated, so errors do not cancel."""
+    at = torch.arange(1, 1 + _WORDS + lines, dtype=torch.int64, device=device) * signed(
+        _STRIDE
+    )  # [columns, then lines]
+    mixed = at.bitwise_xor_((at >> 32).bitwise_and_(0xFFFFFFFF))
+    mixed[:_WORDS].bitwise_or_(1)
+    mixed[_WORDS:].bitwise_and_(-2)
+    return mixed

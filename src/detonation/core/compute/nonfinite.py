@@ -1,6 +1,7 @@
 """Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its chunk everywhere."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,24 +18,58 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
 
     Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
+    if not runtime.decides_on_device:
+        return _first_here(signals)
+    numbers, within = signals_within(signals, runtime.device)
+    return first_outside([numbers], [within]) if numbers else 0
+
+
+def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:
+    """The numbers of the signals that hold something, and of each whether all of it is within the limit.
+
+    Shapes: any -> `[signals that hold something]` bool.
+    """
     present = [(i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()]
     if not present:
-        return 0
-    tensors = [signal for _, signal in present]
-    if not runtime.decides_on_device:
-        if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
-            kernel = kernel_library.load_library()
-            if kernel:
-                found = kernel.beyond(tensors, LIMIT)
-                return 0 if found < 0 else 1 + present[found][0]
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-        if (norms <= LIMIT).all():  # no number is larger than the root of the sum of all squares, which is fast to have
-            return 0
-    count, device = len(signals), tensors[0].device
-    largest = [torch.zeros((), dtype=torch.float32, device=device)] * count  # an absent signal is within the limit
-    for (i, _), norm in zip(present, torch._foreach_norm(tensors, ord=torch.inf), strict=True):
-        largest[i] = norm.float()
-    numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+        return [], torch.ones(0, dtype=torch.bool, device=device)
+    largest = torch._foreach_norm([signal for _, signal in present], ord=torch.inf, dtype=torch.float32)
+    return [i for i, _ in present], torch.stack(largest) <= LIMIT
+
+
+def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
+    """1 + the smallest of `numbers` whose signal is not within the limit, on the device; 0 where all are.
+
+    Shapes: `[signals]` bool each -> `[]` int64.
+    """
+    each = [number for some in numbers for number in some]
+    together = torch.cat(list(within)) if len(within) > 1 else within[0]
+    count = max(each) + 1
     # a signal within the limit has the number after the last, which is as good as 0
-    first = numbers.masked_fill(torch.stack(largest) <= LIMIT, count + 1).amin() % (count + 1)
-    return first if runtime.decides_on_device else int(first)
+    found = _numbers(tuple(each), together.device).masked_fill(together, count + 1).amin()
+    return found % (count + 1)
+
+
+@lru_cache(maxsize=64)
+def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """1 + each number."""  # [numbers] int64
+    found = torch.arange(1, len(numbers) + 1, dtype=torch.int64, device=device)
+    for place, number in enumerate(numbers):
+        if number != place:
+            found[place].fill_(number + 1)
+    return found
+
+
+def _first_here(signals: Sequence[Tensor | None]) -> int:
+    present = [(i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()]
+    tensors = [signal for _, signal in present]
+    if not present:
+        return 0
+    if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
+        kernel = kernel_library.load_library()
+        if kernel:
+            found = kernel.beyond(tensors, LIMIT)
+            return 0 if found < 0 else 1 + present[found][0]
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
+    if (norms <= LIMIT).all():  # no number is larger than the root of the sum of all squares, which is fast to have
+        return 0
+    return int(first_outside([[i for i, _ in present]], [signals_within(signals, tensors[0].device)[1]]))

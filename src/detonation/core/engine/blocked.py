@@ -1,6 +1,6 @@
 """The blocked engine: DCT x top-k with memory in ordinary torch on a CPU, block by block within a cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -22,15 +22,16 @@ from detonation.core.runtime import Runtime
 class BlockedEngine(ReferenceEngine):
     """The operations of `ReferenceEngine` block by block: a CPU computes faster than it accesses memory."""
 
-    def __init__(self, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime) -> None:
+    def __init__(self, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime, block_rows: int = 0) -> None:
         super().__init__(codec, layout, memory, runtime)
         assert isinstance(codec.basis, DCT)
         self._basis, self.releases_at_once = codec.basis, self._exact
         firsts = range(0, layout.rows, self._some)
-        self._blocks = [Bucket.of(layout, first, min(first + self._some, layout.rows)) for first in firsts]
+        self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
+        self._blocks = [self._block(first, min(first + self._some, layout.rows)) for first in firsts]
         self._memories = [memory.of_rows(block.layout, block.first) for block in self._blocks]
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
+    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
         k, coding = self.codec.selection.k, self.codec.index_coding
         values = torch.empty(self.layout.rows, k, dtype=torch.float32, device="cpu")
         indices = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
@@ -43,14 +44,14 @@ class BlockedEngine(ReferenceEngine):
             indices[block.rows].copy_(found)
             if self._exact:
                 memory.release([self._basis.inverse_sparse(some, found, residual.shape[1])])
-        encoded = coding.encode(torch.split(indices, 8 * self._some))
-        return Selected(values, PackedIndices(coding, torch.cat(encoded), self.layout.rows), owned=True)
+        encoded = torch.cat([coding.encode(some) for some in torch.split(indices, 8 * self._some)])
+        return Selected(values, PackedIndices(coding, encoded, self.layout.rows), owned=True)
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
         if not received.aggregation.rowwise or not all(target.is_contiguous() for target in targets):
             super().write(received, targets)
             return
-        for block, part in zip(self._blocks, self._decoded_parts(received), strict=False):
+        for block, part in self._decoded_blocks(received):
             copy(block.cut(targets), block.layout.views(part))
 
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
@@ -58,7 +59,7 @@ class BlockedEngine(ReferenceEngine):
         return plain and received.aggregation.rowwise
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        for block, part in zip(self._blocks, self._decoded_parts(received), strict=False):
+        for block, part in self._decoded_blocks(received):
             mine = [rates[piece.index] for piece in block.pieces]
             moved, signs = block.cut(weights), block.layout.views(part.sign_())
             for shrink, lr in dict.fromkeys(mine):
@@ -66,3 +67,10 @@ class BlockedEngine(ReferenceEngine):
                 if shrink != 1:
                     torch._foreach_mul_([moved[i] for i in same], shrink)
                 torch._foreach_add_([moved[i] for i in same], [signs[i] for i in same], alpha=-lr)
+
+    def _decoded_blocks(self, received: Received) -> Iterator[tuple[Bucket, Tensor]]:
+        """The update in blocks of rows, each with the pieces of parameters that lie in it."""
+        first = 0
+        for part in self._decoded_parts(received):
+            yield self._block(first, first + len(part)), part
+            first += len(part)

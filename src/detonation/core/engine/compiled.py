@@ -35,7 +35,7 @@ class NativeEngine(ReferenceEngine):
         self.releases_at_once = self._exact
         self._released_share = memory.feedback.alpha if self._exact else 0.0
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
+    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
         values, indices = self._library.encode(
             self._memory.residual,
             [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],
@@ -50,7 +50,7 @@ class NativeEngine(ReferenceEngine):
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         if own is not None and selected.indices is not None:
-            alpha, (indices,) = self._memory.feedback.alpha, self._coding.encode([selected.indices])
+            alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
             self._library.release(self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width)
 
     def decode(self, received: Received) -> Tensor:
@@ -60,7 +60,7 @@ class NativeEngine(ReferenceEngine):
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
         if not isinstance(received.aggregation, Mean | MeanNonzero):
-            copy(targets, self.layout.views(super().decode(received)))
+            super().write(received, targets)
             return
         # by way of a copy where one must be converted, so that no parameter's bits depend on what others are like
         odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
@@ -80,16 +80,26 @@ class NativeEngine(ReferenceEngine):
     def _decode_into(
         self, tensors: Sequence[Tensor], received: Received, rates: Sequence[SignRate] | None = None
     ) -> None:
-        indices = [i.contiguous() for i in self._coding.encode([i for i in received.indices if i is not None])]
-        values, nonzero = [v.contiguous() for v in received.values], isinstance(received.aggregation, MeanNonzero)
+        whole, nonzero = received.whole(), isinstance(received.aggregation, MeanNonzero)
+        sent = whole.indices
+        if sent is None:  # owners answer with whole rows
+            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
+        values = [each.contiguous() for each in whole.values]  # of one message they lie together
+        indices = [each.contiguous() for each in self._coding.encode(sent)]
         self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, rates)
 
 
-def engine_for(codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime) -> ReferenceEngine:
-    """The fastest engine that can run `codec`; ordinary torch where kernels are disabled or cannot be built."""
+def engine_for(
+    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, block_rows: int = 0
+) -> ReferenceEngine:
+    """The fastest engine that can run `codec`; ordinary torch where kernels are disabled or cannot be built.
+
+    Args:
+        block_rows: The rows that an accelerator works on at once; 0 for all.
+    """
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
     if memory is None or not fits or runtime.decides_on_device:
-        return ReferenceEngine(codec, layout, memory, runtime)
+        return ReferenceEngine(codec, layout, memory, runtime, block_rows)
     library = (
         kernel_library.load_library()
         if runtime.kernels and codec.selection.chunk in kernel_library.KERNEL_CHUNKS
@@ -99,4 +109,4 @@ def engine_for(codec: Codec, layout: Layout, memory: Memory | None, runtime: Run
         return NativeEngine(library, codec, layout, memory, runtime)
     if codec.selection.chunk in TOPK_CHUNKS:
         return BlockedEngine(codec, layout, memory, runtime)
-    return ReferenceEngine(codec, layout, memory, runtime)
+    return ReferenceEngine(codec, layout, memory, runtime, block_rows)

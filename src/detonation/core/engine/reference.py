@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Received, aggregate
+from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, Received, aggregate
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.indices import as_int64
+from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import Float
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
@@ -21,10 +21,15 @@ class ReferenceEngine:
 
     name = "torch"
 
-    def __init__(self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime) -> None:
+    def __init__(
+        self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, block_rows: int = 0
+    ) -> None:
         self.codec, self.layout, self.memory = codec, layout, memory
         self.device, self._seed = runtime.device, runtime.seed
-        self._some = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)  # rows
+        on_cpu = runtime.device.type == "cpu"
+        cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
+        self._some = cached if on_cpu else block_rows or max(1, layout.rows)  # rows that are worked on at once
+        self._few = 0 if on_cpu else codec.selection.chunk // 4  # coefficients of a row that are read at once
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
         self._exact = codec.precision == Float(torch.float32) or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
@@ -32,24 +37,31 @@ class ReferenceEngine:
         self.releases_at_once = memory is None
         """True if `encode` already removes the sent values from memory, so that `release` has nothing to do."""
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, finite: Tensor | None = None) -> Selected:
+    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
         """Adds a signal to the memory and selects the coefficients to send.
 
         Args:
-            finite: On a device that decides by itself, `[]` bool: where it is False zeros are selected, and the memory
-                does not change.
+            bad: On a device that decides by itself, `[]` bool: where it is True zeros are selected, and the memory does
+                not change.
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
-        flat = self.memory.absorb(signals, finite) if self.memory else self.layout.flatten(signals, self.device)
-        if finite is not None:
-            selected = self.codec.select(flat, step, self._seed)
-            return Selected(selected.values.masked_fill(finite.logical_not(), 0.0), selected.indices, owned=True)
-        if self.codec.selection.shared or self.device.type != "cpu" or not len(flat):
-            return self.codec.select(flat, step, self._seed)
-        blocks = [self.codec.select(block, step, self._seed) for block in torch.split(flat, self._some)]
-        indices = torch.cat(as_int64([block.indices for block in blocks if block.indices is not None]))
-        return Selected(torch.cat([block.values for block in blocks]), indices, owned=True)
+        flat = self.memory.absorb(signals, bad) if self.memory else self.layout.flatten(signals, self.device)
+        blocks = [flat] if self.codec.selection.shared or not len(flat) else torch.split(flat, self._some)
+        selected = [self._narrow(self.codec.select(block, step, self._seed), bad) for block in blocks]
+        if len(selected) == 1:
+            return selected[0]
+        indices = torch.cat([narrow(each.indices) for each in selected if each.indices is not None])
+        return Selected(torch.cat([each.values for each in selected]), indices, owned=True)
+
+    def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
+        """A selection without values that must not count, and with indices in the smallest type that holds them."""
+        values, indices, owned = selected.values, selected.indices, selected.owned
+        if bad is not None:
+            values, owned = values.masked_fill(bad, 0.0), True
+        if isinstance(indices, Tensor):
+            indices = indices.to(self.codec.index_coding.dtype)
+        return Selected(values, indices, owned)
 
     def empty(self, step: int) -> Selected:
         """The content of an empty message: zeros; the memory does not change.
@@ -64,23 +76,39 @@ class ReferenceEngine:
         Shapes: own `[rows, k]` fp32.
         """
         if self.memory:
-            out = selected.values if self._exact or own is None else own
-            self.memory.release(self._decoded_parts(Received([out], [selected.indices])))
+            sent = self.of_one(selected.values if self._exact or own is None else own, selected)
+            self.memory.release(self._decoded_parts(sent))
+
+    def of_one(self, values: Tensor, selected: Selected) -> Received:
+        """A message with these values at the indices of `selected`, as the only one that was received.
+
+        Shapes: `[rows, k]` fp32.
+        """
+        indices = selected.indices
+        return Received.of(values.unsqueeze(0), None if indices is None else narrow(indices).unsqueeze(0))
 
     def decode(self, received: Received) -> Tensor:
         """The update in the coordinates of the parameters; its padding is undefined.
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        parts = list(self._decoded_parts(received))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if received.rows <= self._some or not received.aggregation.rowwise:
+            return self._decoded(received.whole(), received.aggregation)
+        flat, first = torch.empty(self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32), 0
+        for part in self._decoded_parts(received):
+            flat[first : first + len(part)] = part
+            first += len(part)
+            del part  # before the next one is made
+        return flat
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
         """Decodes the update into `targets`.
 
         Shapes: one local shape per parameter.
         """
-        if self.layout.tiled or not all(target.is_contiguous() for target in targets):
+        if self.layout.tiled:
+            self._write_tiles(received, targets)
+        elif not all(target.is_contiguous() for target in targets):
             copy(targets, self.layout.parts(self.decode(received)))
         else:
             self.layout.scatter(self._decoded_parts(received), targets)
@@ -99,16 +127,23 @@ class ReferenceEngine:
         """
         raise NotImplementedError
 
-    def _decoded_parts(self, received: Received) -> Iterable[Tensor]:
-        """The update in blocks of rows: on a CPU, memory access costs more than arithmetic."""
-        own_indices = not self.codec.selection.shared and received.aggregation.rowwise
-        if own_indices and self.device.type == "cpu" and self.layout.rows:
-            return map(self._decoded, received.split(self._some))
-        return [self._decoded(received)]
+    def _write_tiles(self, received: Received, targets: Sequence[Tensor]) -> None:
+        """Decodes parameter by parameter: a line of tiles ends anywhere in a block of rows."""
+        if not received.aggregation.rowwise:
+            copy(targets, self.layout.parts(self.decode(received)))
+            return
+        read = received.whole().part if 0 < received.width <= self._few else received.part
+        for slot, target in zip(self.layout.slots, targets, strict=True):
+            part = self._decoded(read(slot.row, slot.row + slot.rows), received.aggregation)
+            copy([target], self.layout.only(slot).parts(part))
 
-    def _decoded(self, received: Received) -> Tensor:
+    def _decoded_parts(self, received: Received) -> Iterable[Tensor]:
+        """The update in blocks of rows."""
+        blocks = received.blocks(self._some, self._few)
+        return (self._decoded(block, received.aggregation) for block in blocks)
+
+    def _decoded(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
         chunk = self.codec.selection.chunk
-        if isinstance(self.codec.basis, DCT) and received.is_sparse_mean(chunk):
-            values, indices = received.concatenated()
-            return self.codec.basis.inverse_sparse(values, indices, chunk)
-        return self.codec.basis.inverse(aggregate(received, chunk))
+        if isinstance(self.codec.basis, DCT) and isinstance(aggregation, Mean) and sent.is_sparse(chunk):
+            return self.codec.basis.inverse_sparse(*sent.joined(), chunk)
+        return self.codec.basis.inverse(aggregate(sent, aggregation, chunk))

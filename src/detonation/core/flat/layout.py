@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -98,6 +98,10 @@ class Layout:
             shapes[fragment_of[_unit_of(slot.name, unit)]][slot.name] = slot.shape
         return [Layout.of(each, self.chunk, self.tile) for each in shapes]
 
+    def only(self, slot: Slot) -> "Layout":
+        """The layout of one of its parameters alone."""
+        return Layout(self.chunk, (replace(slot, row=0),), self.tile)
+
     @cached_property
     def rows(self) -> int:
         """The number of rows of the flat."""
@@ -153,6 +157,7 @@ class Layout:
                     pairs.append((target[low - start : high - start], line[low - at : high - at]))
             copy([target for target, _ in pairs], [source for _, source in pairs])
             at = end
+            del part, line, pairs  # before the next one is made
 
     def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Writes `tensors` into their parts of `flat`; the part of an absent tensor and the padding do not change.

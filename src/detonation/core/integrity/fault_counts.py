@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from detonation.core.errors import DetonationError
@@ -126,14 +126,13 @@ class FaultCounts:
         """Ends a change of the trained parameters: all ranks have made it."""
         self.changing, self._changed = 0, {}
 
-    def accept(self, senders: Iterable[int], place: int) -> None:
-        """Records that messages of `senders` were used; place: which of a replica's messages per step."""
-        for sender in senders:
-            self._row[sender, place] = 0
-            self._good[sender] += 1
+    def accept(self, sender: int, place: int) -> None:
+        """Records that a message of `sender` was used; place: which of a replica's messages per step."""
+        self._row[sender, place] = 0
+        self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
-        """Counts an empty message of `sender` at `step`, because its `name` is not finite, or has `Changed`."""
+        """Counts zeros from `sender`, in part of its message or all: its `name` is not finite, or has `Changed`."""
         if isinstance(name, Changed):
             self.announced(sender, name)
             return

@@ -11,8 +11,8 @@ from torch import Tensor
 from detonation.core.compute import kernel_library
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, Header, put
-from detonation.core.integrity.validate import Expected, decide_usable, explain_faults
+from detonation.core.integrity.header import DIGITS, Header, put, unsealed
+from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
 
 
 class Guard:
@@ -32,6 +32,7 @@ class Guard:
         counts: Counts every fault.
         on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
             reasons to stop follow only in `FaultCounts.catch_up`.
+        usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.
     """
 
     def __init__(
@@ -43,105 +44,107 @@ class Guard:
         delay: int,
         counts: FaultCounts,
         on_device: bool = False,
+        usual: Tensor | None = None,
     ) -> None:
         self._names, self._counts = list(names), counts
         self._schema, self._place, self._replica = hash63(schema), place << 2, replica
         self._delay, self._on_device = delay, on_device
+        self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
-        self._usual: Tensor | None = None  # see `decide_usable`; made where the messages are
 
-    def seal(
-        self, messages: Sequence[Sequence[Tensor]], step: int, status: int | Tensor, phase: int = 0
-    ) -> list[tuple[Tensor, ...]]:
-        """Puts a header before the parts of each message of one collective.
+    def seal(self, messages: Tensor, nbytes: int, step: int, status: int | Tensor, phase: int = 0) -> None:
+        """Writes a header before the bytes of each message of one collective.
 
         Args:
-            status: 0, or 1 + the number of the parameter because of which the message is empty.
+            nbytes: Of each message, after its header.
+            status: 0, or 1 + the number of the parameter because of which a part of the message is zeros.
             phase: Which of the collectives of an exchange; the last is 0.
 
-        Shapes: any, the same in all messages -> `[8]` int64 and the parts, per message.
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose first 64 bytes and padding are zeros.
         """
         received = 0
         if not phase:
             # of the exchange that all have surely opened, whoever looked at a message on its way
             received = self._received.get(self._sent - 1 - self._delay, 0)
             self._sent += 1
-        header = Header(self._schema, step, self._place | phase, self._replica, status, received)
-        return header.sealed(messages, self._on_device)
+        Header(self._schema, step, self._place | phase, self._replica, status, received).seal(messages, nbytes)
 
     def admit(
-        self, messages: Sequence[Sequence[Tensor]], content: Tensor, step: int, phase: int = 0, signals: bool = True
+        self,
+        messages: Tensor,
+        nbytes: int,
+        content: tuple[Tensor, Tensor],
+        step: int,
+        phase: int = 0,
+        signals: bool = True,
     ) -> Tensor | None:
-        """Decides which messages may be used, and counts the rest.
+        """Decides which messages are refused, and counts the faults.
 
         Args:
-            messages: One sealed message per replica: header and parts.
-            content: The facts about each message, from `Codec.open`.
+            messages: One sealed message per replica.
+            content: The facts about each message, from `Arrived.facts`.
             signals: See `Expected`.
 
-        Shapes: content `[replicas, 3]` int64 -> `[replicas]` bool, or None where all may be used.
+        Shapes: messages `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where none is.
         """
-        nbytes = sum([part.nbytes for part in messages[0][1:]])
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), signals)
-        if self._usual is None:
-            self._usual = torch.zeros(1, dtype=torch.float64, device=content.device)
-        table = decide_usable(messages, content, expected, self._usual)
+        refused, table = decide_usable(Facts(*unsealed(messages), *content), expected, self.usual)
         if self._on_device:
             report = partial(self._report, expected=expected, last=not phase)
             self._counts.report_later(step + self._delay, readback.Readback(table), report)
-            return table[:, -1] != 0
-        return None if self._report(table.tolist(), expected, last=not phase) else table[:, -1] != 0
+            return refused
+        return None if self._report(table.tolist(), expected, last=not phase) else refused
 
-    def seal_sum(self, values: Tensor, dtype: torch.dtype, replicas: int, status: int | Tensor) -> Tensor:
-        """The buffer for an all-reduce: `values` in `dtype`, and after them the status of every replica.
+    def seal_sum(self, digits: Tensor, status: int | Tensor) -> None:
+        """Writes this replica's status after the values of an all-reduce.
 
         Each replica writes three numbers for its own status and zeros for the others, so that no header is needed.
 
-        Shapes: `[rows, k]` -> `[rows * k + 3 * replicas]`.
+        Shapes: `[3 * replicas]`, zeros.
         """
-        count, first = values.numel(), DIGITS * self._replica
-        buffer = torch.empty(count + DIGITS * replicas, dtype=dtype, device=values.device)
-        buffer[:count].view_as(values).copy_(values)
-        buffer[count:].zero_()
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
-                put(buffer[count + first + i], status >> 8 * i & 255)
-        return buffer
+                put(digits[DIGITS * self._replica + i], status >> 8 * i & 255)
 
-    def open_sum(self, total: Tensor, count: int, step: int) -> Tensor:
-        """Counts the statuses in a sum, and returns the sum of the values; zeros if it is not finite.
+    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int) -> None:
+        """Counts the statuses in a sum, and replaces values by zeros where they are not finite.
 
-        Shapes: `[count + 3 * replicas]` -> `[count]`.
+        Shapes: values any, digits `[3 * replicas]`.
         """
-        values = total[:count]
         if self._on_device:
-            finite = values.isfinite().all().view(1)
-            found = readback.Readback(torch.cat([finite.to(torch.float32), total[count:].to(torch.float32)]))
+            norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
+            finite = norms.isfinite().all().view(1)
+            found = readback.Readback(torch.cat([finite.to(torch.float32), digits.to(torch.float32)]))
             self._counts.report_later(step + self._delay, found, partial(self._report_sum, step=step))
-            return values.masked_fill_(finite.logical_not(), 0.0)
-        kernel = kernel_library.load_library() if values.dtype == torch.float32 and values.is_contiguous() else None
-        fine = kernel.beyond([values], torch.finfo(torch.float32).max) < 0 if kernel else bool(values.isfinite().all())
-        self._report_sum([fine, *total[count:].tolist()], step)
-        return values if fine else torch.zeros_like(values)
+            for each in values:
+                each.masked_fill_(finite.logical_not(), 0.0)
+            return
+        kernel = kernel_library.load_library() if values[0].dtype == torch.float32 else None
+        if kernel:
+            fine = kernel.beyond(values, torch.finfo(torch.float32).max) < 0
+        else:
+            fine = all(bool(each.isfinite().all()) for each in values)
+        self._report_sum([fine, *digits.tolist()], step)
+        if not fine:
+            for each in values:
+                each.zero_()
 
     def _report(self, rows: Sequence[Sequence[int]], expected: Expected, last: bool) -> bool:
-        """Counts the faults of each row of the table of `decide`; returns True if all messages may be used."""
-        used, step = [row[-1] for row in rows], expected.header.step
-        faults = [""] * len(rows) if all(used) else explain_faults(rows, expected)
+        """Counts the faults of each row of the table of `decide_usable`; returns True if no message is refused."""
+        fine, step = not any(row[-1] for row in rows), expected.header.step
+        faults = [""] * len(rows) if fine else explain_faults(rows, expected)
         if last:
             self._compare_received(rows, faults, step)
-        if expected.signals:
-            self._counts.accept([sender for sender, fine in enumerate(used) if fine], self._place)
-        if all(used):
-            return True
         for sender, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault:
                 self._counts.refuse(sender, fault, step)
             elif row[5]:
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
-        return False
+            elif expected.signals:
+                self._counts.accept(sender, self._place)
+        return fine
 
     def _compare_received(self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int) -> None:
         """Compares the digests of all replicas, which reveal a message that was damaged on the way to some of them."""
@@ -168,9 +171,10 @@ class Guard:
                 elif status:
                     self._counts.skip(sender, self._place, self._names[status - 1], step)
                 else:
-                    self._counts.accept([sender], self._place)
+                    self._counts.accept(sender, self._place)
         else:
-            self._counts.accept(range(len(digits) // DIGITS), self._place)
+            for sender in range(len(digits) // DIGITS):
+                self._counts.accept(sender, self._place)
         if not finite:
             self._counts.refuse_sum(step)
 

@@ -1,18 +1,18 @@
 """The header: 64 bytes before every gathered message, with its schema, its sender and its checksum."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from detonation.core.compute.checksum import checksum, checksums
+from detonation.core.compute.checksum import checksums
 
 MAGIC = int.from_bytes(b"DeToNAT", "little")
-VERSION = 2
+VERSION = 3
 """Of the format of header and messages; messages of another version are refused."""
 IDENTITY = MAGIC | VERSION << 56
-HEADER_BYTES = 64
+HEADER_BYTES, CHECKSUM_AT = 64, 56
 DIGITS = 3
 """The numbers below 256 that carry the status of a replica in an all-reduce; exact in bf16, too."""
 
@@ -38,23 +38,47 @@ class Header:
     status: int | Tensor = 0
     received: int = 0
 
-    def sealed(self, messages: Sequence[Sequence[Tensor]], on_device: bool = False) -> list[tuple[Tensor, ...]]:
-        """The parts of each message, with a header before them; all messages have parts of the same lengths.
+    def words(self, nbytes: int, device: torch.device) -> Tensor:
+        """The header of a message with `nbytes` bytes after it, the checksum still 0.
 
-        Shapes: any -> `[8]` int64 and the parts, per message.
+        The numbers that change from step to step go to the device with a call; for a list the host would wait.
+
+        Shapes: -> `[8]` int64.
         """
-        parts = messages[0]
-        nbytes = sum(part.nbytes for part in parts)
         origin = self.sender << 32 | self.place
-        content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received]
-        if on_device:
-            words = torch.empty(len(content), dtype=torch.int64, device=parts[0].device)
-            for word, value in zip(words.unbind(), content, strict=True):
-                put(word, value)
-        else:
-            words = torch.tensor(content, dtype=torch.int64, device="cpu")
-        sums = checksums([[words, *parts] for parts in messages])
-        return [(torch.cat([words, sums[i : i + 1]]), *parts) for i, parts in enumerate(messages)]
+        if device.type == "cpu" and not isinstance(self.status, Tensor):
+            content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
+            return torch.tensor(content, dtype=torch.int64, device="cpu")
+        words = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device).clone()
+        words[2].fill_(self.step)
+        put(words[5], self.status)
+        words[6].fill_(self.received)
+        return words
+
+    def seal(self, messages: Tensor, nbytes: int) -> None:
+        """Writes the header of each message before its `nbytes` bytes.
+
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose first 64 bytes and padding are zeros.
+        """
+        messages[:, :HEADER_BYTES].copy_(self.words(nbytes, messages.device).view(torch.uint8))
+        messages[:, CHECKSUM_AT:HEADER_BYTES].copy_(checksums(messages).unsqueeze(1).view(torch.uint8))
+
+
+@lru_cache(maxsize=64)
+def _constants(words: tuple[int, ...], device: torch.device) -> Tensor:
+    found = torch.empty(len(words), dtype=torch.int64, device=device)
+    for place, word in zip(found.unbind(), words, strict=True):
+        place.fill_(word)
+    return found
+
+
+def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
+    """The words of each header, and the checksum of each message, as if it stated none.
+
+    Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
+    """
+    words = messages[:, :HEADER_BYTES].clone().view(torch.int64)
+    return words, checksums(messages, CHECKSUM_AT)
 
 
 def resent(message: Tensor, sender: int) -> Tensor:
@@ -66,10 +90,12 @@ def resent(message: Tensor, sender: int) -> Tensor:
     if len(words) < HEADER_BYTES or int.from_bytes(bytes(words[:7].tolist()), "little") != MAGIC:
         return message
     header = words.view(torch.int64)
-    header[-1] -= checksum([header[:-1]])
     header[3] = sender << 32 | int(header[3]) & 0xFFFFFFFF
-    header[-1] += checksum([header[:-1]])
-    return torch.cat([words, message[HEADER_BYTES:]])
+    header[7] = 0
+    copy = torch.cat([words, message[HEADER_BYTES:]])
+    header[7] = checksums(copy.unsqueeze(0))[0]
+    copy[:HEADER_BYTES] = words
+    return copy
 
 
 def put(place: Tensor, value: int | Tensor) -> None:

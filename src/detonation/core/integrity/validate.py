@@ -3,11 +3,11 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.header import IDENTITY, MAGIC, VERSION, Header
 
@@ -35,8 +35,9 @@ class Expected:
     signals: bool
 
 
-def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expected: Expected, usual: Tensor) -> Tensor:
-    """Decides which messages may be used: the ones that have no fault and are not empty.
+@dataclass(frozen=True)
+class Facts:
+    """The content of messages, as far as it decides whether they may be used.
 
     A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
     train sparsely are silent for long, but for the rounding that is left in their memory, and then loud again as they
@@ -44,51 +45,75 @@ def decide_usable(messages: Sequence[Sequence[Tensor]], content: Tensor, expecte
     a norm that most messages reach counts, so that no single replica can raise it.
 
     Args:
-        messages: One sealed message per replica: header and parts.
-        content: The facts about each message, from `Codec.open`.
+        words: Of the headers, `[replicas, 8]` int64.
+        checksums: Of the bytes that arrived, `[replicas]` int64.
+        content: Faults of the content, see `Arrived.facts`, `[replicas]` int64.
+        norms: `[replicas]` fp32.
+    """
+
+    words: Tensor
+    checksums: Tensor
+    content: Tensor
+    norms: Tensor
+
+
+def decide_usable(facts: Facts, expected: Expected, usual: Tensor) -> tuple[Tensor, Tensor]:
+    """Decides which messages are refused: the ones with a fault.
+
+    A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
+    train sparsely are silent for long, but for the rounding that is left in their memory, and loud again as they were.
+    `usual` is the largest such median so far. It is forgotten slowly, and not at all while most are silent. Only a norm
+    that most messages reach counts, so that no single replica can raise it.
+
+    Args:
         usual: The usual norm before this exchange, 0 at first; updated.
 
-    Shapes: content `[replicas, 3]` int64, usual `[1]` float64 -> `[replicas, 14]` int64: the eight words of the header,
-    the checksum of the content, the three facts of `content`, the bits of `usual` as it was, and 1 where the message
-    may be used.
+    Returns the refused messages, and a table for `explain_faults`: the eight words of the header, the checksum, faults
+    of the content, the bits of the norm and of its bound in float64, and 1 where the message is refused.
+
+    Shapes: usual `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
-    sums = checksums([[header[:-1], *parts] for header, *parts in messages])
-    table = torch.cat([torch.stack([header for header, *_ in messages]), sums.unsqueeze(1), content], 1)
-    identity, schema, step, origin, length, status, _, stated, added, indices, lawful, bits = table.unbind(1)
-    header, norms = expected.header, bits.view(torch.float64)
-    senders = torch.arange(len(table), dtype=torch.int64, device=table.device) << 32
-    fine = (identity == IDENTITY) & (schema == header.schema) & (step == header.step)
-    fine &= (origin == (senders | header.place)) & (length == expected.nbytes)
-    fine &= (status >= 0) & (status <= expected.parameters) & (stated == added)
-    fine &= (indices == 0) & (lawful != 0) & (norms <= LIMIT)
-    before = usual.clone()
+    words, norms, header = facts.words, facts.norms, expected.header
+    wanted = _wanted(header.schema, header.place, expected.nbytes, len(words), words.device).clone()
+    wanted[:, 2].fill_(header.step)
+    status, stated = words[:, 5], words[:, 7]
+    alike = [facts.checksums - stated, status.clamp(0, expected.parameters) - status, facts.content]
+    wrong = torch.cat([words[:, :5] - wanted, torch.stack(alike, 1)], 1)
+    fine = (wrong == 0).all(1) & (norms <= LIMIT)
+    bound = torch.full_like(norms, torch.inf)
     if expected.signals:
         sending = fine & (norms > 0)
         rising = norms.masked_fill(sending.logical_not(), torch.inf).sort().values
         middle = rising.gather(0, sending.sum(0, keepdim=True) // 2)  # of two replicas the larger: none is accused
         middle.masked_fill_(middle.isinf(), 0.0)  # nobody sends anything
-        fine = fine & (norms <= LOUDER * torch.maximum(middle, before))
-        remembered = torch.where(LOUDER * middle < before, before, FORGET * before)
+        bound = torch.maximum(middle, usual).mul_(LOUDER).expand_as(norms)
+        fine = fine & (norms <= bound)
+        remembered = torch.where(middle * LOUDER < usual, usual, usual * FORGET)
         usual.copy_(torch.maximum(middle, remembered))
-    bits = before.view(torch.int64).expand(len(table))
-    return torch.cat([table, torch.stack([bits, (fine & (status == 0)).long()], 1)], 1)
+    refused = fine.logical_not()
+    numbers = torch.stack([norms, bound]).double().view(torch.int64)
+    rest = torch.stack([facts.checksums, facts.content, *numbers, refused.long()], 1)
+    return refused, torch.cat([words, rest], 1)
+
+
+@lru_cache(maxsize=64)
+def _wanted(schema: int, place: int, nbytes: int, replicas: int, device: torch.device) -> Tensor:
+    """The first words of each header, but for the step."""  # [replicas, 5] int64
+    found = torch.empty(replicas, 5, dtype=torch.int64, device=device)
+    for column, word in zip(found.unbind(1), (IDENTITY, schema, 0, place, nbytes), strict=True):
+        column.fill_(word)
+    found[:, 3].add_(torch.arange(replicas, dtype=torch.int64, device=device) << 32)
+    return found
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:
     """The fault of each message of `table` (see `decide_usable`), in replica order; "" for a message without one."""
-    norms, (usual, *_) = ([struct.unpack("d", struct.pack("q", row[i]))[0] for row in table] for i in (11, 12))
-    found = [_fault(sender, row, norms[sender], expected) for sender, row in enumerate(table)]
-    sending = sorted(norm for norm, fault in zip(norms, found, strict=True) if not fault and norm > 0)
-    if not expected.signals or not sending:
-        return found
-    # the upper median of the norms of those that send anything; with two replicas nobody can tell which is wrong
-    bound = LOUDER * max(sending[len(sending) // 2], usual)
-    loud = f"is more than {LOUDER:g} times as loud as most are, or were before"
-    return [fault or (loud if norm > bound else "") for norm, fault in zip(norms, found, strict=True)]
+    return [_fault(sender, row, expected) for sender, row in enumerate(table)]
 
 
-def _fault(replica: int, row: Sequence[int], norm: float, expected: Expected) -> str:
-    identity, schema, step, origin, length, status, _, stated, added, indices, lawful, *_ = row
+def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
+    identity, schema, step, origin, length, status, _, stated, added, content, *_ = row
+    norm, bound = struct.unpack("2d", struct.pack("2q", *row[10:12]))
     sender, place, header = origin >> 32, origin & 0xFFFFFFFF, expected.header
     reasons = {
         "is no message of this library": identity & 2**56 - 1 != MAGIC,
@@ -100,9 +125,10 @@ def _fault(replica: int, row: Sequence[int], norm: float, expected: Expected) ->
         "is of another level, part or phase of the step": place != header.place,
         f"says that it has {length} bytes, expected were {expected.nbytes}": length != expected.nbytes,
         f"has status {status}, which does not exist": not 0 <= status <= expected.parameters,
-        "has an index outside of its row": indices == 1,
-        "has an index twice or out of order": indices == 2,
-        "has statistics that no encoder makes": not lawful,
+        "has an index outside of its row": content == 1,
+        "has an index twice or out of order": content == 2,
+        "has statistics that no encoder makes": content == 3,
         f"has values that are not finite, or above {LIMIT:g}": not norm <= LIMIT,
+        f"is more than {LOUDER:g} times as loud as most are, or were before": norm > bound,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -1,8 +1,7 @@
-"""A link is one axis of the cluster: it packs tensors, starts one collective and counts its bytes. It knows no
-algorithm."""
+"""A link is one axis of the cluster: it starts collectives and counts their bytes. It knows no algorithm."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,23 +56,21 @@ class Link:
 
         return wait
 
-    def all_gather(self, parts: Sequence[Tensor]) -> "Arriving":
-        """Starts sending `parts` to all replicas as one byte buffer.
+    def all_gather(self, message: Tensor) -> "Arriving":
+        """Starts sending `message` to all replicas.
 
-        Shapes: any, the same on all replicas.
+        Shapes: `[nbytes]` uint8, the same on all replicas.
         """
-        mine = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-        self.bytes_sent += ring_bytes("all-gather", bytes_per_rank(len(mine), self.local_ranks), self.replicas)
-        return Arriving(self, self._communicator.all_gather(mine), parts)
+        self.bytes_sent += ring_bytes("all-gather", bytes_per_rank(len(message), self.local_ranks), self.replicas)
+        return Arriving(self, self._communicator.all_gather(message))
 
-    def all_to_all(self, slices: Sequence[Sequence[Tensor]]) -> "Arriving":
-        """Starts sending `slices[r]` to replica r; each replica's slice for this one arrives.
+    def all_to_all(self, messages: Tensor) -> "Arriving":
+        """Starts sending message r to replica r; each replica's message for this one arrives.
 
-        Shapes: any, the same for all slices and replicas.
+        Shapes: `[replicas, nbytes]` uint8, the same on all replicas.
         """
-        mine = torch.cat([part.contiguous().view(-1).view(torch.uint8) for parts in slices for part in parts])
-        self.bytes_sent += bytes_per_rank(len(mine) // self.replicas, self.local_ranks) * (self.replicas - 1)
-        return Arriving(self, self._communicator.all_to_all(mine), slices[0])
+        self.bytes_sent += bytes_per_rank(messages.shape[1], self.local_ranks) * (self.replicas - 1)
+        return Arriving(self, self._communicator.all_to_all(messages.view(-1)))
 
     def collect(self, words: Tensor) -> Tensor:
         """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
@@ -116,38 +113,24 @@ class Link:
 
 @dataclass
 class Arriving:
-    """The parts that every replica sent, in flight, in replica order.
-
-    Args:
-        like: One replica's parts, for their shapes and types.
-    """
+    """The message that every replica sent, in flight, in replica order."""
 
     link: Link
     wait: Callable[[], Tensor]
-    like: Sequence[Tensor]
     rows: Tensor | None = None
 
-    def __call__(self) -> list[list[Tensor]]:
-        """Waits for all parts.
+    def __call__(self) -> Tensor:
+        """Waits for all messages.
 
-        Shapes: -> per replica the shapes that were sent.
+        Shapes: -> `[replicas, nbytes]` uint8.
         """
         began = time.perf_counter()
-        self.rows = self.wait()  # [replicas, bytes]
+        self.rows = self.wait()
         self.link.waited_s += time.perf_counter() - began
-        unpacked = []
-        for row in self.rows:
-            parts, start = [], 0
-            for part in self.like:
-                piece = row[start : start + part.nbytes]
-                if piece.storage_offset() % part.itemsize:  # a clone starts at an aligned address
-                    piece = piece.clone()
-                parts.append(piece.view(part.dtype).view(part.shape))
-                start += part.nbytes
-            unpacked.append(parts)
-        return unpacked
+        return self.rows
 
     def release(self) -> None:
-        """Returns the receive buffer; the parts must not be used afterwards."""
-        if self.rows is not None:
-            self.link.recycle(self.rows)
+        """Returns the receive buffer; the messages must not be used afterwards."""
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            self.link.recycle(rows)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from detonation.core.agreement.consensus import StopConsensus
+from detonation.core.exchange.owners import RowOwners
+from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import local
-from detonation.core.link.exchange import TwoStage
-from detonation.core.link.owners import RowOwners
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.build import replicator_of
 from detonation.core.replicator.base import Replicator

@@ -44,7 +44,7 @@ def replica_state(optimizer: "Replicated") -> dict[str, Tensor]:
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
         >>> sorted(replica_state(optimizer))
-        ['0.residual.bias', '0.residual.weight', 'step']
+        ['0.residual.bias', '0.residual.weight', '0.usual_norm', 'step']
     """
     state = {"step": torch.tensor(optimizer.step_count, dtype=torch.int64, device="cpu")}
     return state | {key: tensor.clone() for key, tensor in optimizer.local_state().items()}

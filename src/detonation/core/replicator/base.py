@@ -1,13 +1,14 @@
 """A replicator is one level of replication around the step of the base optimizer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from detonation.core.replicator.channel import Channel, Transfer
+from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
+from detonation.core.replicator.transfer import Transfer
 
 
 class Replicator(ABC):
@@ -35,7 +36,7 @@ class Replicator(ABC):
         return
 
     @abstractmethod
-    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer | None:
+    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         """Sends `Channel.announce` in the place of the message of step `at`, if there is one; all before it have left.
 
         Starts and waits for the same collectives as an ordinary step `at`, so that a replica that announces nothing
@@ -46,14 +47,14 @@ class Replicator(ABC):
             name, in_buckets: See `Channel.announce`.
 
         Returns:
-            The message, which `discard` receives; None where none is sent at step `at`.
+            The messages, which `discard` receives; none where none is sent at step `at`.
         """
 
-    def discard(self, transfer: Transfer) -> None:
+    def discard(self, transfers: Sequence[Transfer]) -> None:
         """Receives an announcement, and what was sent before it."""
         if self.scheme.round.delay:  # otherwise `announce` has received it
             self.local_state()
-            self.channel.discard(transfer)
+            self.channel.discard(transfers)
 
     def drain(self) -> None:
         """Waits for messages in flight, up to the first that announces what this rank does not."""

@@ -1,155 +1,31 @@
 """The channel: takes a signal through memory, codec, guard and link to an update."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Received
-from detonation.core.compute.kernel_library import SignRate
-from detonation.core.compute.nonfinite import first_nonfinite
+from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.compiled import engine_for
-from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.flat.layout import Layout, copy
+from detonation.core.exchange.exchange import Exchange
+from detonation.core.exchange.kinds import exchange_for
+from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
-from detonation.core.link.exchange import Exchange, InFlight, exchange_for
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
 from detonation.core.replicator.local_state import LocalState
+from detonation.core.replicator.transfer import BucketPipeline, Transfer
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.buckets import codec_of
+from detonation.core.schemes.buckets import block_rows, codec_of
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import buckets_of
 
 
-@dataclass(frozen=True)
-class BucketPipeline:
-    """A bucket, or the whole flat, with the engine that encodes it and the exchange that sends it."""
-
-    bucket: Bucket
-    engine: ReferenceEngine
-    exchange: Exchange
-
-
-@dataclass
-class Part:
-    """The message of one bucket, in flight.
-
-    is_empty, own_update: as in `Transfer`, of this bucket alone.
-    """
-
-    pipeline: BucketPipeline
-    flight: InFlight
-    is_empty: bool | Tensor
-    own_update: Tensor | None
-    forwarded: bool = False
-
-    def forward(self) -> None:
-        """Starts the second collective, if there is one, unless it was started."""
-        if not self.forwarded:
-            self.pipeline.exchange.forward(self.flight)
-        self.forwarded = True
-
-    def decode(self) -> Tensor:
-        """Waits for the update of the bucket and decodes it, into memory that may be changed.
-
-        Shapes: -> `[rows of the bucket, chunk]` fp32.
-        """
-        self.forward()
-        return self.pipeline.engine.decode(self.pipeline.exchange.receive(self.flight))
-
-
-@dataclass
-class Transfer:
-    """The message of one replica at one step, in flight in one piece or in buckets, until it becomes an update.
-
-    own_update: the update if all replicas had sent this replica's message; only for a scheme that needs it. is_empty:
-    True if a part of it is an empty message because of values that are not finite; `[]` bool where only the device
-    knows.
-    """
-
-    layout: Layout
-    step: int
-    own_update: Tensor | None = None
-    is_empty: bool | Tensor = False
-    flights: list[tuple[BucketPipeline, InFlight]] = field(default_factory=list)
-
-    def receive(self) -> "Update":
-        """Waits for the update that all replicas agree on."""
-        for pipeline, flight in self.flights:
-            pipeline.exchange.forward(flight)
-        return Update(self.layout, [(each, each.exchange.receive(flight)) for each, flight in self.flights])
-
-    def decode(self) -> Tensor:
-        """Waits for the update and decodes it: the same bits on every replica.
-
-        Shapes: -> `[rows, chunk]` fp32.
-        """
-        return self.receive().decode()
-
-
-@dataclass(frozen=True)
-class Update:
-    """The messages that all replicas received, bucket by bucket, decoded where the update is needed."""
-
-    layout: Layout
-    received: Sequence[tuple[BucketPipeline, Received]]
-
-    def decode(self) -> Tensor:
-        """The update as a flat.
-
-        Shapes: -> `[rows, chunk]` fp32.
-        """
-        # the result may share memory with the receive buffer, which is therefore not returned
-        if len(self.received) == 1:
-            pipeline, received = self.received[0]
-            return pipeline.engine.decode(received)
-        flat = self.layout.zeros(self.received[0][0].engine.device)
-        for pipeline, received in self.received:
-            flat[pipeline.bucket.rows] = pipeline.engine.decode(received)
-        return flat
-
-    def write(self, targets: Sequence[Tensor]) -> None:
-        """Decodes the update into `targets`.
-
-        Shapes: one local shape per parameter.
-        """
-        whole = list(targets) if len(self.received) == 1 else [target.contiguous() for target in targets]
-        for pipeline, received in self.received:
-            bucket = pipeline.bucket
-            pipeline.engine.write(received, whole if bucket.is_whole else bucket.cut(whole))
-            if received.release:  # nobody looks at the messages again
-                received.release()
-        if len(self.received) > 1:
-            copied = [i for i, target in enumerate(targets) if whole[i] is not target]
-            copy([targets[i] for i in copied], [whole[i] for i in copied])
-
-    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """True if `apply_signs` supports these weights; never for an update in several buckets.
-
-        Shapes: one local shape per parameter.
-        """
-        if len(self.received) > 1:
-            return False
-        pipeline, received = self.received[0]
-        return pipeline.engine.can_apply_signs(received, weights)
-
-    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """Moves `weights` by the signs of the update while it is decoded.
-
-        Shapes: one local shape per parameter.
-        """
-        for pipeline, received in self.received:
-            pipeline.engine.apply_signs(received, weights, rates)
-            if received.release:  # nobody looks at the messages again
-                received.release()
-
-
 class Channel:
-    """Sends one replica's signals in one message or bucket by bucket: the same bits either way.
+    """Sends one replica's signals, encoded bucket by bucket, in one collective or in one per bucket: the same bits.
 
     Args:
         scheme: The codec, the memory, the round and the collective.
@@ -172,91 +48,98 @@ class Channel:
         self.scheme, self.layout, self.link, self.runtime, self.place = scheme, layout, link, runtime, place
         self._needs_own_update = scheme.needs_own_update
         self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
-        self.engine = engine_for(scheme.codec, layout, self.memory, runtime)
+        self.engine = engine_for(scheme.codec, layout, self.memory, runtime, block_rows(scheme, layout.rows))
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
+        self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
         self.exchange = exchange_for(scheme, link, layout, runtime.device, self._guard(layout, 0))
-        self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
+        self._alone: dict[int, Exchange] = {}  # by the first row of a bucket that is a message of its own
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
         """One per bucket, in the order in which all replicas send them: backward computes the last rows first."""
         buckets = buckets_of(self.scheme, self.layout, self.link.replicas, self.link.local_ranks)
         if len(buckets) == 1:
-            return [self._whole]
-        return [self._pipeline(bucket, number) for number, bucket in enumerate(reversed(buckets), 1)]
+            return [BucketPipeline(buckets[0], self.engine)]
+        return [self._pipeline(bucket) for bucket in reversed(buckets)]
 
     def start(self, step: int) -> Transfer:
-        """The transfer of `step`, with nothing in it yet: `send_bucket` fills it."""
+        """The transfer of `step`, with nothing in it yet."""
         self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(self.layout, step)
+        return Transfer(Bucket.whole(self.layout), self.engine, self.exchange, self.exchange.start(step))
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
-        """Sends a signal in one message.
+        """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
 
         Shapes: one local shape per parameter.
         """
         transfer = self.start(step)
-        self.send_bucket(transfer, self._whole, signals)
+        parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in self.pipelines]
+        self._send(transfer, parts, first_nonfinite(signals, self.runtime))
         return transfer
 
-    def send_bucket(self, transfer: Transfer, pipeline: BucketPipeline, signals: Sequence[Tensor | None]) -> None:
-        """Sends the bucket's part of a signal; see `send_part`.
+    def send_part(self, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], step: int) -> Transfer:
+        """Sends the pieces of a signal in one bucket as a message of its own: one in memory at a time.
 
-        Shapes: one local shape per parameter.
-        """
-        part = self.send_part(pipeline, pipeline.bucket.cut(signals), transfer.step)
-        if part.own_update is not None:
-            if pipeline.bucket.is_whole:
-                transfer.own_update = part.own_update
-            else:
-                if transfer.own_update is None:
-                    transfer.own_update = self.layout.zeros(part.own_update.device)
-                transfer.own_update[pipeline.bucket.rows] = part.own_update
-        transfer.is_empty |= part.is_empty
-        transfer.flights.append((pipeline, part.flight))
-
-    def send_part(self, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], step: int) -> Part:
-        """Encodes the pieces of a signal that lie in a bucket, sends them and removes them from memory.
-
-        A part that is not finite does not enter the memory; an empty message is sent, with the reason.
+        All buckets of a step are sent like this, in one order on all replicas, or none.
 
         Shapes: one per piece of the bucket.
         """
-        engine = pipeline.engine
-        status = first_nonfinite(pieces, self.runtime)
-        if isinstance(status, Tensor):
-            selected = engine.encode(pieces, step, finite=status == 0)
-        else:
-            selected = engine.empty(step) if status else engine.encode(pieces, step)
-        read_own = self._needs_own_update or engine.needs_own_values
-        flight = pipeline.exchange.start(selected, step, status, read_own)
-        own_update = None
-        if self._needs_own_update:
-            assert flight.own is not None
-            own_update = engine.decode(Received([flight.own], [selected.indices]))
-        if not engine.releases_at_once and (isinstance(status, Tensor) or not status):
-            engine.release(selected, flight.own)
-        flight.own = None
-        return Part(pipeline, flight, status > 0, own_update)
-
-    def announce(self, step: int, name: str, in_buckets: bool) -> Transfer:
-        """Sends an empty message in the place of the one of `step`: this rank began or ceased to train `name`.
-
-        Args:
-            in_buckets: Whether the other replicas send the message of this step in buckets.
-        """
-        transfer = self.start(step)
-        self.counts.changing = self.link.replicas
-        for pipeline in self.pipelines if in_buckets else [self._whole]:
-            status = 1 + len(pipeline.bucket.layout.slots) + self.counts.names.index(name)
-            flight = pipeline.exchange.start(pipeline.engine.empty(step), step, status, read_own=False)
-            transfer.flights.append((pipeline, flight))
+        transfer = self._start_part(pipeline, step)
+        self._send(transfer, [(pipeline, pieces)], first_nonfinite(pieces, self.runtime))
         return transfer
 
-    def discard(self, transfer: Transfer) -> None:
+    def send_bucket(self, transfer: Transfer, pipeline: BucketPipeline, signals: Sequence[Tensor | None]) -> None:
+        """Encodes the bucket's part of a signal, sends it and removes it from memory.
+
+        A part that is not finite does not enter the memory, and zeros are sent; the last bucket tells the reason.
+
+        Shapes: one local shape per parameter.
+        """
+        bucket = pipeline.bucket
+        pieces = bucket.cut(signals)
+        bad: bool | Tensor
+        if self.runtime.decides_on_device:
+            numbers, within = signals_within(pieces, self.runtime.device)
+            transfer.within.append(([bucket.pieces[i].index for i in numbers], within))
+            bad = within.all().logical_not()
+        else:
+            found = first_nonfinite(pieces, self.runtime)
+            assert isinstance(found, int)
+            bad = found > 0
+            if found and not transfer.status:
+                transfer.status = 1 + bucket.pieces[found - 1].index
+        self._encode(transfer, pipeline, pieces, bad)
+        status: int | Tensor | None = None
+        if pipeline is self.pipelines[-1]:
+            of_all = [numbers for numbers, _ in transfer.within]
+            status = first_outside(of_all, [w for _, w in transfer.within]) if any(of_all) else transfer.status
+            transfer.is_empty = status > 0
+        self.exchange.send(transfer.flight, status)
+        self._release(transfer)
+
+    def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
+        """Sends zeros in the place of all messages of `step`: this rank began or ceased to train `name`.
+
+        Args:
+            in_buckets: Whether the other replicas send gradients of this step in one collective per bucket.
+        """
+        self.counts.changing = self.link.replicas
+        if self.scheme.signal == "parameters":  # each bucket is a message of its own
+            transfers = [self._start_part(pipeline, step) for pipeline in self.pipelines]
+            for pipeline, transfer in zip(self.pipelines, transfers, strict=True):
+                self._announce(transfer, [[pipeline]], name)
+            return transfers
+        transfer = self.start(step)
+        self._announce(transfer, [[each] for each in self.pipelines] if in_buckets else [self.pipelines], name)
+        return [transfer]
+
+    def discard(self, transfers: Sequence[Transfer]) -> None:
         """Waits for the messages of an announcement, and uses none."""
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
-        transfer.receive()
+        for transfer in transfers:
+            transfer.forward()
+        for transfer in transfers:
+            transfer.receive()
         for name, tensor in self.exchange.state().items():
             tensor.copy_(kept[name])
 
@@ -268,19 +151,88 @@ class Channel:
         memory = {"residual": self.memory.residual} if self.memory else {}
         return LocalState(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
+    def _send(
+        self,
+        transfer: Transfer,
+        parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]],
+        status: int | Tensor,
+    ) -> None:
+        """Encodes all buckets of a message and sends it in one collective."""
+        transfer.is_empty = status > 0
+        for pipeline, pieces in parts:
+            self._encode(transfer, pipeline, pieces, transfer.is_empty)
+        transfer.exchange.send(transfer.flight, status)
+        self._release(transfer)
+
+    def _announce(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], name: str) -> None:
+        """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
+        status = 1 + len(transfer.bucket.layout.slots) + self.counts.names.index(name)
+        for pipelines in collectives:
+            for pipeline in pipelines:
+                self._encode(transfer, pipeline, [], bad=True)
+            transfer.exchange.send(transfer.flight, status if pipelines is collectives[-1] else None)
+
+    def _encode(
+        self,
+        transfer: Transfer,
+        pipeline: BucketPipeline,
+        pieces: Sequence[Tensor | None],
+        bad: bool | Tensor,
+    ) -> None:
+        """Encodes the pieces of a signal in a bucket, or zeros where the signal is not finite."""
+        bucket, engine, step = pipeline.bucket, pipeline.engine, transfer.flight.step
+        if isinstance(bad, Tensor):
+            selected = engine.encode(pieces, step, bad)
+        else:
+            selected = engine.empty(step) if bad else engine.encode(pieces, step)
+        read_own = self._needs_own_update or engine.needs_own_values
+        first = bucket.first - transfer.bucket.first
+        own = transfer.exchange.add(transfer.flight, first, selected, read_own)
+        if self._needs_own_update:
+            assert own is not None
+            update = engine.decode(engine.of_one(own, selected))
+            if len(update) == transfer.bucket.layout.rows:
+                transfer.own_update = update
+            else:
+                if transfer.own_update is None:
+                    transfer.own_update = transfer.bucket.layout.zeros(own.device)
+                transfer.own_update[first : first + len(update)] = update
+        if not engine.releases_at_once and (isinstance(bad, Tensor) or not bad):
+            transfer.unreleased.append((pipeline, selected, own))
+
+    def _release(self, transfer: Transfer) -> None:
+        """Removes what was sent from memory, while the collective runs."""
+        while transfer.unreleased:
+            pipeline, selected, own = transfer.unreleased.pop(0)
+            pipeline.engine.release(selected, own)
+
+    def _start_part(self, pipeline: BucketPipeline, step: int) -> Transfer:
+        """The transfer of one bucket as a message of its own, with nothing in it yet."""
+        self.counts.due.add(step + self.scheme.round.delay)
+        exchange = self._exchange_of(pipeline)
+        return Transfer(pipeline.bucket, pipeline.engine, exchange, exchange.start(step))
+
+    def _exchange_of(self, pipeline: BucketPipeline) -> Exchange:
+        """The exchange of a bucket that is a message of its own."""
+        bucket = pipeline.bucket
+        if bucket.is_whole:
+            return self.exchange
+        if bucket.first not in self._alone:
+            guard = self._guard(bucket.layout, 1 + self.pipelines.index(pipeline))
+            self._alone[bucket.first] = self.exchange.for_rows(bucket.first, bucket.layout.rows, guard)
+        return self._alone[bucket.first]
+
     def _guard(self, layout: Layout, number: int) -> Guard:
-        """The guard of pipeline `number`, 0 for the whole."""
+        """The guard of bucket `number`, 0 for the whole."""
         scheme, runtime = self.scheme, self.runtime
         arguments = (scheme.name, dict(scheme.arguments))
         schema = repr((*arguments, layout.slots, runtime.seed, self.engine.name, self.link.replicas))
         names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
         place = self.place << 10 | number
         delay, on_device = scheme.round.delay, runtime.decides_on_device
-        return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device)
+        return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device, self._usual)
 
-    def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
+    def _pipeline(self, bucket: Bucket) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
-        engine = engine_for(codec, bucket.layout, memory, self.runtime)
-        guard = self._guard(bucket.layout, number)
-        return BucketPipeline(bucket, engine, self.exchange.for_rows(bucket.first, bucket.layout.rows, guard))
+        return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, bucket.layout.rows))

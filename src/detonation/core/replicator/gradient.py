@@ -12,10 +12,11 @@ from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import Channel, Transfer
+from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
 from detonation.core.replicator.pending import LookAhead, Pending, step_on
+from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
 
 
@@ -64,13 +65,13 @@ class GradientReplicator(Replicator):
     def after(self, step: int) -> None:
         self.leave_agreed()
 
-    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer:
-        transfer = self.channel.announce(step, name, in_buckets)
+    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
+        transfers = self.channel.announce(step, name, in_buckets)
         if self._delayed:
             self._updates.wait(0)
         else:
-            self.channel.discard(transfer)
-        return transfer
+            self.channel.discard(transfers)
+        return transfers
 
     def drain(self) -> None:
         for index in range(self.scheme.round.delay):

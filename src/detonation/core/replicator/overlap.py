@@ -13,7 +13,8 @@ from detonation.core import runtime
 from detonation.core.errors import DetonationError
 from detonation.core.flat.tensors import local, local_gradients
 from detonation.core.integrity import readback
-from detonation.core.replicator.channel import Channel, Transfer
+from detonation.core.replicator.channel import Channel
+from detonation.core.replicator.transfer import Transfer
 
 SAMPLED_VALUES = 1024
 

@@ -12,9 +12,10 @@ from detonation.core.flat.layout import copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.flat.tensors import locals_of
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.channel import BucketPipeline, Channel, Part, Transfer
+from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.outer import EagerStart, OuterSGD
+from detonation.core.replicator.transfer import BucketPipeline, Transfer
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
@@ -36,7 +37,7 @@ class ParameterReplicator(Replicator):
         self._round, self._keep = round, scheme.keep
         self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._in_flight: deque[tuple[Part, Tensor | None]] = deque()  # and the part of the signal that was not sent
+        self._in_flight: deque[tuple[Transfer, Tensor | None]] = deque()  # and the part of the signal that was not sent
         self._arrived: Tensor | None = None  # the update, instead of parts in flight, once a checkpoint asked for it
         self._lost: dict[int, bool | Tensor] = {}  # by the first row of a bucket: what it sent last was not finite
         # until the message lands; 0 where none is on its way
@@ -55,15 +56,15 @@ class ParameterReplicator(Replicator):
         if self._round.sends(step):
             self._exchange(step, self._round.delay)
 
-    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> Transfer | None:
+    def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         if self._steps_left == at - step + 1:  # it lands at step `at`
             self._arriving()
         if not self._round.sends(at):
-            return None
-        transfer = self.channel.announce(at, name, in_buckets=True)
+            return []
+        transfers = self.channel.announce(at, name, in_buckets)
         if not self._round.delay:
-            self.channel.discard(transfer)
-        return transfer
+            self.channel.discard(transfers)
+        return transfers
 
     def make_portable(self, step: int) -> None:
         self.synchronize(step)
@@ -114,7 +115,6 @@ class ParameterReplicator(Replicator):
 
         Without a delay each bucket lands while the next one is on its way, so that no more than two are in memory.
         """
-        self.channel.start(step)
         self._arrived = None
         self._steps_left.fill_(delay)
         with self._weights() as weights:
@@ -154,7 +154,7 @@ class ParameterReplicator(Replicator):
 
     def _land_next(self, weights: Sequence[Tensor]) -> None:
         part, unsent = self._in_flight.popleft()
-        self._follow(part.pipeline.bucket, part.decode(), unsent, weights)
+        self._follow(part.bucket, part.decode(), unsent, weights)
 
     def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
         """Moves the anchor of a bucket by `update`, and the parameters after it.
@@ -184,7 +184,7 @@ class ParameterReplicator(Replicator):
                 part.forward()
             while self._in_flight:
                 part, _ = self._in_flight.popleft()
-                self._arrived[part.pipeline.bucket.rows] = part.decode()
+                self._arrived[part.bucket.rows] = part.decode()
         return self._arrived
 
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:

@@ -8,19 +8,19 @@ from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.schemes.scheme import Scheme
 
-BUCKETS = 8
-SMALLEST, LARGEST = 2**20, 25 * 2**20
-"""A bucket is an eighth of the flat, in bytes of fp32, within these limits."""
+BUCKETS, SMALL_BUCKETS = 4, 8
+"""The most buckets that a flat is cut into; the second where the network adds up the messages, or a round ends. Each
+costs an accelerator some launches: a sum the fewest, and rounds are rare. Small ones take less memory."""
+SMALLEST = 2**20
+"""The least bytes of a bucket in fp32."""
 
 
 def aligned_rows(*codecs: Codec) -> int:
     """The number of rows after which messages of all `codecs` may be cut without a change of any bit.
 
-    Whole blocks of the precision and whole bytes of packed numbers; 64 rows at least, because a matrix product
-    of few rows may round differently.
+    64 rows at least, because a matrix product of few rows may round differently.
     """
-    blocks = (codec.precision.block // math.gcd(codec.precision.block, codec.selection.k) for codec in codecs)
-    return math.lcm(*blocks, 64)
+    return math.lcm(*(codec.unit for codec in codecs), 64)
 
 
 def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
@@ -34,14 +34,19 @@ def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int) -> list[Bucket]:
     Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for an aggregation that
     needs whole messages, and for a layout in tiles, because such a multiple ends within a line of tiles.
     """
-    row_bytes = 4 * layout.chunk
-    wanted = min(max(layout.rows * row_bytes // BUCKETS, SMALLEST), LARGEST)
-    rows = max(1, wanted // (row_bytes * unit)) * unit
-    count = max(1, layout.rows // rows) if scheme.aggregation.rowwise and not layout.tiled else 1
-    if count == 1:
+    smallest = max(1, SMALLEST // (4 * layout.chunk * unit)) * unit
+    rows = max(smallest, -(-block_rows(scheme, layout.rows) // unit) * unit)
+    if layout.rows < 2 * smallest or layout.rows <= rows or layout.tiled or not scheme.aggregation.rowwise:
         return [Bucket.whole(layout)]
-    ends = [*(rows * i for i in range(1, count)), layout.rows]  # the last takes the remainder
+    ends = [*range(rows, layout.rows - smallest, rows), layout.rows]
     return [Bucket.of(layout, first, end) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def block_rows(scheme: Scheme, rows: int) -> int:
+    """About the rows of a bucket, the most that an accelerator works on at once: the memory of a step is that of
+    messages and of one block."""
+    small = scheme.summable or scheme.signal == "parameters"
+    return max(1, -(-rows // (SMALL_BUCKETS if small else BUCKETS)))
 
 
 def codec_of(bucket: Bucket, codec: Codec, rows: int) -> Codec:

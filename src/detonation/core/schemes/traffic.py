@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal
 
+from detonation.core.codec.codec import Codec
 from detonation.core.errors import DetonationError
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
@@ -56,12 +57,17 @@ def exchange_bytes(
     """
     codec = scheme.codec
     if kind == "owner":
-        owned, header = -(-rows // replicas), HEADER_BYTES * (not bare)
-        stages = (each.nbytes(owned) + header for each in (codec, scheme.reply_codec(replicas)))
-        return (replicas - 1) * sum(bytes_per_rank(nbytes, local_ranks) for nbytes in stages)
+        stages = codec, scheme.reply_codec(replicas)
+        return sum(_stage_bytes(each, rows, replicas, local_ranks, bare) for each in stages)
     unit = codec.precision.nbytes(1, 1) if kind == "all-reduce" else 1
     header = DIGITS * replicas * unit if kind == "all-reduce" else HEADER_BYTES
     return ring_bytes(kind, bytes_per_rank(codec.nbytes(rows) + header * (not bare), local_ranks, unit), replicas)
+
+
+def _stage_bytes(codec: Codec, rows: int, replicas: int, local_ranks: int, bare: bool = False) -> int:
+    """Bytes that one of `replicas` sends in one of the two collectives through owners."""
+    nbytes = codec.nbytes(-(-rows // replicas)) + HEADER_BYTES * (not bare)
+    return (replicas - 1) * bytes_per_rank(nbytes, local_ranks)
 
 
 @lru_cache(maxsize=256)
@@ -112,11 +118,11 @@ def bytes_sent(
 
 def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one message, the movement
-    of parameters in buckets."""
+    of parameters in one per bucket."""
+    way, rows = collective_for(scheme, layout, replicas, local_ranks), [layout.rows]
     if scheme.signal == "parameters":
-        return overlapped_bytes(scheme, layout, replicas, local_ranks, bare)
-    way = collective_for(scheme, layout, replicas, local_ranks)
-    return exchange_bytes(way, scheme, layout.rows, replicas, local_ranks, bare)
+        rows = [bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)]
+    return sum(exchange_bytes(way, scheme, count, replicas, local_ranks, bare) for count in rows)
 
 
 def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> list[Bucket]:
@@ -130,11 +136,16 @@ def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int =
     return cut_into_buckets(layout, scheme, unit * replicas * local_ranks)
 
 
-def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
-    """Bytes that one rank sends in one exchange in buckets, each with a header of its own."""
+def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:
+    """`message_bytes` of gradients with overlap: the same but for rounding, as all buckets share one header."""
     way = collective_for(scheme, layout, replicas, local_ranks)
-    rows = [bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)]
-    return sum(exchange_bytes(way, scheme, count, replicas, local_ranks, bare) for count in rows)
+    last, *others = [bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)]
+    if way != "owner":
+        bare = sum(exchange_bytes(way, scheme, rows, replicas, local_ranks, bare=True) for rows in others)
+        return bare + exchange_bytes(way, scheme, last, replicas, local_ranks)
+    bare = sum(_stage_bytes(scheme.codec, rows, replicas, local_ranks, bare=True) for rows in others)
+    answer = _stage_bytes(scheme.reply_codec(replicas), layout.rows, replicas, local_ranks)  # all of it at once
+    return bare + _stage_bytes(scheme.codec, last, replicas, local_ranks) + answer
 
 
 def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> None:

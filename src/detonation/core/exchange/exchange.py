@@ -1,0 +1,139 @@
+"""The contract of all exchanges, and what they share: a message in flight, how it is sealed and how it is opened."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Aggregation, MajorityVote, Received
+from detonation.core.codec.codec import Arrived, Codec, Selected
+from detonation.core.codec.indices import PackedIndices, narrow
+from detonation.core.codec.zeros import zeros_are_negative
+from detonation.core.exchange.outgoing import Outgoing
+from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.schemes.scheme import Scheme
+
+
+@dataclass
+class InFlight:
+    """The message of one step, until it is received.
+
+    Args:
+        message: Of the stage that was started last; of an all-reduce its buffer, `[rows * k + 3 * replicas]`.
+        shared: The indices of the rows from each row on, where all replicas know them; of each owner in a two-stage
+            all-reduce.
+    """
+
+    step: int
+    message: Outgoing | Tensor
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # of an all-reduce: runs that were not sent yet
+    sums: list[tuple[int, int, Callable[[], Tensor]]] = field(default_factory=list)  # and those that were
+    shared: dict[int, Tensor] = field(default_factory=dict)
+
+    def know(self, first: int, indices: Tensor | PackedIndices | None) -> None:
+        """Keeps the indices of the rows from `first` on."""
+        if indices is not None:
+            self.shared[first] = narrow(indices)
+
+    def indices(self) -> Tensor | None:
+        """The indices of all rows, where all replicas know them."""  # [..., rows, k]
+        found = [self.shared[first] for first in sorted(self.shared)]
+        return torch.cat(found, -2) if len(found) > 1 else found[0] if found else None
+
+
+class Exchange(Protocol):
+    """Sends messages through one or two collectives. All replicas call its methods in the same order."""
+
+    secluded: bool
+    """True if a replica receives messages that the others do not see."""
+
+    def start(self, step: int) -> InFlight:
+        """The message of `step`, with nothing in it."""
+        ...
+
+    def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
+        """Encodes the selection of the rows from `first` on.
+
+        Args:
+            read_own: Whether the values as every receiver will decode them are needed, and returned.
+
+        Shapes: selected values `[rows, k]` fp32 -> `[rows, k]` fp32.
+        """
+        ...
+
+    def send(self, flight: InFlight, status: int | Tensor | None) -> None:
+        """Starts a collective with all that was added since the last one.
+
+        Args:
+            status: See `Header`; None if more of this message follows.
+
+        Shapes: `[]` int64 where only the device knows.
+        """
+        ...
+
+    def forward(self, flight: InFlight) -> None:
+        """Starts the second collective, if there is one; called for all flights before the first `receive`."""
+        ...
+
+    def receive(self, flight: InFlight) -> Received:
+        """Waits for the messages that all replicas receive."""
+        ...
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
+        """The exchange of a bucket, `rows` rows from row `first` on, which shares the state."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that stay between steps, by name.
+
+        Shapes: any.
+        """
+        ...
+
+
+def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 1) -> bool:
+    """`zeros_are_negative` for the message that a replica, or the owner of a row, sends at `step`."""
+    sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
+    proportional = scheme.signal == "parameters"  # an outer SGD; of gradients the base optimizer may use the sign
+    return zeros_are_negative(sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote))
+
+
+def sealed(outgoing: Outgoing, guard: Guard, step: int, status: int | Tensor | None, phase: int = 0) -> Tensor:
+    """The bytes of the next collective, with a header if it is the last one of its message."""
+    if status is None:
+        return outgoing.next_run()
+    whole, octets, nbytes = outgoing.last_run()
+    guard.seal(whole, nbytes, step, status, phase)
+    octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
+    return octets
+
+
+def opened(
+    flight: InFlight,
+    codec: Codec,
+    guard: Guard,
+    rows: int,
+    shared: Tensor | None,
+    aggregation: Aggregation,
+    phase: int = 0,
+    signals: bool = True,
+) -> Arrived:
+    """Waits for one sealed message per replica, validates and counts them; zeros replace unusable ones.
+
+    Args:
+        rows: Of each message.
+        shared: Their indices, where all replicas know them.
+        phase, signals: See `Guard.seal` and `Expected`.
+    """
+    assert isinstance(flight.message, Outgoing)
+    sealed, nbytes = flight.message.wait()
+    arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
+    refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals)
+    if refused is not None:
+        if arrived.body.device.type == "cpu":  # simulated replicas receive one buffer together
+            arrived = replace(arrived, body=arrived.body.clone())
+        arrived.blank(refused)
+    return arrived

@@ -1,0 +1,137 @@
+"""Exchanges of one collective: an all-reduce or an all-gather."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Coefficients, Received
+from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.precision import Float
+from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, sealed
+from detonation.core.exchange.outgoing import Outgoing
+from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.header import DIGITS
+from detonation.core.link.link import Link
+from detonation.core.schemes.buckets import aligned_rows
+from detonation.core.schemes.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The mean of messages that the network has added up already."""
+
+    replicas: int
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:  # [1, rows, k] -> [rows, k]
+        return values[0] / self.replicas
+
+
+class AllReduce:
+    """The network adds the messages: all carry the same coordinates, in a type that can be added."""
+
+    secluded = False
+
+    def __init__(self, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
+        assert isinstance(codec.precision, Float)
+        self._codec, self._link, self._guard, self._rows = codec, link, guard, rows
+        self._dtype, self._k, self._digits = codec.precision.dtype, codec.selection.k, DIGITS * link.replicas
+
+    def start(self, step: int) -> InFlight:
+        count = self._rows * self._k
+        buffer = torch.empty(count + self._digits, dtype=self._dtype, device=self._guard.usual.device)
+        buffer[count:].zero_()
+        return InFlight(step, buffer)
+
+    def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
+        # selected values [rows, k] fp32 -> [rows, k] fp32
+        values, buffer = selected.values, flight.message
+        assert isinstance(buffer, Tensor)
+        flight.know(first, selected.indices)
+        part = buffer[first * self._k : first * self._k + values.numel()].view_as(values)
+        part.copy_(values)
+        flight.waiting.append((first, len(values)))
+        return part.to(torch.float32, copy=True) if read_own else None  # the network is about to add into the buffer
+
+    def send(self, flight: InFlight, status: int | Tensor | None) -> None:
+        buffer = flight.message
+        assert isinstance(buffer, Tensor)
+        first, rows = min(flight.waiting)[0], sum(rows for _, rows in flight.waiting)
+        flight.waiting.clear()
+        run = buffer[first * self._k : (first + rows) * self._k]
+        if status is not None:
+            digits = buffer[len(buffer) - self._digits :]
+            self._guard.seal_sum(digits, status)
+            run = buffer if rows == self._rows else torch.cat([run, digits])
+        flight.sums.append((first, rows, self._link.all_reduce(run)))
+
+    def forward(self, flight: InFlight) -> None:
+        pass
+
+    def receive(self, flight: InFlight) -> Received:
+        totals = [(first, rows, wait()) for first, rows, wait in flight.sums]
+        digits = totals[-1][2][totals[-1][1] * self._k :]
+        runs = {first: total[: rows * self._k].view(rows, self._k) for first, rows, total in totals}
+        self._guard.open_sum(list(runs.values()), digits, flight.step)
+        read = partial(_read_sums, dict(sorted(runs.items())), flight.indices())
+        return Received(self._rows, read, Divided(self._link.replicas))
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "AllReduce":
+        return AllReduce(self._codec, self._link, guard, rows)
+
+    def state(self) -> dict[str, Tensor]:  # none: a sum has no norm of each replica
+        return {}
+
+
+def _read_sums(runs: dict[int, Tensor], shared: Tensor | None, first: int, end: int) -> Coefficients:
+    """The sums of the rows from `first` to below `end`."""  # runs [rows, k] each
+    cut = [run[max(0, first - at) : max(0, end - at)] for at, run in runs.items()]
+    parts = [part for part in cut if len(part)] or cut[:1]
+    values = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return Coefficients(values.to(torch.float32).unsqueeze(0), None if shared is None else shared[first:end])
+
+
+class AllGather:
+    """Every replica receives every message."""
+
+    secluded = False
+
+    def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
+        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
+
+    def start(self, step: int) -> InFlight:
+        return InFlight(step, Outgoing(self._codec, 1))
+
+    def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
+        # selected values [rows, k] fp32 -> [rows, k] fp32
+        assert isinstance(flight.message, Outgoing)
+        rows = len(selected.values)
+        zeros = negative_zeros(self._scheme, flight.step, self._link.replica, self._link.replicas)
+        (message,) = self._codec.encode(selected, negative_zeros=zeros)
+        flight.message.add(first, rows, message)
+        if self._codec.selection.shared:
+            flight.know(first, selected.indices)
+        return self._codec.read(message, rows) if read_own else None
+
+    def send(self, flight: InFlight, status: int | Tensor | None) -> None:
+        assert isinstance(flight.message, Outgoing)
+        octets = sealed(flight.message, self._guard, flight.step, status)
+        flight.message.arriving.append(self._link.all_gather(octets.view(-1)))
+
+    def forward(self, flight: InFlight) -> None:
+        pass
+
+    def receive(self, flight: InFlight) -> Received:
+        aggregation, shared = self._scheme.aggregation, flight.indices()
+        arrived = opened(flight, self._codec, self._guard, self._rows, shared, aggregation)
+        assert isinstance(flight.message, Outgoing)
+        return arrived.received(aligned_rows(self._codec), flight.message.release)
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "AllGather":
+        return AllGather(self._scheme, self._codec, self._link, guard, rows)
+
+    def state(self) -> dict[str, Tensor]:  # [1] fp32
+        return {"usual_norm": self._guard.usual}

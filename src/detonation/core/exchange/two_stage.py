@@ -1,0 +1,109 @@
+"""The exchange of two collectives, through the owners of rows."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate, scatter_sum
+from detonation.core.codec.codec import Arrived, Codec, Selected
+from detonation.core.codec.indices import narrow
+from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, sealed
+from detonation.core.exchange.outgoing import Outgoing
+from detonation.core.exchange.owners import RowOwners
+from detonation.core.integrity.guard import Guard
+from detonation.core.link.link import Link
+from detonation.core.schemes.buckets import block_rows
+from detonation.core.schemes.scheme import Scheme
+
+
+class TwoStage:
+    """A two-stage all-reduce: each replica owns some of the rows, receives them from all, aggregates them, and sends
+    the result to all.
+
+    The bytes that a replica sends do not grow with the number of replicas. The result is selected and encoded again by
+    the codec of the reply; the rest stays in the server residual of the owner and is sent later, so that nothing is
+    lost (law 1) between the two stages.
+    """
+
+    secluded = True
+
+    def __init__(
+        self, scheme: Scheme, codec: Codec, link: Link, owners: RowOwners, residual: Tensor, guard: Guard
+    ) -> None:
+        self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
+        self._answer = scheme.reply_codec(link.replicas)
+        self.owners, self.residual = owners, residual  # [owned, chunk]
+        self._block = owners.owned if residual.device.type == "cpu" else block_rows(scheme, owners.rows)
+
+    def start(self, step: int) -> InFlight:
+        return InFlight(step, Outgoing(self._codec, self._link.replicas))
+
+    def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
+        # selected values [rows, k] fp32 -> [rows, k] fp32
+        assert isinstance(flight.message, Outgoing)
+        replicas, k = self._link.replicas, self._codec.selection.k
+        owners, indices = RowOwners(len(selected.values), replicas, self.owners.run), None
+        if selected.indices is not None:  # padding is zeros, at valid indices
+            sent = narrow(selected.indices)
+            padding = torch.arange(k, dtype=sent.dtype, device=sent.device) if owners.missing else None
+            indices = owners.deal(sent, padding)
+        values = owners.deal(selected.values)
+        zeros = negative_zeros(self._scheme, flight.step, self._link.replica, replicas)
+        (message,) = self._codec.encode(Selected(values, indices, owned=True), negative_zeros=zeros)
+        flight.message.add(first // replicas, owners.owned, message)
+        if self._codec.selection.shared:
+            flight.know(first // replicas, indices)
+        return owners.collect(self._codec.read(message, owners.owned)) if read_own else None
+
+    def send(self, flight: InFlight, status: int | Tensor | None) -> None:
+        assert isinstance(flight.message, Outgoing)
+        octets = sealed(flight.message, self._guard, flight.step, status, phase=1)
+        flight.message.arriving.append(self._link.all_to_all(octets.contiguous()))
+
+    def forward(self, flight: InFlight) -> None:
+        owned, shared = self.owners.owned, flight.indices()
+        mine = None if shared is None else shared[self._link.replica]
+        arrived = opened(flight, self._codec, self._guard, owned, mine, self._scheme.aggregation, phase=1)
+        reply, first = Outgoing(self._answer, 1), 0
+        for block in arrived.received(self.owners.run).blocks(self._block):
+            self._reply(reply, first, block, negative_zeros(self._scheme, flight.step))
+            first += block.values.shape[1]
+        flight.message = reply
+        octets = sealed(reply, self._guard, flight.step, 0)
+        reply.arriving.append(self._link.all_gather(octets.view(-1)))
+
+    def _reply(self, reply: Outgoing, first: int, block: Coefficients, zeros: bool) -> None:
+        """Adds to the reply the coefficients of the mean of the rows from `first` on; the rest stays here."""
+        rows, chunk = block.values.shape[1], self._codec.selection.chunk
+        residual = self.residual[first : first + rows]
+        residual += aggregate(block, self._scheme.aggregation, chunk)
+        selected = self._answer.pick(residual, block.indices if self._codec.selection.shared else None)
+        (message,) = self._answer.encode(selected, negative_zeros=zeros)
+        sent, indices = self._answer.read(message, rows), selected.indices
+        residual -= scatter_sum([sent], [indices], chunk) if isinstance(indices, Tensor) else sent
+        reply.add(first, rows, message)
+
+    def receive(self, flight: InFlight) -> Received:
+        owned = self.owners.owned
+        arrived = opened(flight, self._answer, self._guard, owned, flight.indices(), Mean(), signals=False)
+        unit, width = self.owners.run * self._link.replicas, self._answer.selection.k
+        return Received(self.owners.rows, partial(self._collected, arrived), unit=unit, width=width)
+
+    def _collected(self, arrived: Arrived, first: int, end: int) -> Coefficients:
+        """The replies of all owners about the rows from `first` to below `end`, as one message."""
+        replicas = self._link.replicas
+        owners = RowOwners(end - first, replicas, self.owners.run)
+        block = arrived.read(first // replicas, first // replicas + owners.owned)
+        values = owners.collect(block.values).unsqueeze(0)
+        indices = None if block.indices is None else owners.collect(narrow(block.indices)).unsqueeze(0)
+        return Coefficients(values, indices)
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
+        owners = RowOwners(rows, self.owners.replicas, self.owners.run)
+        start = first // owners.replicas
+        residual = self.residual[start : start + owners.owned]
+        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard)
+
+    def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
+        return {"server_residual": self.residual, "usual_norm": self._guard.usual}

@@ -1,0 +1,95 @@
+"""A transfer: the message of one step in flight, and the update that comes of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Received
+from detonation.core.codec.codec import Selected
+from detonation.core.compute.kernel_library import SignRate
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.exchange.exchange import Exchange, InFlight
+from detonation.core.flat.rows import Bucket
+
+
+@dataclass(frozen=True)
+class BucketPipeline:
+    """A bucket, and the engine that encodes it into its rows of a message."""
+
+    bucket: Bucket
+    engine: ReferenceEngine
+
+
+@dataclass
+class Transfer:
+    """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
+
+    However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
+    own_update: the update if all replicas had sent this replica's message; only for a scheme that needs it. is_empty:
+    True if a part of it is zeros because of values that are not finite; `[]` bool where only the device knows.
+    """
+
+    bucket: Bucket
+    engine: ReferenceEngine
+    exchange: Exchange
+    flight: InFlight
+    own_update: Tensor | None = None
+    is_empty: bool | Tensor = False
+    forwarded: bool = False
+    status: int = 0
+    within: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    unreleased: list[tuple[BucketPipeline, Selected, Tensor | None]] = field(default_factory=list)
+
+    def forward(self) -> None:
+        """Starts the second collective, if there is one and it was not started yet."""
+        if not self.forwarded:
+            self.exchange.forward(self.flight)
+        self.forwarded = True
+
+    def receive(self) -> "Update":
+        """Waits for the update that all replicas agree on."""
+        self.forward()
+        return Update(self.engine, self.exchange.receive(self.flight))
+
+    def decode(self) -> Tensor:
+        """Waits for the update and decodes it: the same bits on every replica.
+
+        Shapes: -> `[rows, chunk]` fp32.
+        """
+        return self.engine.decode(self.receive().received)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The messages that all replicas received, decoded where the update is needed."""
+
+    engine: ReferenceEngine
+    received: Received
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        """Decodes the update into `targets`.
+
+        Shapes: one local shape per parameter.
+        """
+        self.engine.write(self.received, targets)
+        self._release()
+
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        """True if `apply_signs` supports these weights.
+
+        Shapes: one local shape per parameter.
+        """
+        return self.engine.can_apply_signs(self.received, weights)
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        """Moves `weights` by the signs of the update while it is decoded.
+
+        Shapes: one local shape per parameter.
+        """
+        self.engine.apply_signs(self.received, weights, rates)
+        self._release()
+
+    def _release(self) -> None:
+        if self.received.release:  # nobody looks at the messages again
+            self.received.release()

@@ -1,0 +1,58 @@
+"""What a step costs an accelerator, on the device `meta`: launches to which neither replicas nor tensors add, and
+memory of a block beside messages and state. `benchmarks/launches.py` and `memory.py` print the figures."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from detonation.core.codec.precision import Float
+from detonation.core.exchange.two_stage import TwoStage
+from zoo import GRADIENT
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import launches
+import memory
+
+MOST, THROUGH_OWNERS = 300, 540
+"""Operations of a step with overlap; and through owners, which inspect, encode and decode twice."""
+BLOCK = 1 / 4
+"""The rows that are worked on at once, as a share of the flat; less where the network adds up."""
+CODED = 24
+"""Bytes for each coefficient in few bits, while a block of them is decoded."""
+SHAPES = [(1024, 1024)] * 4 + [(1000,)] * 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over():
+    yield
+    memory.selection._permutations.cache_clear()
+    memory.selection._choices.cache_clear()
+
+
+def is_coded(codec):
+    return not isinstance(codec.precision, Float)
+
+
+@pytest.mark.parametrize("name", launches.SCHEMES)
+def test_a_step_is_a_few_hundred_launches_whatever_the_replicas(name):
+    scheme = launches.SCHEMES[name]
+    for replicas in (2, 4, 8):
+        channel, names = launches.operations(scheme, replicas, overlap=True)
+        assert len(names) <= (THROUGH_OWNERS if isinstance(channel.exchange, TwoStage) else MOST), replicas
+        _, plain = launches.operations(scheme, replicas, overlap=False)
+        assert len(plain) <= len(names), replicas
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in GRADIENT.items() if not scheme.round.delay])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_step_holds_state_gradients_messages_and_temporaries_of_a_block(name, replicas):
+    scheme = GRADIENT[name]
+    found = memory.measured(scheme, memory.signs, torch.float32, SHAPES, replicas)
+    block = found.numel * (BLOCK if scheme.aggregation.rowwise else 1)
+    decoded = [(scheme.codec, replicas)] + [(scheme.reply_codec(replicas), 1)] * (scheme.link == "owner")
+    coded = CODED * max(is_coded(codec) * count * codec.selection.k / codec.selection.chunk for codec, count in decoded)
+    # messages are put together once more, and inspected there
+    assert found.over <= found.messages + block * (4 * 4.5 + coded)
