@@ -1,7 +1,7 @@
 """Loss against bytes: the validation loss that each scheme reaches, and its bytes per parameter and step.
 
     python benchmarks/frontier.py run [--only WORDS] [--part 0/2] [--limit 3]     runs missing rows, one by one
-    python benchmarks/frontier.py table > benchmarks/results/2026-11-20-frontier.md
+    python benchmarks/frontier.py table > benchmarks/results/2026-11-22-frontier.md
     python benchmarks/frontier.py figure docs/frontier                           writes .svg and .png
 
 benchmarks/frontier_grid.py lists the runs in order of importance. Each is one simulated training (`detonation
@@ -21,7 +21,7 @@ from typing import Any
 
 from frontier_grid import QUICK, Cell, grid
 
-RESULTS = Path("benchmarks/results/2026-11-20-frontier.jsonl")
+RESULTS = [Path(f"benchmarks/results/2026-11-{day}-frontier.jsonl") for day in (20, 22)]
 NOISE = 0.05
 """Difference in loss between two runs that differ in their last bits only: docs/log.md."""
 
@@ -169,7 +169,7 @@ def main() -> None:
         "--results",
         type=Path,
         nargs="+",
-        default=[RESULTS],
+        default=RESULTS,
         help="files of rows, later before earlier; runs go to the last",
     )
     parser.add_argument(
