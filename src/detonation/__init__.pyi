@@ -50,5 +50,7 @@ from detonation.core.schemes.rotating import slicing as slicing
 from detonation.core.schemes.rotating import striding as striding
 from detonation.core.schemes.scheme import Scheme as Scheme
 from detonation.core.schemes.traffic import LargerThanDense as LargerThanDense
+from detonation.integrations.ddp import CommHook as CommHook
+from detonation.integrations.ddp import comm_hook as comm_hook
 from detonation.plan.auto import auto as auto
 from detonation.version import __version__ as __version__

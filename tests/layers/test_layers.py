@@ -60,6 +60,7 @@ HOUSE = {
     "report/html": ("report/plan_table report/table report/figures", NONE),
     "report": ("report/html", NONE),
     "plan": ("cluster core", ANY),
+    "integrations": ("checkpoint cluster core", ANY),
     "train/recipe": ("cluster/init core models", NONE),
     "train/output": ("train/recipe cluster data report", NONE),
     "train/loop": ("train/output checkpoint cluster core data models", ANY),

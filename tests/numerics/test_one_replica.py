@@ -39,3 +39,16 @@ def test_law_6_one_replica_equals_two_that_see_the_same(name):
     assert sent == 0
     for mine, theirs in zip(alone, two, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_one_replica_reads_a_message_of_any_length():
+    def act(communicator):
+        weight = torch.nn.ParameterList([torch.ones(9)])  # 2 rows of 8: values of 32 bytes, and 2 of indices
+        sgd = torch.optim.SGD(weight.parameters(), lr=1.0)
+        optimizer = dt.replicate(sgd, weight, communicator, dt.demo(topk=4, chunk=8))
+        weight[0].grad = torch.ones(9)
+        optimizer.step()
+        return weight[0].detach()
+
+    (moved,) = simulate_replicas(act, 1)
+    torch.testing.assert_close(moved[:8], torch.zeros(8))  # the DCT of a constant is one coefficient

@@ -120,8 +120,9 @@ def _check_averaged(module: DistributedDataParallel, others: set[int], intra_nod
     if others & set(ranks):
         raise ValueError(
             f"DistributedDataParallel averages gradients over ranks {_listed(ranks)}, which are of several replicas: "
-            "pass the plain model, whose gradients the scheme exchanges, or give DistributedDataParallel the process "
-            'group inside the node, and replicate intra_node=mesh["shard"]'
+            "pass the plain model, whose gradients the scheme exchanges, or call comm_hook(model, scheme) in place of "
+            "replicate, or give DistributedDataParallel the process group inside the node, and replicate "
+            'intra_node=mesh["shard"]'
         )
     if intra_node is None and len(ranks) > 1:
         _log.warning(

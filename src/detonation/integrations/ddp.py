@@ -1,0 +1,216 @@
+"""`comm_hook`: a scheme as the communication hook of DistributedDataParallel, for models that are not sharded."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from detonation.choices import checks_keywords
+from detonation.core.agreement.safety import Safety
+from detonation.core.optimizer.build import Settings
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.setup_checks import checked_levels
+from detonation.core.optimizer.state import replica_state
+from detonation.core.optimizer.stats import Stats
+from detonation.core.schemes.scheme import Scheme
+
+
+@checks_keywords("argument of comm_hook")
+def comm_hook(
+    model: DistributedDataParallel,
+    scheme: Scheme | str,
+    mesh: DeviceMesh | None = None,
+    *,
+    seed: int = 0,
+    kernels: bool = True,
+    safety: Safety | None = None,
+) -> "CommHook":
+    """Makes `model` exchange gradients by `scheme`, in place of its dense all-reduce.
+
+    It registers itself as the communication hook, before the first backward. The optimizer and the loop stay as they
+    are: after `backward` each `p.grad` is the update that the replicas agreed on, with the bits of `replicate` over
+    the same replicas. One exchange follows each backward outside `no_sync`. All ranks save and load `state_dict`.
+
+    Args:
+        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used.
+        scheme: One that exchanges gradients without a delay, such as `demo()`, or its name.
+        mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`) average their
+            gradients while backward computes, and each sends a part of their message to the other nodes. Without it
+            every rank is a replica of its own.
+        seed: Of the random selections; the same on all ranks.
+        kernels: Use compiled kernels where they can be built (g++), on all ranks or none.
+        safety: The reaction to gradients that are not finite, and to replicas out of sync.
+
+    Raises:
+        TypeError: The model is not wrapped in DistributedDataParallel.
+        ValueError: The scheme exchanges parameters, or has a delay; the model has a hook, or reduces in another
+            precision; the mesh has other ranks.
+        Mismatch: In the first backward, where ranks differ in a setting or a weight.
+        LargerThanDense: In the first backward, where the scheme would send more than DistributedDataParallel.
+
+    Example:
+        >>> import torch.distributed as dist, detonation as dt
+        >>> from torch import nn
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(nn.Linear(8, 1))
+        >>> hook = dt.comm_hook(model, dt.demo(topk=4, chunk=8))
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> hook.step_count, sorted(hook.state_dict()["replica0-shard0"])
+        (1, ['0.residual.bias', '0.residual.weight', '0.usual_norm', 'step'])
+        >>> dt.leave()
+
+    Reference: Vogels et al., PowerSGD, arXiv 1905.13727 (a communication hook with a memory).
+    """
+    if not isinstance(model, DistributedDataParallel):
+        kind = type(model).__name__
+        raise TypeError(f"comm_hook takes a DistributedDataParallel model, got {kind}: use replicate for others")
+    if model.mixed_precision is not None:
+        raise ValueError("mixed_precision of DistributedDataParallel reduces other tensors: use torch.autocast")
+    if model._comm_hooks:
+        raise ValueError("the model has a communication hook, and can have one")
+    ranks = dist.get_process_group_ranks(model.process_group)
+    if mesh is None:
+        axis, node = DeviceMesh.from_group(model.process_group, next(model.parameters()).device.type), None
+    else:
+        if {"replicate", "shard"} - {*(mesh.mesh_dim_names or ())} or sorted(mesh.mesh.flatten().tolist()) != ranks:
+            raise ValueError(f'the mesh is {mesh}, must be ("replicate", "shard") over the ranks {ranks} of the model')
+        axis, node = mesh["replicate"], mesh["shard"]
+    levels = checked_levels([(axis, scheme)])
+    chosen = levels[0][1]
+    if not chosen.worth_overlapping:
+        raise ValueError(
+            f"{chosen.name} exchanges no gradients that the same step waits for, which is what a hook can do: "
+            "use replicate(optimizer, model, ...) without DistributedDataParallel"
+        )
+    base = _NoStep(p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore)
+    replicated = Replicated(base, model.module, levels, Settings(node, seed, kernels, safety or Safety(), None))
+    hook = CommHook(replicated, node, model.gradient_as_bucket_view)
+    model.register_comm_hook(None, hook.reduce)
+    return hook
+
+
+class CommHook:
+    """The communication hook of a DistributedDataParallel model. Made by `comm_hook`.
+
+    Args:
+        replicated: Exchanges the gradients of all parameters in one step, and moves no weights.
+        node: The axis inside the node, whose ranks average their gradients first.
+        as_views: Whether gradients are views of the buckets.
+
+    Example:
+        >>> import torch.distributed as dist, detonation as dt
+        >>> from torch import nn
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> hook = dt.comm_hook(DistributedDataParallel(nn.Linear(8, 1)), "demo")
+        >>> hook.step_count, hook.stats.bytes_sent
+        (0, 0)
+        >>> dt.leave()
+    """
+
+    def __init__(self, replicated: Replicated, node: DeviceMesh | None, as_views: bool) -> None:
+        self._replicated, self._node, self._as_views = replicated, node, as_views
+        self._arrived: list[_Bucket] = []
+        self._count = sum(p.requires_grad for group in replicated.param_groups for p in group["params"])
+
+    @property
+    def step_count(self) -> int:
+        """The number of exchanges so far: of backward passes outside `no_sync`."""
+        return self._replicated.step_count
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes, waiting, and contributions that were left out, so far; bytes within a node do not count."""
+        return self._replicated.stats
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that this rank would send between replicas in one step of full fp32 synchronisation."""
+        return sum(self._replicated.dense_bytes_by_level)
+
+    def verify(self) -> None:
+        """Compares the weights of all replicas, bit for bit, as every `safety.verify_every` steps. Collective."""
+        self._replicated.verify()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The memory of this rank, under its name: every rank saves its own.
+
+        Shapes: -> local shapes.
+        """
+        return {self._replicated.coordinates.name: replica_state(self._replicated)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from the result of `state_dict` of this rank, after the model's weights were loaded. Collective.
+
+        Raises `ValueError` for the state of another rank, model or scheme.
+        """
+        self._replicated.load_state_dict({**self._replicated.base.state_dict(), "replication": state_dict})
+
+    def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        """Takes one bucket of gradients; with the last one, exchanges all. Called by DistributedDataParallel.
+
+        The order and the content of the buckets change after the first step, those of the message do not.
+        """
+        self._arrived.append(_Bucket(bucket, self._node))
+        future = self._arrived[-1].future
+        # the buckets of the first step of a static graph do not say which of them is the last
+        if bucket.is_last() or sum(len(each.pieces) for each in self._arrived) == self._count:
+            arrived, self._arrived = self._arrived, []
+            self._exchange(arrived)
+        return future
+
+    @torch.no_grad()
+    def _exchange(self, arrived: list["_Bucket"]) -> None:
+        """Replaces the gradients in all buckets by the update that the replicas agree on."""
+        found = [(parameter, view, parameter.grad) for bucket in arrived for parameter, view in bucket.wait()]
+        try:
+            for parameter, view, _ in found:
+                parameter.grad = view
+            self._replicated.step()
+        finally:
+            for parameter, view, own in found:
+                # a parameter that no rank used keeps its gradient, and the memory may have had something for it
+                parameter.grad = own if own is not None else view if self._as_views else view.clone()
+        for bucket in arrived:
+            bucket.future.set_result(bucket.buffer)
+
+
+class _Bucket:
+    """One bucket of gradients, which the ranks of a node average while backward goes on."""
+
+    def __init__(self, bucket: dist.GradBucket, node: DeviceMesh | None) -> None:  # type: ignore[name-defined]
+        self.buffer = bucket.buffer()
+        if self.buffer.is_sparse:
+            raise ValueError("a gradient is sparse, which cannot be replicated: use sparse=False")
+        self.pieces, device = list(zip(bucket.parameters(), bucket.gradients(), strict=True)), self.buffer.device
+        self.future: Future[Tensor] = Future() if device.type == "cpu" else Future(devices=[device])
+        self._work = None
+        if node is not None and node.size() > 1:
+            self.buffer.div_(node.size())
+            self._work = dist.all_reduce(self.buffer, group=node.get_group(), async_op=True)
+
+    def wait(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter, and the part of the buffer with its gradient, laid out in memory as the parameter is."""
+        if self._work is not None:
+            self._work.wait()
+        return [(p, g.as_strided(p.size(), p.stride()) if _is_dense(p) else g) for p, g in self.pieces]
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """True where the buckets keep the memory format of a parameter, such as channels last."""
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+class _NoStep(Optimizer):
+    """Moves nothing: the caller's own optimizer steps, after backward."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        return

@@ -1,0 +1,252 @@
+"""`ReplicaStrategy` in a real world of 2 x 2 ranks: Lightning's own loop, checkpoints, logs and clipping."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import detonation as dt
+import worlds
+
+lightning = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+from detonation.integrations.lightning import ReplicaStrategy  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
+BATCHES = 4
+"""Of an epoch, per rank."""
+
+
+class Module(lightning.LightningModule):
+    """Learns with dropout, a schedule, and a training step that calls both a child and the module itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.seen, self.norms, self.logged, self.saved = [], [], [], []
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.seen.append(float(x.sum()))
+        loss = (self(x) - y).square().mean() + 0.1 * self.net(x).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    def on_train_batch_end(self, *arguments):
+        (optimizer,) = self.trainer.strategy.replicated
+        norm = optimizer.stats.grad_norm
+        self.norms.append(None if norm is None else float(norm))
+        self.logged.append(float(self.trainer.callback_metrics.get("bytes_sent", -1.0)))
+
+    def on_save_checkpoint(self, checkpoint):
+        self.saved.append(weights(self)[0].clone())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def loader(ranks=4):
+    made = (torch.randn(8 * BATCHES * ranks, n, generator=torch.Generator().manual_seed(n)) for n in (16, 4))
+    return DataLoader(TensorDataset(*made), batch_size=8)
+
+
+def trainer(scheme, steps, folder=None, replicas=2, shards=2, **options):
+    warnings.simplefilter("ignore")  # Lightning's own, about workers and loggers
+    rank = torch.distributed.get_rank()
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 0}
+    os.environ |= {name: str(value) for name, value in world.items()} | {"TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens: the group is there
+    saving = [] if folder is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=BATCHES)]
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet |= {"enable_checkpointing": bool(saving), "callbacks": saving, "num_sanity_val_steps": 0}
+    strategy = ReplicaStrategy(scheme, replicas, shards)
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 4,
+        "max_epochs": 9,
+        "log_every_n_steps": 1,
+        "use_distributed_sampler": True,
+    }
+    return lightning.Trainer(strategy=strategy, max_steps=steps, **{**defaults, **quiet, **options})
+
+
+def fit(scheme, steps, folder=None, path=None, module=None, replicas=2, shards=2, validate=False, **options):
+    lightning.seed_everything(0, verbose=False)
+    module, made = module or Module(), trainer(scheme, steps, folder, replicas, shards, **options)
+    made.fit(module, loader(), loader() if validate else None, ckpt_path=path)
+    return made, module
+
+
+def weights(module):
+    """This rank's shard of all weights, and the whole of them."""
+    local = torch.cat([p.detach().to_local().reshape(-1) for p in module.parameters() if isinstance(p, DTensor)])
+    whole = torch.cat([p.detach().full_tensor().reshape(-1) for p in module.parameters()])
+    return local, whole
+
+
+def resumed(mesh, folder, schemes):
+    found = {}
+    for name, scheme in schemes.items():
+        whole, module = fit(scheme, 2 * BATCHES, str(Path(folder, name)))
+        (path,) = Path(folder, name).glob(f"*step={BATCHES}.ckpt")
+        after, again = fit(scheme, 2 * BATCHES, path=str(path))
+        local, agreed = weights(module)
+        whole.validate(module, loader(), ckpt_path=str(path), verbose=False)  # looks back, and forgets nothing
+        found[name] = {
+            "saved": module.saved[0],
+            "evaluated": weights(module)[0],
+            "same": torch.equal(local, weights(again)[0]),
+            "rates": [t.strategy.replicated[0].param_groups[0]["lr"] for t in (whole, after)],
+            "steps": [each.strategy.replicated[0].step_count for each in (whole, after)],
+            "whole": agreed,
+            "seen": module.seen[:BATCHES],
+            "again": again.seen == module.seen[BATCHES:],
+        }
+    return found
+
+
+def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
+    schemes = {
+        "demo": dt.demo(topk=4, chunk=16),
+        "diloco": dt.diloco(every=3),
+        "late": dt.random(rate=1 / 4, delay=1, lookahead=False),
+    }
+    ranks = worlds.run(resumed, 2, 2, str(tmp_path), schemes)
+    for name in schemes:
+        found = [rank[name] for rank in ranks]
+        assert all(each["same"] and each["again"] for each in found), name
+        assert all(each["steps"] == [2 * BATCHES, 2 * BATCHES] for each in found)
+        assert len({rate for each in found for rate in each["rates"]}) == 1
+        assert all(torch.equal(each["whole"], found[0]["whole"]) for each in found)  # synchronized at the end
+        assert len({batch for each in found for batch in each["seen"]}) == 4 * BATCHES
+        for rank, each in enumerate(found):  # of replica 0 alone, in the middle of a round too
+            assert torch.equal(each["evaluated"], found[rank % 2]["saved"])
+    assert not torch.equal(ranks[0]["diloco"]["saved"], ranks[2]["diloco"]["saved"])
+
+
+def by_hand(mesh, scheme, accumulate, clip):
+    """The weights after the same training in a loop of one's own."""
+    module, data = plain(), loader().dataset
+    order = list(DistributedSampler(data, 4, mesh.get_rank(), seed=0))
+    dt.shard(module, mesh)
+    (base,), (schedule,) = module.configure_optimizers()
+    optimizer = dt.replicate(base, module, mesh["replicate"], scheme, clip=clip)
+    for step in range(BATCHES // accumulate):
+        for part in range(accumulate):
+            rows = order[8 * (accumulate * step + part) :][:8]
+            x, y = (torch.stack(each) for each in zip(*(data[row] for row in rows), strict=True))
+            loss = (module(x) - y).square().mean()
+            (loss / accumulate).backward()
+        optimizer.step()
+        schedule["scheduler"].step()
+        optimizer.zero_grad()
+    return weights(module)[1], float(optimizer.stats.grad_norm), optimizer.stats.bytes_sent
+
+
+class Forward(Module):
+    def training_step(self, batch, index):
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+def plain():
+    lightning.seed_everything(0, verbose=False)
+    module = Forward()
+    module.net[2].p = 0.0
+    return module
+
+
+def compared(mesh):
+    scheme, clip = dt.demo(topk=4, chunk=16), 0.05
+    theirs, norm, sent = by_hand(mesh, scheme, 2, clip)
+    options = {"gradient_clip_val": clip, "accumulate_grad_batches": 2}
+    _, module = fit(scheme, BATCHES // 2, module=plain(), **options)
+    return torch.equal(weights(module)[1], theirs), norm > clip, module.norms[-1] == norm, sent, module.logged
+
+
+def test_clipping_accumulation_and_schedules_are_those_of_a_loop_of_ones_own_and_bytes_are_logged():
+    for same, clipped, same_norm, sent, logged in worlds.run(compared, 2, 2):
+        assert same and clipped and same_norm
+        assert logged == [-1.0, sent / 2, sent / 2, sent]  # at each step, and the first batch takes none
+
+
+def varied(mesh, folder):
+    found = {}
+    whole, module = fit("demo", BATCHES, str(Path(folder, "demo")), validate=True, precision="bf16-mixed")
+    found["bf16"] = weights(module)[1]
+    found["val_loss"] = float(whole.callback_metrics["val_loss"])
+    (path,) = Path(folder, "demo").glob("*.ckpt")
+    (evaluated,) = trainer("demo", -1).validate(Module(), loader(), ckpt_path=str(path), verbose=False)
+    found["evaluated"] = evaluated["val_loss"]
+    again, other = fit("demo", 2 * BATCHES, path=str(path), replicas=4, shards=1)
+    found["elastic"] = again.strategy.replicated[0].step_count, weights(other)[1]
+    return found
+
+
+def test_bf16_evaluation_and_another_number_of_shards(tmp_path):
+    ranks = worlds.run(varied, 2, 2, str(tmp_path))
+    first = ranks[0]
+    assert all(torch.equal(rank["bf16"], first["bf16"]) for rank in ranks)
+    assert abs(first["evaluated"] - first["val_loss"]) < 0.01 * first["val_loss"]  # in fp32
+    assert first["elastic"][0] == 2 * BATCHES
+    assert all(torch.equal(rank["elastic"][1], first["elastic"][1]) for rank in ranks)
+
+
+class Clipping(Module):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+class Replicating(Module):
+    def configure_optimizers(self):
+        return dt.replicate(torch.optim.SGD(self.parameters(), lr=0.1), self, self.device_mesh["replicate"], "demo")
+
+
+class Scaled(lightning.plugins.MixedPrecision):
+    scaler = object()
+
+    def __init__(self):
+        super().__init__("bf16-mixed", "cpu")
+        self.scaler = object()
+
+
+def refused(mesh):
+    return {
+        "value": worlds.caught(lambda: fit("demo", 1, gradient_clip_val=1.0, gradient_clip_algorithm="value")),
+        "fp16": worlds.caught(lambda: fit("demo", 1, plugins=[Scaled()])),
+        "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
+        "twice": worlds.caught(lambda: fit("demo", 1, module=Replicating())),
+        "sizes": worlds.caught(lambda: fit("demo", 1, replicas=3)),
+        "scheme": worlds.caught(lambda: fit("dema", 1)),
+        "keyword": worlds.caught(lambda: ReplicaStrategy("demo", replica=2)),
+    }
+
+
+def test_what_the_strategy_cannot_do_is_refused_in_one_line():
+    expected = {
+        "value": ("ValueError", 'gradient_clip_algorithm="norm"'),
+        "fp16": ("ValueError", 'use "bf16-mixed"'),
+        "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),
+        "twice": ("ValueError", "give the plain one"),
+        "sizes": ("ValueError", "3 replicas x 2 shards are 6 ranks, the world has 4"),
+        "scheme": ("ValueError", "did you mean 'demo'"),
+        "keyword": ("TypeError", "did you mean 'replicas'"),
+    }
+    found = worlds.run_alone(refused, 2, 2)[0]
+    assert found.keys() == expected.keys()
+    for name, (kind, text) in expected.items():
+        assert found[name][0] == kind and text in found[name][1], (name, found[name])
