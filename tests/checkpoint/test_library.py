@@ -1,6 +1,9 @@
 """`save_checkpoint` and `load_checkpoint` in a loop of one's own: results and refusals."""
 
+import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from test_exact import BASES, advance, everything, start
 from torch import nn
 
@@ -135,3 +138,44 @@ def several_levels(mesh, folder):
 
 def test_several_levels_and_local_buffers_go_on_exactly(tmp_path):
     assert all(worlds.run(several_levels, 2, 1, tmp_path))
+
+
+def without_frozen(mesh, folder, frozen):
+    """Saved by 2 x 2, loaded by 2 x 2 and, the ranks taken otherwise, by 4 x 1: True where a run goes on exactly."""
+    other_mesh = dt.init_mesh(4, 1, "cpu")
+
+    def begun(mesh):
+        model = dt.shard(built(Plain), mesh)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        base = BASES["AdamW"]([p for p in model.parameters() if p.requires_grad])
+        return model, dt.replicate(base, model, mesh["replicate"], DEMO)
+
+    model, optimizer = begun(mesh)
+    advance(model, optimizer, range(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.add_(1.0)  # unlike what a fresh model has
+    path = dt.save_checkpoint(folder, model, optimizer, frozen=frozen)
+    if dist.get_rank() == 0:
+        assert any("bias" not in key for key in names_in(path)) == frozen
+    kept = []
+    for other, again in (begun(mesh), begun(other_mesh)):
+        fresh = [p.detach().clone() for p in other.parameters()]
+        dt.load_checkpoint(folder, other, again)
+        left = [torch.equal(a, b) for a, b in zip(fresh, other.parameters(), strict=True)]
+        kept.append([left[i] for i, p in enumerate(other.parameters()) if not p.requires_grad])
+        assert not all(left) and again.step_count == 3
+    return kept
+
+
+def names_in(path):
+    """The parameters whose weights are in the file of the first rank."""
+    return [key for key in load_file(path / "replica0-shard0.safetensors") if key.startswith("model.")]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_parameters_are_left_out_on_request_and_then_stay_as_they_are(tmp_path, frozen):
+    for exact, elastic in worlds.run(without_frozen, 2, 2, tmp_path, frozen):
+        assert {*exact, *elastic} == {not frozen}

@@ -31,7 +31,9 @@ sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """
 """Each rank ends as an interpreter does: taken down around the threads of a process group it may abort, though rarely.
 """
-EXAMPLES = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
+EVERY = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
+EXAMPLES = [path for path in EVERY if "detonation.integrations" not in path.read_text()]
+"""The others need libraries, and run in tests/integrations."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

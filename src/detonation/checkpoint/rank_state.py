@@ -27,6 +27,11 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
+def frozen_weights(model: nn.Module) -> set[str]:
+    """The names of the parameters that require no gradient, which a checkpoint may leave out."""
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
 def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
     """The options of each parameter group, and the names of its parameters.
 

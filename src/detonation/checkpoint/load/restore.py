@@ -10,7 +10,7 @@ from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
 from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
 from detonation.checkpoint.load.elastic import Elastic, owned_rows
-from detonation.checkpoint.rank_state import generators, groups, run_identity, weights
+from detonation.checkpoint.rank_state import frozen_weights, generators, groups, run_identity, weights
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
@@ -36,7 +36,9 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = _own_file(saved, own) if same else Elastic(saved, own)
-    parameters = dict(model.named_parameters())
+    parameters, frozen = dict(model.named_parameters()), frozen_weights(model)
+    if not any(f"model.{name}" in _own_file(saved, own).keys for name in frozen):  # saved without them
+        found = {name: tensor for name, tensor in found.items() if name not in frozen}
     for name, tensor in found.items():
         key = f"model.{name}"
         if isinstance(source, ShardReader):

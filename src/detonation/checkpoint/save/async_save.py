@@ -138,6 +138,7 @@ def save_checkpoint(
     optimizer: Replicated,
     extra: Mapping[str, Any] | None = None,
     keep: int = 3,
+    frozen: bool = True,
 ) -> Path:
     """Saves the state between two steps and waits until the checkpoint is whole. All ranks call it.
 
@@ -148,6 +149,8 @@ def save_checkpoint(
             its own ranks.
         extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
         keep: how many of the newest checkpoints stay.
+        frozen: False leaves out the parameters that require no gradient, such as the model under a LoRA adapter;
+            loading then leaves them as they are.
 
     Returns:
         The checkpoint, `directory/step-NNNNNN`.
@@ -169,7 +172,7 @@ def save_checkpoint(
         >>> folder.cleanup(); dt.leave()
     """
     _require_positive(keep)
-    job = make_save_job(model, optimizer, extra)
+    job = make_save_job(model, optimizer, extra, frozen)
     return ShardSaver(Path(directory), keep, Texts(device_of(model))).save(job)
 
 

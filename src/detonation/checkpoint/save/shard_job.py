@@ -53,10 +53,12 @@ class SaveJob:
         )
 
 
-def make_save_job(model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None) -> SaveJob:
+def make_save_job(
+    model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None, frozen: bool = True
+) -> SaveJob:
     """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
     copied_extra = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-    snapshot = take_snapshot(model, optimizer)
+    snapshot = take_snapshot(model, optimizer, frozen)
     return SaveJob(
         optimizer.step_count,
         optimizer.coordinates,

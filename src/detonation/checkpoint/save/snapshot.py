@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.rank_state import generators, groups, plain, weights
+from detonation.checkpoint.rank_state import frozen_weights, generators, groups, plain, weights
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.replicated import Replicated
 
@@ -39,17 +39,18 @@ class Snapshot:
 
 
 @torch.no_grad()
-def take_snapshot(model: nn.Module, optimizer: Replicated) -> Snapshot:
+def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) -> Snapshot:
     """Copies weights as the replicas last agreed on them, optimizer, local state and random generators of this rank.
 
-    Waits for messages that are on their way.
+    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on their way.
 
     Raises:
         ValueError: the optimizer holds something that is neither a tensor nor a plain value.
     """
     optimizer.set_up()
     with optimizer.agreed_weights():
-        found = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+        left_out = set() if frozen else frozen_weights(model)
+        found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
         values: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             for key, value in optimizer.base.state.get(parameter, {}).items():

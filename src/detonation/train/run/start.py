@@ -45,7 +45,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
     if place is None:
         compute_with_one_thread()
-        return _finished(request) or run_task(prepare(request, None))
+        return _finished(request) or run_task(make_task(request, None))
 
     def on_this_rank() -> Table:
         # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
@@ -53,7 +53,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         finished, again, may_start = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
         if finished:
             return dict(finished)
-        task = replace(prepare(request, place), resume=request.resume or again, may_start=may_start)
+        task = replace(make_task(request, place), resume=request.resume or again, may_start=may_start)
         if place.rank == 0:
             _check_directory(task)
         return train_on_rank(task)
@@ -66,7 +66,7 @@ def compute_with_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def prepare(request: Request, place: LaunchPosition | None) -> RunTask:
+def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     """Reads the recipe once, and checks everything that needs neither processes nor the run directory.
 
     Raises `ValueError` for bad input.
@@ -100,7 +100,7 @@ def run_task(task: RunTask) -> Table:
 
 def train_afresh(request: Table) -> Table:
     """Trains on a rank that shares no memory with the process that started it: it reads the recipe by itself."""
-    return train_on_rank(prepare(from_plain(Request, request), None))  # the world is that of the recipe
+    return train_on_rank(make_task(from_plain(Request, request), None))  # the world is that of the recipe
 
 
 def on_ranks(

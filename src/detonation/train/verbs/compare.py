@@ -16,7 +16,7 @@ from detonation.train.recipe.resolve import require_scheme
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.request import Request
-from detonation.train.run.start import compute_with_one_thread, prepare, run_task
+from detonation.train.run.start import compute_with_one_thread, make_task, run_task
 from detonation.train.run.worker import RunTask
 
 
@@ -41,7 +41,7 @@ def compare_schemes(request: Request, schemes: Sequence[str]) -> list[Table]:
         require_scheme("scheme", name)
     compute_with_one_thread()
     tasks = [
-        prepare(replace(request, overrides=(*request.overrides, f"scheme.name={name}"), out=out / name), None)
+        make_task(replace(request, overrides=(*request.overrides, f"scheme.name={name}"), out=out / name), None)
         for name in schemes
     ]
     return [_finished(task) or _run(task) for task in tasks]

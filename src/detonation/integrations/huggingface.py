@@ -1,0 +1,300 @@
+"""Accelerate, the Transformers Trainer, TRL and PEFT: FSDP2 inside a replica, a scheme between replicas.
+
+Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. The optimizer is replicated after that,
+inside the wrapper. The libraries save and load their files as ever; a directory `detonation` beside them holds the
+state that differs between replicas.
+"""
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from detonation.checkpoint.load.newest import load_checkpoint
+from detonation.checkpoint.save.async_save import save_checkpoint
+from detonation.cluster.init import watch_waiting
+from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optimizer.replicate import replicate
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.schemes.scheme import Scheme
+
+try:
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+    from transformers.trainer_callback import TrainerCallback
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'detonation-torch[hf]'") from error
+
+_USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_PER_NODE)"
+
+
+class Replicas(ParallelismConfig):  # type: ignore[misc]
+    """Accelerate's `ParallelismConfig`, whose replicas are left to a scheme: FSDP2 shards inside each replica alone.
+
+    Neighbouring ranks are the shards of one replica. Each rank reads data of its own, as with Accelerate's class.
+
+    Args:
+        dp_replicate_size: Replicas, usually the number of nodes.
+        dp_shard_size: Ranks that share one replica, usually the GPUs of a node; 1 for a replica on one GPU. By default
+            both come from the environment of `accelerate launch`.
+
+    Raises:
+        ValueError: In `Accelerator`, where the sizes do not multiply to the number of ranks.
+
+    Example:
+        >>> Replicas(dp_replicate_size=2, dp_shard_size=8).fsdp_dim_names
+        ['dp_shard_cp']
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The mesh axes that FSDP2 spans: those inside a replica."""
+        return ["dp_shard_cp"]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """True for an axis of size 1, too: one replica, or a replica on one GPU."""
+        return bool(self.total_size > 1)
+
+    dp_shard_enabled = dp_replicate_enabled
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *others: Any,
+    scheme: Scheme | str,
+    clip: float | None = None,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """`accelerator.prepare` with an optimizer whose step the replicas agree on, by `scheme`.
+
+    `save_state` and `load_state` then keep the state of the replicas, too: training goes on bit for bit. Under a scheme
+    with rounds or a delay, call `replicated(optimizer).synchronize()` before the model is used.
+
+    Args:
+        accelerator: With FSDP2 and `parallelism_config=Replicas(...)`.
+        model: Not yet prepared.
+        optimizer: Over parameters of `model`; its step applies the updates that the replicas agreed on.
+        others: Loaders and schedulers, prepared with them.
+        scheme: How the replicas communicate, such as `demo()`.
+        clip: The largest global norm, above 0, of the gradients after the exchange. `accelerator.clip_grad_norm_` of
+            the same norm may stay in the loop: it returns the norm of this replica's gradients and changes nothing.
+        settings: As of `replicate`: seed, kernels, safety.
+
+    Returns:
+        The model, the optimizer and the others, as `accelerator.prepare` returns them.
+
+    Raises:
+        ValueError: The accelerator does not shard inside the replicas by FSDP2, or scales gradients (fp16); in
+            `clip_grad_norm_`, where the norm is not `clip`; in `load_state`, where there is no state of the replicas.
+
+    Example, of which `examples/huggingface_accelerate.py` is the whole::
+
+        accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=Replicas(2, 8))
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, scheme=dt.demo())
+    """
+    check_setup(accelerator.state, model)
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
+    sharded, wrapper = prepared[:2]
+    inside = _replicate_inside(wrapper, accelerator, sharded, scheme, {"clip": clip, **settings})
+
+    accelerator.register_save_state_pre_hook(lambda models, weights, path: _save(Path(path), sharded, inside))
+    accelerator.register_load_state_pre_hook(lambda models, path: _load(Path(path), sharded, inside))
+    return prepared
+
+
+def replicated(optimizer: Optimizer) -> Replicated:
+    """The replicated optimizer inside the `optimizer` that `prepare` returned, for its `stats` and `synchronize`.
+
+    Raises:
+        TypeError: `prepare` did not return `optimizer`.
+
+    Example, in a loop::
+
+        accelerator.log({"loss": loss.item(), "bytes_sent": replicated(optimizer).stats.bytes_sent}, step)
+    """
+    inside = getattr(optimizer, "optimizer", None)
+    if not isinstance(inside, _Step):
+        raise TypeError(f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare returned")
+    return inside.replicated
+
+
+class Replicate(TrainerCallback):
+    """Callback by which a Trainer trains with replicas: `Trainer(..., callbacks=[Replicate(dt.demo())])`.
+
+    For the Trainer of Transformers and those that inherit from it, such as TRL's `SFTTrainer`, with PEFT or without.
+    `max_grad_norm` clips the gradients that the replicas agreed on, as in hybrid sharding. Each checkpoint of the
+    Trainer holds the state of the replicas, and `train(resume_from_checkpoint=...)` goes on bit for bit. Logs have
+    `bytes_sent`, of this rank so far, and `grad_norm` is that of the agreed gradients. Open rounds end with the last
+    step, so that the model that is evaluated and saved after it is the agreed one.
+
+    optimizer: replicated, for its `stats`; None until training begins.
+
+    Args:
+        scheme: How the replicas communicate, such as `demo()`.
+        settings: As of `replicate`: seed, kernels, safety.
+
+    Raises:
+        ValueError: When the Trainer is made, where its arguments do not shard inside the replicas by FSDP2
+            (`fsdp=True, parallelism_config=Replicas(...)`), or scale gradients (fp16).
+
+    Example:
+        >>> import detonation as dt
+        >>> Replicate(dt.demo(), seed=1).optimizer is None
+        True
+    """
+
+    def __init__(self, scheme: Scheme | str, **settings: Any) -> None:
+        self.optimizer: Replicated | None = None
+        self._scheme, self._settings = scheme, settings
+        self._sent_before = 0  # bytes, in the runs that this one resumes
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Refuses a set-up before data is prepared."""
+        check_setup(AcceleratorState(), others["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the replicas."""
+        trainer, checkpoint = _training()
+        check_setup(trainer.accelerator.state, trainer.model)  # the callback may have come after `on_init_end`
+        if isinstance(trainer.optimizer.optimizer, _Step):  # train() was called before
+            self.optimizer = trainer.optimizer.optimizer.replicated
+        else:
+            self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
+            self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
+        if checkpoint is not None:
+            extra = _load(Path(checkpoint), trainer.model, self.optimizer)
+            self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)  # trackers come first otherwise, and would see logs without bytes_sent
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Ends open rounds after the last step, before the Trainer evaluates, saves or loads the best model."""
+        if self.optimizer and (control.should_training_stop or state.global_step >= state.max_steps):
+            self.optimizer.synchronize()
+
+    on_epoch_end = on_step_end  # a callback may have stopped training since the step
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Adds the state of the replicas to the checkpoint that the Trainer has written."""
+        if self.optimizer and not args.save_only_model:
+            directory = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            _save(directory, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
+
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Adds bytes to the logs, and puts the norm of the agreed gradients in the place of this replica's."""
+        if self.optimizer:
+            logs = others["logs"]
+            found: dict[str, Any] = {"bytes_sent": self._bytes_sent}
+            if "grad_norm" in logs and (norm := self.optimizer.stats.grad_norm) is not None:
+                found["grad_norm"] = norm.item()
+            logs.update(found)
+            state.log_history[-1].update(found)
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self._sent_before + (self.optimizer.stats.bytes_sent if self.optimizer else 0)
+
+
+class _Step(OptimizerWrapper):
+    """Steps with the replicas, and is the base optimizer in all else.
+
+    So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would copy the memory, and
+    then drop it or mix the replicas.
+    """
+
+    def __init__(self, inside: Replicated) -> None:
+        super().__init__(inside.base)
+        self.replicated = inside
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.replicated.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+def check_setup(state: AcceleratorState, model: nn.Module) -> None:
+    """Raises `ValueError`, with the remedy, unless Accelerate shards `model` inside the replicas by FSDP2."""
+    if isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        raise ValueError(f"the model is wrapped in {type(model).__name__}: pass it bare, and let FSDP2 shard it")
+    kind, config, plugin = state.distributed_type, state.parallelism_config, getattr(state, "fsdp_plugin", None)
+    if kind == DistributedType.NO:
+        raise ValueError("this is one rank alone: start several with torchrun or accelerate launch")
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(f"{kind.value} shards and steps by itself, which cannot be replicated: use FSDP2 and {_USE}")
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ValueError(f"FSDP1 hides its shards: use FSDP2 (version 2 in the FSDP settings) and {_USE}")
+    if config is None:
+        raise ValueError(f"parallelism_config is missing, so that nobody knows the replicas: pass {_USE}")
+    if plugin is None or kind != DistributedType.FSDP:
+        remedy = f"pass an fsdp_plugin with fsdp_version=2 (Trainer: fsdp=True) and {_USE}"
+        raise ValueError(f"without FSDP2, DistributedDataParallel sends whole gradients between replicas: {remedy}")
+    if not isinstance(config, Replicas):
+        raise ValueError(f"{type(config).__name__} shards across replicas (hybrid sharding): pass {_USE} instead")
+    if state.mixed_precision == "fp16":
+        raise ValueError("fp16 scales the loss on each replica apart, and replicas would skip other steps: use bf16")
+
+
+def _replicate_inside(
+    wrapper: Any, accelerator: Accelerator, model: nn.Module, scheme: Scheme | str, settings: dict[str, Any]
+) -> Replicated:
+    """Replicates the optimizer inside Accelerate's `wrapper`, over the sharded `model`."""
+    watch_waiting()
+    inside = replicate(wrapper.optimizer, model, accelerator.torch_device_mesh["dp_replicate"], scheme, **settings)
+    wrapper.optimizer = _Step(inside)
+    measure, clip = accelerator.clip_grad_norm_, settings["clip"]
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clipping comes after the exchange, in `step`; before it, each replica would scale by a norm of its own."""
+        if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
+            remedy = f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas agreed on"
+            raise ValueError(f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}")
+        return measure(parameters, math.inf, norm_type)
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    return inside
+
+
+def _training() -> tuple[Any, str | None]:
+    """The Trainer whose `train` calls, and the checkpoint that it resumes from. It tells its callbacks neither."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        trainer = frame.f_locals.get("self")
+        if "resume_from_checkpoint" in frame.f_locals and hasattr(trainer, "callback_handler"):
+            return trainer, frame.f_locals["resume_from_checkpoint"]
+    raise RuntimeError("Replicate is a callback of the Trainer: Trainer(..., callbacks=[Replicate(...)])")
+
+
+def _save(directory: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None) -> None:
+    """Saves what the library's own files in `directory` do not hold exactly. Collective."""
+    state, own = AcceleratorState(), directory / "detonation"
+    if state.is_local_main_process:  # on each node, as they may share no file system
+        shutil.rmtree(own, ignore_errors=True)  # of an earlier run: a later step of it would be loaded in our place
+    state.wait_for_everyone()
+    save_checkpoint(own, model, optimizer, extra, keep=1, frozen=False)
+
+
+def _load(directory: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
+    """Loads the result of `_save` over what the library has loaded from `directory`; returns `extra`. Collective."""
+    loaded = load_checkpoint(directory / "detonation", model, optimizer)
+    if loaded is None:
+        reason = "it was saved without them, or cut off while it was saved"
+        raise ValueError(f"{directory} has no directory detonation, the state of the replicas: {reason}")
+    return loaded.extra
