@@ -73,7 +73,10 @@ class Channel:
         Shapes: one local shape per parameter.
         """
         transfer = self.start(step)
-        parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in self.pipelines]
+        # engines on a CPU work in blocks of their own, which fit into its caches
+        on_cpu = self.runtime.device.type == "cpu"
+        pipelines = [BucketPipeline(Bucket.whole(self.layout), self.engine)] if on_cpu else self.pipelines
+        parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in pipelines]
         self._send(transfer, parts, first_nonfinite(signals, self.runtime))
         return transfer
 
