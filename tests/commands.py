@@ -201,3 +201,23 @@ def write_recipe(path: Path) -> Path:
     """The tiny recipe as a file at `path`."""
     path.write_text(tomli_w.dumps(RECIPE))
     return path
+
+
+def listening(pids):
+    """The addresses, as /proc/net writes them, and ports on which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(descriptor.readlink())
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    rows = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+    ]
+    own = [row[1].partition(":") for row in rows if row[3] == _LISTENING and row[9] in sockets]
+    return {(address, int(port, 16)) for address, _, port in own}
+
+
+_LISTENING = "0A"

@@ -3,13 +3,12 @@
 import os
 import random
 import socket
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import commands
-from commands import launched, write_recipe
+from commands import launched, listening, write_recipe
 from detonation.cluster.processes.heartbeat_board import StoreBoard
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -46,24 +45,9 @@ def goes_on(rank):
     return rank.comes_to_step(rank.stdout.count("\nstep ") + 3, 30)
 
 
-def listening_ports(pid):
-    """The ports on which a process listens."""
-    sockets = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(descriptor.readlink())
-        if target.startswith("socket:["):
-            sockets.add(target[8:-1])
-    rows = [
-        line.split()
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(table).read_text().splitlines()[1:]
-    ]
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets}
-
-
 def test_garbage_on_every_port_does_not_stop_a_run(started):
     ranks, store = started()
-    ports = {port for rank in ranks for port in listening_ports(rank.pid)}
+    ports = {port for _, port in listening([rank.pid for rank in ranks])}
     assert store in ports and len(ports) >= 3
     held = []
     for port in sorted(ports):

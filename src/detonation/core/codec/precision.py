@@ -283,7 +283,7 @@ def _ones(count: int, device: torch.device) -> Tensor:
 
 
 def _line(blocks: Tensor, messages: torch.Size) -> Tensor:
-    """What belongs to one message in one line."""  # [blocks of all messages, ...] -> [..., n]
+    """The blocks of each message, joined to one line."""  # [blocks of all messages, ...] -> [..., n]
     count = messages.numel()
     return blocks.reshape(*messages, blocks.numel() // count if count else 0)
 

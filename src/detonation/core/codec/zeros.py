@@ -4,7 +4,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel: bool = True) -> bool:
-    """Whether a replica sends zeros as negative numbers, so that over replicas and sendings they cancel.
+    """True where a replica sends zeros as negative numbers: over replicas and sendings they cancel.
 
     One bit has no zero: a coordinate without a signal reads as one magnitude, and moves if its sign is always the same.
     Successive sendings 2 n and 2 n + 1 have opposite signs. The order within a pair follows multiples of the golden

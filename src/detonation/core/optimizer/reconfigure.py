@@ -46,7 +46,7 @@ def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: B
 
 
 def _division(scheme: Scheme) -> tuple[int, str]:
-    """What decides which parameters are in each fragment."""
+    """The settings that decide which parameters are in each fragment."""
     return scheme.fragments, scheme.unit if isinstance(scheme, ParameterScheme) else ""
 
 
