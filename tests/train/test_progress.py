@@ -13,13 +13,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from commands import free_port, write_recipe
+from commands import RECIPE, free_port, write_recipe
 from detonation.cli import answers
 from detonation.cli.command import run_command
 from detonation.train.output import gauges
 from detonation.train.output import screen as screens
-from detonation.train.output.gauges import Curve, Gauges, Portion
-from detonation.train.output.metrics import Record
+from detonation.train.output.gauges import Curve, Gauges
+from detonation.train.output.metrics import Portion, Record, log_line, read_metrics
+from detonation.train.run import recorder
+from detonation.train.verbs.simulate import Simulation, simulate
 from terminal import Terminal
 
 
@@ -145,6 +147,31 @@ def test_a_curve_of_any_length_keeps_its_shape_in_a_small_space():
     assert 4 <= len(values) <= 8 and values == sorted(values)
     assert values[0] < 128 and values[-1] > 870
     assert gauges.sparkline(values, 4)[0] == "▁" and gauges.sparkline(values, 4)[-1] == "█"
+
+
+def test_a_line_says_how_fast_how_full_and_how_long():
+    latest = Record(40, 2.0, 1e-3, 0.5, 1_000_000, grad_norm=0.5, memory=31 * 10**9, mfu=0.414)
+    line = log_line([record(39, seconds=1.5), latest], 100, 8_000_000, Portion(4096, "tokens"))
+    assert line == (
+        "step  40/100  loss 2.0000  lr 1.00e-03  grad norm 0.5  sent 1.0 MB/step (x8.0 less)"
+        "  1 s/step  4,096 tokens/s  MFU 41%  31.0 GB  60 s left"
+    )
+    shown, _ = gauges_of(Portion(4096, "tokens"), steps=100)
+    shown.add(latest)
+    shown.add(record(41))  # which was not measured
+    assert "  MFU 41%  31.0 GB" in drawn(shown, 120)[1]
+
+
+def test_the_share_of_the_peak_is_that_of_the_arithmetic_of_a_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recorder, "peak_flops", lambda device: 1e12)
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    summary = simulate(Simulation(recipe, out=tmp_path / "run"))
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    tokens = RECIPE["train"]["batch_size"] * RECIPE["data"]["context"]
+    # one product forward and two backward with every weight but those of embedding and norms
+    matrices = summary["num_parameters"] - (256 + 5) * RECIPE["model"]["hidden_size"]
+    assert last.mfu * last.seconds * 1e12 == pytest.approx(6 * tokens * matrices)
+    assert " MFU " in capsys.readouterr().out and "mfu" in summary
 
 
 class Typed:

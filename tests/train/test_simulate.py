@@ -42,7 +42,16 @@ def simulated(config):
 
 
 def results(summary):
-    left_out = ("seconds", "median_step_seconds", "examples_per_second", "directory", "simulated", "seconds_predicted")
+    left_out = (
+        "seconds",
+        "median_step_seconds",
+        "examples_per_second",
+        "tokens_per_second",
+        "peak_memory",
+        "directory",
+        "simulated",
+        "seconds_predicted",
+    )
     return {key: value for key, value in summary.items() if key not in left_out}
 
 

@@ -59,6 +59,26 @@ def test_a_logger_gets_what_the_metrics_file_gets(trained, tmp_path):
     assert len(written) == 6 and fake.closed == 1
 
 
+OPENED = []
+
+
+def mine(path, config, done):
+    OPENED.append((path, Fake()))
+    return OPENED[-1][1]
+
+
+def test_your_own_logger_is_named_by_module_and_function(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mine", sys.modules[__name__])
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    simulate(Simulation(recipe, ('train.loggers=["mine:mine"]',), out=tmp_path / "run"))
+    [(path, fake)] = OPENED
+    assert path == tmp_path / "run" and len(fake.records) == 6 and fake.closed == 1
+    assert all(record.memory > 1e7 for record in fake.records if record.step % 2 == 0)
+    capsys.readouterr()
+    assert run_command(["train", str(recipe), "--logger", "mine:nothing", "--out", str(tmp_path / "other")]) == 2
+    assert "module mine has no function 'nothing'" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("when", ["opening", "writing", "closing"])
 def test_one_that_fails_is_told_of_once_and_training_goes_on(trained, when):
     fake = Fake(fails_at=3 if when == "writing" else None, fails_to_close=when == "closing")

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
@@ -100,8 +100,8 @@ class Train(Shortcuts):
     """How many checkpoints stay, the newest; 3 when left out."""
     stop_after: _Integer = None
     """Stop after so many steps with the state saved, as a preemption would."""
-    logger: UseAppendAction[tuple[Literal["tensorboard", "trackio", "wandb"], ...]] = ()
-    """Send each step to a tracker too, as --logger tensorboard; more than one may be given."""
+    logger: UseAppendAction[tuple[str, ...]] = ()
+    """Send each step to a tracker too: tensorboard, trackio, wandb or package.module:function; several may be given."""
     interface: Annotated[str, _shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 

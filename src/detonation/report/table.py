@@ -25,7 +25,8 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_predicted(summary)}time in steps",
             f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms",
         ),
-        ("throughput", f"{summary['examples_per_second']:,.1f} examples/s"),
+        ("throughput", _speed(summary)),
+        ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
         ("full synchronisation", f"{size_text(summary['bytes_full_sync_per_step'])} per step"),
@@ -71,6 +72,12 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
     console.print(table)
     for note in notes:
         console.print(printable(note))
+
+
+def _speed(summary: dict[str, Any]) -> str:
+    examples, mfu = f"{summary['examples_per_second']:,.1f} examples/s", summary.get("mfu")
+    tokens = f"{summary['tokens_per_second']:,.0f} tokens/s, " if "tokens_per_second" in summary else ""
+    return f"{tokens}{examples}" + (f", MFU {mfu:.0%}" if mfu else "")
 
 
 def _virtual(summary: dict[str, Any]) -> str:

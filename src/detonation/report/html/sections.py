@@ -38,12 +38,16 @@ def tiles(run: Run) -> str:
         (size_text(summary["bytes_sent_per_step"]), f"sent per step{_less(summary)}"),
         (duration(summary["seconds"] / summary["steps"]), "per step, on average"),
         *([(f"{share:.1%}", "of the time waiting for the network")] if share is not None else []),
-        (f"{summary['examples_per_second']:,.4g}", "examples per second"),
+        (f"{summary.get('tokens_per_second', summary['examples_per_second']):,.4g}", f"{_unit(summary)} per second"),
         ("equal" if summary["replicas_equal"] else "not equal", "replicas at the end, bit for bit"),
     ]
     items = "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for value, label in shown)
     table = grid([], [(escape(label), escape(text)) for label, text in run_rows(summary)])
     return f'<ul class="tiles">{items}</ul>\n<details><summary>All numbers</summary>\n{table}</details>'
+
+
+def _unit(summary: dict[str, Any]) -> str:
+    return "tokens" if "tokens_per_second" in summary else "examples"
 
 
 def runs_table(runs: Sequence[Run]) -> str:

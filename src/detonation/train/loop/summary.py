@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from detonation.cluster.machine.usage import peak_memory
 from detonation.data import bigram_loss
 from detonation.train.loop.counts import NOTHING, Counts, counted
 from detonation.train.loop.session import Session
-from detonation.train.output.metrics import Record, reduction
+from detonation.train.output.metrics import Portion, Record, reduction
 
 _LATEST = 20
 
@@ -18,6 +21,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
 
     `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
     `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
+    `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `adapted_to` is the last scheme of a run that followed its link.
     """
     config, last = session.config, records[-1]
@@ -26,6 +30,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
+    data, (memory, mfu) = portion(session), _usage(session, records)
     examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
     return {
         "scheme": config.schemes,
@@ -46,6 +51,9 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
+        **({"tokens_per_second": data.count * len(records) / seconds} if data.unit == "tokens" else {}),
+        **({"peak_memory": memory} if memory else {}),
+        **({"mfu": mfu} if mfu else {}),
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),
@@ -53,6 +61,23 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "replicas_equal": equal,
         "fingerprint": fingerprint,
     }
+
+
+def portion(session: Session) -> Portion:
+    """The data in one step of all ranks together: tokens of text, or whole examples."""
+    train, data = session.config.train, session.data
+    examples = train.batch_size * train.accumulate * session.world_size
+    if data.kind == "text":
+        return Portion(examples * data.train[torch.tensor([0])]["input_ids"].shape[1], "tokens")
+    return Portion(examples, "images" if data.kind == "images" else "pairs")
+
+
+def _usage(session: Session, records: Sequence[Record]) -> tuple[int, float]:
+    """The peak of memory of the rank that needed most, and the MFU of rank 0, which measures it. 0 where unknown."""
+    shares = [record.mfu for record in records if record.mfu is not None]
+    own = [peak_memory(session.device) or 0, statistics.median(shares) if shares else 0]
+    everyone = session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=session.device))()
+    return int(max(memory for memory, _ in everyone)), everyone[0][1]
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,20 +11,12 @@ from rich.table import Column
 from rich.text import Text
 
 from detonation.report.words import size_text
-from detonation.train.output.metrics import Record
+from detonation.train.output.metrics import Portion, Record
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN = "_.-=+*%#"
 _WINDOW = 20
 _WIDEST, _WIDEST_BAR = 40, 90
-
-
-@dataclass(frozen=True)
-class Portion:
-    """The amount of data in one step of all ranks: `count` of `unit`, such as 4096 tokens."""
-
-    count: int
-    unit: str
 
 
 class Curve:
@@ -94,18 +85,25 @@ class Gauges:
         """Loss, its curve, and as many rates as fit."""
         if not self._last:
             return "the first step sets up"
-        speed = len(self._last) * self._portion.count / sum(record.seconds for record in self._last)
+        seconds = sum(record.seconds for record in self._last) / len(self._last)
         sent, waiting = self._sent / self._seconds, self._waited / self._seconds
         loss = f"loss {self._last[-1].loss:.4f} "
         rates = [
-            f"  {f'{speed:,.0f}' if speed >= 100 else f'{speed:.3g}'} {self._portion.unit}/s",
+            f"  {self._portion.per_second(seconds)}",
             f"  {size_text(sent)}/s between nodes" if sent else "  nothing sent",
             f"  {waiting:.0%} waiting",
         ]
+        memory, mfu = self._latest("memory"), self._latest("mfu")
+        rates += [] if mfu is None else [f"  MFU {mfu:.0%}"]
+        rates += [] if memory is None else [f"  {size_text(memory)}"]
         while rates and len(loss) + 8 + sum(map(len, rates)) > width:
             rates.pop()
         room = min(_WIDEST, width - len(loss) - sum(map(len, rates)))
         return loss + sparkline(self._curve.values(), max(1, room), blocks) + "".join(rates)
+
+    def _latest(self, name: str) -> float | None:
+        """The last measurement that there is of a record's field."""
+        return next((found for record in reversed(self._last) if (found := getattr(record, name)) is not None), None)
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:

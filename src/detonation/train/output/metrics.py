@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detonation.report.words import factor, size_text
+from detonation.report.words import duration, factor, size_text
 from detonation.train.output.directory import unwritable, write_text
 
 
@@ -24,6 +24,9 @@ class Record:
         waited_s: The part of `seconds` in which rank 0 waited for an exchange.
         step_s: The part spent in the optimizer's step, `waited_s` included.
         levels: `bytes_sent` over each axis.
+        grad_norm: The global norm before clipping, where the run clips; measured where a line is shown, as is `memory`.
+        memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
+        mfu: The share of the device's peak in bf16 that forward and backward used over the whole step.
         setting: The scheme from the next step on, where it changes.
     """
 
@@ -37,6 +40,9 @@ class Record:
     levels: dict[str, int] = field(default_factory=dict)
     val_loss: float | None = None
     val_accuracy: float | None = None
+    grad_norm: float | None = None
+    memory: int | None = None
+    mfu: float | None = None
     setting: str | None = None
 
     def values(self) -> dict[str, Any]:
@@ -107,14 +113,35 @@ def reduction(sent: float, full: float) -> float | None:
     return full / sent if sent else None
 
 
-def log_line(records: Sequence[Record], steps: int, full_sync: int) -> str:
+@dataclass(frozen=True)
+class Portion:
+    """The amount of data in one step of all ranks: `count` of `unit`, such as 4096 tokens."""
+
+    count: int
+    unit: str
+
+    def per_second(self, seconds: float) -> str:
+        """The speed at `seconds` per step.
+
+        >>> Portion(4096, "tokens").per_second(0.5), Portion(4, "images").per_second(0.7)
+        ('8,192 tokens/s', '5.71 images/s')
+        """
+        speed = self.count / seconds
+        return f"{f'{speed:,.0f}' if speed >= 100 else f'{speed:.3g}'} {self.unit}/s"
+
+
+def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Portion) -> str:
     """One line about `records`, the steps since the last such line: latest loss and lr, mean bytes and mean time."""
     last, count = records[-1], len(records)
     sent = sum(record.bytes_sent for record in records) / count
-    milliseconds = 1000 * sum(record.seconds for record in records) / count
+    seconds = sum(record.seconds for record in records) / count
     less = factor(reduction(sent, full_sync))
     width = len(str(steps))
     text = f"step {last.step:{width}}/{steps}  loss {last.loss:.4f}  lr {last.lr:.2e}"
+    text += "" if last.grad_norm is None else f"  grad norm {last.grad_norm:.3g}"
     text += f"  sent {size_text(sent)}/step ({less} less)" if sent else "  sent nothing"
-    text += f"  {milliseconds:.0f} ms/step"
-    return text if last.val_loss is None else f"{text}  validation {last.val_loss:.4f}"
+    text += f"  {duration(seconds)}/step  {portion.per_second(seconds)}"
+    text += "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
+    text += "" if last.memory is None else f"  {size_text(last.memory)}"
+    text += "" if last.val_loss is None else f"  validation {last.val_loss:.4f}"
+    return f"{text}  {duration(seconds * (steps - last.step))} left" if last.step < steps else text

@@ -12,8 +12,8 @@ from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
 from detonation.report.words import printable
-from detonation.train.output.gauges import Gauges, Portion
-from detonation.train.output.metrics import Record
+from detonation.train.output.gauges import Gauges
+from detonation.train.output.metrics import Portion, Record
 
 _EVERY_S = 0.2
 _ERASE = "\r\x1b[J"

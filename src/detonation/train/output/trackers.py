@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, trackio and Weights & Biases behind one small protocol, besides `metrics.jsonl`."""
+"""Trackers: TensorBoard, trackio, Weights & Biases and your own behind one protocol, besides `metrics.jsonl`."""
 
 import contextlib
 import importlib.util
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from detonation.choices import imported
 from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import to_table
@@ -26,7 +27,7 @@ class Logger(Protocol):
 
 
 Opener = Callable[[Path, Config, int], Logger]
-"""Opens a logger for the run in a directory; the number is that of the steps that were logged before."""
+"""Opens a logger on rank 0 for the run in a directory; the number is that of the steps that were logged before."""
 
 
 class TensorBoard:
@@ -94,7 +95,7 @@ class Trackio:
 
 
 OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
-"""By name; each needs the package of that name."""
+"""By name; each needs the package of that name. Any other opener is named "package.module:function"."""
 
 
 class Forgiving:
@@ -128,19 +129,24 @@ class Forgiving:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a logger whose package is not installed."""
+    """Raises `ValueError` for a logger that does not exist, or whose package is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        _opener(name)
+        if name in OPENERS and importlib.util.find_spec(name) is None:
             raise ValueError(f"logger {name} needs the package {name}: pip install {name}")
 
 
 def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Logger]:
     """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that fails."""
 
-    def opener(name: str) -> Callable[[], Logger]:
-        return lambda: OPENERS[name](path, config, done)
+    def opened(name: str) -> Callable[[], Logger]:
+        return lambda: _opener(name)(path, config, done)
 
-    return [Forgiving(name, opener(name), warn) for name in config.train.loggers]
+    return [Forgiving(name, opened(name), warn) for name in config.train.loggers]
+
+
+def _opener(name: str) -> Opener:
+    return imported(name) if ":" in name else OPENERS[name]
 
 
 def values(record: Record) -> dict[str, float]:

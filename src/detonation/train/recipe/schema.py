@@ -10,7 +10,7 @@ from detonation.core.link.link_speed import LinkSpeed
 Table = dict[str, Any]
 
 LOGGERS = ("tensorboard", "trackio", "wandb")
-"""Valid names in `train.loggers`; `output/trackers.py` opens them."""
+"""Valid names in `train.loggers`, besides "package.module:function"; `output/trackers.py` opens them."""
 
 
 def require(holds: bool, setting: str, value: object, allowed: str) -> None:
@@ -101,7 +101,7 @@ class TrainConfig:
         least, why = (1, " to repair") if self.on_desync == "repair" else (0, " (0 = never)")
         require(self.verify_every >= least, "train.verify_every", self.verify_every, f"at least {least}{why}")
         for name in self.loggers:
-            if name not in LOGGERS:
+            if ":" not in name and name not in LOGGERS:
                 raise unknown("logger", name, LOGGERS)
         require(self.autocast in ("", "bf16"), "train.autocast", self.autocast, "'' or 'bf16'")
 

@@ -1,14 +1,17 @@
 """The recorder of a run: every step's record, written down, sent to trackers and shown."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from detonation.cluster.machine.usage import peak_flops, peak_memory
 from detonation.train.loop import counts
 from detonation.train.loop.session import Session
+from detonation.train.loop.summary import portion
+from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
-from detonation.train.output.gauges import Portion
 from detonation.train.output.screen import Screen
 
 
@@ -31,26 +34,40 @@ class Recorder:
         kept: Sequence[metrics.Record] = (),
     ) -> None:
         self.before = before
-        self._train, self._screen = session.config.train, screen
+        self._session, self._train, self._screen = session, session.config.train, screen
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
         self.records = list(kept)
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
         screen.line(_title(session, path))
+        self._least_s = math.inf  # of a step of this rank at the peak of its device
         if session.rank == 0:
+            peak = peak_flops(session.device)
+            self._least_s = (flops(session) or math.inf) / peak if peak else math.inf
             self._loggers = [metrics.MetricsFile(path / directory.METRICS, self.records)]
             self._loggers += trackers.open_trackers(path, session.config, done, lambda line: self.warn([line]))
-        screen.start(done, self._train.steps, portion(session))
+        self._portion = portion(session)
+        screen.start(done, self._train.steps, self._portion)
 
     def add(self, record: metrics.Record) -> None:
         """Takes in the record of one more step."""
+        shown = record.step % self._train.log_every == 0 or record.val_loss is not None
+        if shown and self._loggers:
+            record = replace(record, **self._measured(record))
         self.records.append(record)
         for logger in self._loggers:
             logger.write(record)
         self._screen.advance(record)
-        if record.step % self._train.log_every == 0 or record.val_loss is not None:
-            self._screen.line(metrics.log_line(self.records[self._logged :], self._train.steps, self._full_sync))
+        if shown:
+            latest = self.records[self._logged :]
+            self._screen.line(metrics.log_line(latest, self._train.steps, self._full_sync, self._portion))
             self._logged = len(self.records)
+
+    def _measured(self, record: metrics.Record) -> dict[str, Any]:
+        """The measurements for which the host may wait for a device, and which are therefore not of every step."""
+        norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
+        found = {"memory": memory, "grad_norm": None if norm is None else float(norm)}
+        return found if self._least_s == math.inf else {**found, "mfu": self._least_s / record.seconds}
 
     def warn(self, lines: Sequence[str]) -> None:
         """Shows faults that do not stop the run."""
@@ -73,12 +90,3 @@ def _title(session: Session, path: Path) -> str:
     world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
     model = f"{config.model.name} with {numel:,} parameters"
     return f"{config.schemes} over {world}: {model} on {session.data.name}, in {path}"
-
-
-def portion(session: Session) -> Portion:
-    """The data in one step of all ranks together: tokens of text, or whole examples."""
-    train, data = session.config.train, session.data
-    examples = train.batch_size * train.accumulate * session.world_size
-    if data.kind == "text":
-        return Portion(examples * data.train[torch.tensor([0])]["input_ids"].shape[1], "tokens")
-    return Portion(examples, "images" if data.kind == "images" else "pairs")
