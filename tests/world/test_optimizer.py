@@ -1,6 +1,7 @@
 """What torch's own tools expect of an optimizer, and what a wrong start gets."""
 
 import io
+import re
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def tools(mesh):
             assert optimizer.step(closure) > 0
             schedule.step()
         assert seen == [1, 1, 1] and [g["lr"] for g in optimizer.param_groups] == [1e-3 / 4, 1e-2 / 4]
-        assert "lr: 0.00025" in repr(optimizer)
+        assert "AdamW (\n" in repr(optimizer) and "lr: 0.00025" in repr(optimizer)
         ends.append(weights(model))
     assert ends[0] == ends[1]
     return dt.fingerprint(model, mesh)[1]
@@ -437,6 +438,28 @@ def refusals(mesh):
         caught(dt.init_mesh, 3, 1),
         caught(dt.replicate(torch.optim.AdamW(tiny.parameters()), tiny, axis, dt.demo()).step),
     ]
+
+
+def shown(mesh):
+    """Of each scheme, the bytes that its optimizer says it will send and those that it sends, per step."""
+    told = {}
+    for name in ("demo", "full", "random", "diloco", "none"):
+        model, optimizer = start(mesh, SCHEMES[name])
+        text = repr(optimizer)
+        stranger = dt.replicate(torch.optim.SGD([nn.Parameter(torch.ones(3))]), model, *optimizer.levels[0])
+        assert repr(stranger).startswith("Replicated, with parameters that are not in the model\nSGD (")
+        advance(model, optimizer, range(optimizer.levels[0][1].round.every))
+        sent = optimizer.stats.bytes_sent / optimizer.step_count
+        told[name] = (re.search(r"over 2 replicas: (.*)", text)[1], sent, optimizer.dense_bytes_by_level[0])
+    return told
+
+
+def test_an_optimizer_shows_the_bytes_that_it_sends():
+    for told in worlds.run(shown, 2, 2):
+        assert told.pop("none")[0] == "nothing"
+        for text, sent, dense in told.values():
+            assert text.startswith(f"{sent:,.0f} bytes per step by all-")
+            assert text.endswith(f", {sent / dense:.2%} of full synchronisation")
 
 
 def test_wrong_use_gets_one_clear_line():

@@ -20,7 +20,7 @@ from detonation.core.optimizer.build import Level, Route, Settings, build_levels
 from detonation.core.optimizer.reconfigure import agree_on_parameters, hand_over_by_name, reconfigured
 from detonation.core.optimizer.setup_checks import check_layout
 from detonation.core.optimizer.state import from_state_dict, only_creates_state, to_state_dict, warn_of_lost_memory
-from detonation.core.optimizer.stats import Stats, dense_bytes_by_level
+from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
 from detonation.core.schemes.scheme import Scheme
@@ -65,6 +65,9 @@ class Replicated(OptimizerWrapper):
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
         self._ends_before = any(scheme.signal == "gradients" for _, scheme in levels)
         self._ends_after = any(scheme.signal == "parameters" for _, scheme in levels)
+
+    def __repr__(self) -> str:
+        return f"{described(self._trained, self.levels, self.settings.intra_node)}\n{self.base}"
 
     @property
     def stats(self) -> Stats:
@@ -112,15 +115,13 @@ class Replicated(OptimizerWrapper):
 
     def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:
         step = self.step_count
-        for replicator in replicators:
-            if replicator.acts_before:
-                replicator.before(step)
+        for replicator in (each for each in replicators if each.acts_before):
+            replicator.before(step)
         if self._ends_before:  # before the weights move
             consensus.end(step)
         consensus.step_base(self._base_step, step)
-        for replicator in replicators:
-            if replicator.acts_after:
-                replicator.after(step)
+        for replicator in (each for each in replicators if each.acts_after):
+            replicator.after(step)
         if self._ends_after:
             consensus.end(step)
         self.step_count += 1
@@ -191,7 +192,6 @@ class Replicated(OptimizerWrapper):
         ranks call it between the same two steps; they compare settings as at the first step. Raises `ValueError` for
         another scheme and for settings that would lose state, and `LargerThanDense`; the old settings then stay.
         """
-        self.set_up()
         self.synchronize()
         number = range(len(self.levels))[level]
         (axis, was), old = self.levels[number], self._by_level[number]

@@ -11,8 +11,9 @@ from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link
+from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import dense_bytes
+from detonation.core.schemes.traffic import arguments_text, collective_for, dense_bytes, message_bytes
 
 
 class Stats:
@@ -79,3 +80,30 @@ def dense_bytes_by_level(
     """
     ways = [(sum(local(p).numel() for p in way.values()), n) for way, n in split_by_sharding(parameters, intra_node)]
     return [sum(dense_bytes(numel, axis.size(), n) for numel, n in ways) for axis, _ in levels]
+
+
+def described(trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]], intra_node: DeviceMesh | None) -> str:
+    """The exchange of a replicated optimizer in one line per level, by arithmetic, without a step.
+
+    Bytes are the mean per step of one rank; where shards differ in size, those of this one.
+    """
+    try:
+        parameters = trained.by_name()
+    except ValueError:  # which the first step explains
+        return "Replicated, with parameters that are not in the model"
+    lines = [f"Replicated, {sum(local(p).numel() for p in parameters.values()):,} parameters on this rank"]
+    dense = dense_bytes_by_level(parameters, levels, intra_node)
+    for (axis, scheme), full in zip(levels, dense, strict=True):
+        lines.append(f"  {scheme.name}({arguments_text(scheme)}) over {axis.size()} replicas: ")
+        sent, ways = 0.0, []
+        for part, n in split_by_sharding(parameters, intra_node) if scheme.signal != "nothing" else []:
+            layout = scheme.codec.layout({name: tuple(local(p).shape) for name, p in part.items()})
+            fragments = scheme.divide(layout)
+            sent += sum(message_bytes(scheme, each, axis.size(), n) for each in fragments) / scheme.round.every
+            ways += [_WAYS[collective_for(scheme, each, axis.size(), n)] for each in fragments]
+        share = f", {sent / full:.2%} of full synchronisation" if full else ""
+        lines[-1] += f"{sent:,.0f} bytes per step by {' and '.join(dict.fromkeys(ways))}{share}" if ways else "nothing"
+    return "\n".join(lines)
+
+
+_WAYS = {"all-reduce": "all-reduce", "all-gather": "all-gather", "owner": "the owners of rows"}
