@@ -1,10 +1,11 @@
-"""The arithmetic of sizes is that of the shards that FSDP2 makes."""
+"""The arithmetic of sizes is that of the shards that FSDP2 makes; settings that do not fit together are told of."""
 
 import pytest
 
 import detonation as dt
 import worlds
 from detonation.core.flat.tensors import local
+from detonation.train.recipe.misfits import misfits
 from detonation.train.recipe.sizes import local_shapes
 from zoo import Menagerie, built
 
@@ -19,3 +20,35 @@ def test_local_shapes_are_those_of_real_shards(shards):
     whole = built(Menagerie)
     foreseen = [local_shapes(whole, shard, shards) for shard in range(shards)]
     assert worlds.run(sharded, 1, shards) == foreseen
+
+
+MISFITS = {
+    "schedule.warmup is 6, all of the 6 steps: the learning rate only rises": ["schedule.warmup=6"],
+    "train.clip changes nothing for SignSGD without momentum, which moves by signs: leave it out": [
+        "train.clip=1.0",
+        "optimizer.name=SignSGD",
+        "optimizer.lr=0.01",
+    ],
+    "diloco exchanges every 9 steps, but there are 6: replicas meet at the end alone; choose a smaller every": [
+        "scheme.name=diloco",
+        "scheme.every=9",
+    ],
+    "random sends 100% of what full synchronisation sends, which leaves nothing out": [
+        "scheme.name=random",
+        "scheme.rate=1.0",
+    ],
+}
+
+
+@pytest.mark.parametrize("line", MISFITS)
+def test_settings_that_do_not_fit_together_are_told_of(tiny, line):
+    assert misfits(tiny(*MISFITS[line])) == [line]
+
+
+def test_settings_that_fit_are_not(tiny):
+    fitting = (
+        [],
+        ["optimizer.name=SignSGD", "optimizer.lr=0.01", "optimizer.momentum=0.9", "train.clip=1.0"],
+        ["scheme.name=none"],
+    )
+    assert not any(misfits(tiny(*sets)) for sets in (*fitting, ["scheme.name=full", "scheme.precision=fp32"]))

@@ -13,6 +13,7 @@ from detonation.train.loop.summary import portion
 from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
+from detonation.train.recipe.misfits import misfits
 
 
 class Recorder:
@@ -47,6 +48,8 @@ class Recorder:
             self._loggers = [metrics.MetricsFile(path / directory.METRICS, self.records)]
             self._loggers += trackers.open_trackers(path, session.config, done, lambda line: self.warn([line]))
         self._portion = portion(session)
+        if session.rank == 0:
+            self.warn(misfits(session.config))
         screen.start(done, self._train.steps, self._portion)
 
     def add(self, record: metrics.Record) -> None:
