@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from detonation.choices import find_function, make
-from detonation.models import gpt, t5, vit
+from detonation.models import gpt, moe, t5, vit
 
 __all__ = ["MODELS", "build_model"]
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": gpt.olmo2, "t5": t5.t5, "vit": vit.vit}
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": gpt.olmo2, "olmoe": moe.olmoe, "t5": t5.t5, "vit": vit.vit}
 
 
 def model_function(name: str) -> Callable[..., nn.Module]:
@@ -30,7 +30,7 @@ def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
     Args:
         name: See `model_function`.
-        arguments: Of the model's function: `olmo2`, `t5` or `vit`.
+        arguments: Of the model's function: `olmo2`, `olmoe`, `t5` or `vit`.
 
     Raises:
         ValueError: Unknown name or argument, or sizes that do not fit together.
