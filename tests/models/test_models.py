@@ -13,6 +13,7 @@ CASES = [
     ("olmo2", {}, 590_976, math.log(256)),
     ("olmo2", {"tie_embeddings": True}, 558_208, math.log(256)),
     ("olmo2", {"key_value_heads": 2, "dropout": 0.1}, 558_080, math.log(256)),
+    ("olmoe", {}, 1_772_672, math.log(256)),
     ("vit", {}, 205_066, math.log(10)),
     ("vit", {"image_size": 32, "patch_size": 4, "channels": 3, "classes": 100, "dropout": 0.1}, 213_924, math.log(100)),
     ("t5", {}, 968_448, math.log(384)),
@@ -28,7 +29,7 @@ def inputs(name, arguments, rows=4):
         labels = torch.randint(arguments.get("classes", 10), (rows,))
         return {"pixel_values": torch.randn(rows, channels, size, size), "labels": labels}
     ids = torch.randint(3, 256, (rows, 24))
-    if name == "olmo2":
+    if name in ("olmo2", "olmoe"):
         return {"input_ids": ids, "labels": ids}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.flip(0)}
 
