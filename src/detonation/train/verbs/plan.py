@@ -8,15 +8,11 @@ from typing import Any
 
 from detonation.cluster.network.profile import Profile
 from detonation.core.link.link_speed import LinkSpeed
-from detonation.core.schemes.registry import schemes
+from detonation.core.schemes.registry import scheme, schemes
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work
 from detonation.plan.search import candidate_settings, options
-from detonation.train.auto.asked import standing
-from detonation.train.loop.session import check_config, scheme_of
-from detonation.train.recipe.layers import read_layers
 from detonation.train.recipe.schema import Config, require
-from detonation.train.recipe.sizes import shard_shapes
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
@@ -50,7 +46,8 @@ def plan(question: Question) -> dict[str, Any]:
     known = schemes()  # registers those of installed packages
     candidates = candidate_settings()
     if config is not None and config.scheme.name not in known:
-        candidates = [*candidates, scheme_of(config.levels[-1])]
+        chosen = config.levels[-1].scheme
+        candidates = [*candidates, scheme(chosen.name, chosen.arguments)]
     found = options(candidates, work, network)
     return advise(found, work, network)
 
@@ -83,6 +80,11 @@ def _same_world(question: Question, profile: Profile) -> None:
 
 
 def _config(question: Question, profile: Profile | None) -> Config:
+    # imported for a recipe alone: models and FSDP take a second, and arithmetic needs neither
+    from detonation.train.auto.asked import standing
+    from detonation.train.loop.session import check_config
+    from detonation.train.recipe.layers import read_layers
+
     assert question.recipe is not None
     replicas, shards = question.replicas, question.shards
     if profile is not None:
@@ -110,5 +112,13 @@ def _work(question: Question, profile: Profile | None, config: Config | None, sh
     if seconds is None:
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
-    shapes = shard_shapes(config) if config else [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
-    return Work(shapes, seconds, measured.steps if measured else {})
+    return Work(_shapes(question, config, shards), seconds, measured.steps if measured else {})
+
+
+def _shapes(question: Question, config: Config | None, shards: int) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of the parameters on each shard; without a recipe they are one long parameter."""
+    if config is None:
+        return [{"all": (-(-count(question.parameters or "") // shards),)}] * shards
+    from detonation.train.recipe.sizes import shard_shapes
+
+    return shard_shapes(config)
