@@ -48,6 +48,7 @@ HOUSE = {
     "checkpoint/save": ("checkpoint/volumes checkpoint/gather checkpoint/rank_state core", ANY),
     "checkpoint/load": ("checkpoint/save core", ANY),
     "checkpoint": ("checkpoint/load core", NONE),
+    "log": ("core", NONE),
     "models": ("", NONE),
     "data/dataset": ("", NONE),
     "data/download": ("", NONE),

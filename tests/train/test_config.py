@@ -38,8 +38,9 @@ def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
     assert from_table(tomllib.loads(tomli_w.dumps(to_table(config)))) == config
 
 
-def test_there_are_five_recipes():
+def test_there_are_six_recipes():
     assert [path.stem for path in RECIPES] == [
+        "moe-lm",
         "quick-lm",
         "t5-translation",
         "three-tiers",

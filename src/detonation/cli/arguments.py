@@ -102,6 +102,8 @@ class Train(Shortcuts):
     """Stop after so many steps with the state saved, as a preemption would."""
     logger: UseAppendAction[tuple[str, ...]] = ()
     """Send each step to a tracker too: tensorboard, trackio, wandb or package.module:function; several may be given."""
+    log: _Flag = False
+    """Keep the agreed update of each step since the last checkpoints, for detonation replay."""
     interface: Annotated[str, _shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
@@ -240,6 +242,23 @@ class Export(Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Replay(Common):
+    """Repeat the steps of a run from its log of updates (train --log), bit for bit and without training.
+
+    Example: detonation replay runs/first --to 120 --out runs/at-120
+    """
+
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
+    """A run directory."""
+    to: _Integer = None
+    """The step; the last of the log when left out. The log has those since the last two checkpoints."""
+    out: Annotated[Path | None, _shown("DIR")] = None
+    """Write a checkpoint of that step there, for detonation export, or for train --out DIR --resume."""
+    trust_code: _Flag = False
+    """Run the code that the run names as package.module:function."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Fetch(Common):
     """Download data sets to this machine."""
 
@@ -272,6 +291,7 @@ Verb = (
     | Annotated[Report, subcommand("report")]
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Export, subcommand("export")]
+    | Annotated[Replay, subcommand("replay")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Recipes, subcommand("recipes")]
     | Annotated[Env, subcommand("env")]

@@ -18,6 +18,7 @@ from detonation.cli.arguments import (
     Plan,
     Probe,
     Recipes,
+    Replay,
     Report,
     Simulate,
     Train,
@@ -119,13 +120,20 @@ def _report(verb: Report) -> dict[str, Any]:
 
 def _verify(verb: Verify) -> dict[str, Any]:
     from detonation.checkpoint.verify import checkpoints, verify
+    from detonation.log.playback import log_files
+    from detonation.train.output.directory import UPDATES
 
     checked = [verify(path) for path in checkpoints(verb.directory)]
     for one in checked:
         say(verb, one.line())
     keys = ("good", "faults", "differences", "elsewhere")
     found = [{"path": str(one.path), **{key: getattr(one, key) for key in keys}} for one in checked]
-    return {"good": all(one.good for one in checked), "checkpoints": found}
+    logs = log_files(verb.directory / UPDATES)
+    for path, first, last, fault in logs:
+        say(verb, fault or f"{path}: steps {first} to {last}, whole")
+    good = all(one.good for one in checked) and not any(fault for *_, fault in logs)
+    files = [{"path": str(path), "first": first, "last": last, "fault": fault} for path, first, last, fault in logs]
+    return {"good": good, "checkpoints": found, "updates": files}
 
 
 def _export(verb: Export) -> dict[str, Any]:
@@ -135,6 +143,16 @@ def _export(verb: Export) -> dict[str, Any]:
     mean = f", the mean of the {exported['replicas']} replicas that are here" if "replicas" in exported else ""
     say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}{mean}")
     return exported
+
+
+def _replay(verb: Replay) -> dict[str, Any]:
+    from detonation.train.verbs.replay import Replaying, replay_run
+
+    found = replay_run(requested(Replaying, verb))
+    say(verb, f"step {found['step']}, {found['replayed']} steps replayed, fingerprint {found['fingerprint'][:16]}")
+    if "checkpoint" in found:
+        say(verb, f"checkpoint: {found['checkpoint']}")
+    return found
 
 
 def _fetch(verb: Fetch) -> dict[str, Any]:
@@ -183,6 +201,7 @@ VERBS: dict[type, Any] = {
     Report: _report,
     Verify: _verify,
     Export: _export,
+    Replay: _replay,
     Fetch: _fetch,
     Recipes: _recipes,
     Env: _env,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from detonation.checkpoint.files import retention
 from detonation.checkpoint.files.manifest import Manifest, versions
 from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.gather import Texts, device_of, gather
@@ -80,13 +81,16 @@ def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicat
     return None if found is None else load_found(found, model, optimizer)
 
 
-def find(directory: Path, model: nn.Module, optimizer: Replicated) -> Found | None:
+def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None) -> Found | None:
     """The newest checkpoint of `directory` that all ranks find whole; None where there is none at all. Collective.
+
+    Args:
+        most: The step after which no checkpoint counts.
 
     Raises `NoCheckpoint` where there are checkpoints and none is whole.
     """
     texts, rejected = Texts(device_of(model)), list[str]()
-    names = candidates(directory, texts)
+    names = [name for name in candidates(directory, texts) if most is None or retention.step_of(Path(name)) <= most]
     for position, name in enumerate(names):
         path, manifest, reason = inspect(directory, name, optimizer.coordinates, texts)
         if manifest is not None and not reason:

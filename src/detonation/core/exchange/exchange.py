@@ -14,6 +14,7 @@ from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.exchange.outgoing import Outgoing
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.link.tape import Tape
 from detonation.core.schemes.scheme import Scheme
 
 
@@ -82,6 +83,10 @@ class Exchange(Protocol):
         """Waits for the messages that all replicas receive."""
         ...
 
+    def play(self, flight: InFlight, tape: Tape) -> None:
+        """Lets arrive what the tape has of this message, in the place of all collectives."""
+        ...
+
     def for_rows(self, first: int, rows: int, guard: Guard) -> "Exchange":
         """The exchange of a bucket, `rows` rows from row `first` on, which shares the state."""
         ...
@@ -111,6 +116,15 @@ def sealed(outgoing: Outgoing, guard: Guard, step: int, status: int | Tensor | N
     return octets
 
 
+def played(tape: Tape, guard: Guard, codec: Codec, step: int, replicas: int) -> Outgoing:
+    """The message of `step` that the tape has, on the device of `guard`."""
+
+    def take() -> Tensor:  # [replicas, 64 + nbytes] uint8
+        return tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
+
+    return Outgoing(codec, 1, played=take)
+
+
 def opened(
     flight: InFlight,
     codec: Codec,
@@ -120,6 +134,7 @@ def opened(
     aggregation: Aggregation,
     phase: int = 0,
     signals: bool = True,
+    tape: Tape | None = None,
 ) -> Arrived:
     """Waits for one sealed message per replica, validates and counts them; zeros replace unusable ones.
 
@@ -127,9 +142,12 @@ def opened(
         rows: Of each message.
         shared: Their indices, where all replicas know them.
         phase, signals: See `Guard.seal` and `Expected`.
+        tape: Takes in the messages, unless they come from it.
     """
     assert isinstance(flight.message, Outgoing)
     sealed, nbytes = flight.message.wait()
+    if tape is not None and not tape.plays:
+        tape.put(guard.place, flight.step, sealed[:, : HEADER_BYTES + nbytes])
     arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
     refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals)
     if refused is not None:

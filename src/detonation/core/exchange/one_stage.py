@@ -10,11 +10,12 @@ from torch import Tensor
 from detonation.core.codec.aggregate import Coefficients, Received
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.precision import Float
-from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, sealed
+from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
 from detonation.core.exchange.outgoing import Outgoing
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import DIGITS
 from detonation.core.link.link import Link
+from detonation.core.link.tape import Tape
 from detonation.core.schemes.buckets import aligned_rows
 from detonation.core.schemes.scheme import Scheme
 
@@ -74,10 +75,20 @@ class AllReduce:
     def receive(self, flight: InFlight) -> Received:
         totals = [(first, rows, wait()) for first, rows, wait in flight.sums]
         digits = totals[-1][2][totals[-1][1] * self._k :]
+        if self._link.tape and not self._link.tape.plays:
+            values = [total[: rows * self._k] for _, rows, total in sorted(totals, key=lambda run: run[0])]
+            self._link.tape.put(self._guard.place, flight.step, torch.cat([*values, digits]))
         runs = {first: total[: rows * self._k].view(rows, self._k) for first, rows, total in totals}
         self._guard.open_sum(list(runs.values()), digits, flight.step)
         read = partial(_read_sums, dict(sorted(runs.items())), flight.indices())
         return Received(self._rows, read, Divided(self._link.replicas))
+
+    def play(self, flight: InFlight, tape: Tape) -> None:
+        def take() -> Tensor:  # [rows * k + digits]
+            return tape.take(self._guard.place, flight.step).to(self._guard.usual.device).view(self._dtype)
+
+        flight.waiting.clear()
+        flight.sums.append((0, self._rows, take))
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "AllReduce":
         return AllReduce(self._codec, self._link, guard, rows)
@@ -126,9 +137,12 @@ class AllGather:
 
     def receive(self, flight: InFlight) -> Received:
         aggregation, shared = self._scheme.aggregation, flight.indices()
-        arrived = opened(flight, self._codec, self._guard, self._rows, shared, aggregation)
+        arrived = opened(flight, self._codec, self._guard, self._rows, shared, aggregation, tape=self._link.tape)
         assert isinstance(flight.message, Outgoing)
         return arrived.received(aligned_rows(self._codec), flight.message.release)
+
+    def play(self, flight: InFlight, tape: Tape) -> None:
+        flight.message = played(tape, self._guard, self._codec, flight.step, self._link.replicas)
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "AllGather":
         return AllGather(self._scheme, self._codec, self._link, guard, rows)

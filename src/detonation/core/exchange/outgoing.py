@@ -1,6 +1,6 @@
 """The message of one step: encoded piece by piece, sent in one collective or in several, and joined again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ class Outgoing:
     waiting: list[Piece] = field(default_factory=list)
     sent: list[Piece] = field(default_factory=list)
     arriving: list[Arriving] = field(default_factory=list)
+    played: Callable[[], Tensor] | None = None  # what arrives in the place of a collective: header and bytes
     runs: list[tuple[int, int]] = field(default_factory=list)  # first row and rows of each collective
 
     def add(self, first: int, rows: int, message: Message) -> None:
@@ -72,6 +73,11 @@ class Outgoing:
 
         Shapes: -> `[messages of all replicas, 64 + nbytes + padding]` uint8, and nbytes.
         """
+        if self.played:
+            octets = self.played()
+            whole, nbytes = padded([[octets[:, HEADER_BYTES:]]], HEADER_BYTES)
+            whole[:, :HEADER_BYTES].copy_(octets[:, :HEADER_BYTES])
+            return whole, nbytes
         arrived, pieces = [each() for each in self.arriving], []
         nbytes = self.codec.nbytes(sum(rows for _, rows in self.runs))
         of_several = len(arrived) == 1 and len(arrived[0]) > 1  # torch refuses other types at the odd stride of one

@@ -8,11 +8,12 @@ from torch import Tensor
 from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate, scatter_sum
 from detonation.core.codec.codec import Arrived, Codec, Selected
 from detonation.core.codec.indices import narrow
-from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, sealed
+from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
 from detonation.core.exchange.outgoing import Outgoing
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
+from detonation.core.link.tape import Tape
 from detonation.core.schemes.buckets import block_rows
 from detonation.core.schemes.scheme import Scheme
 
@@ -86,7 +87,8 @@ class TwoStage:
 
     def receive(self, flight: InFlight) -> Received:
         owned = self.owners.owned
-        arrived = opened(flight, self._answer, self._guard, owned, flight.indices(), Mean(), signals=False)
+        tape, shared = self._link.tape, flight.indices()
+        arrived = opened(flight, self._answer, self._guard, owned, shared, Mean(), signals=False, tape=tape)
         unit, width = self.owners.run * self._link.replicas, self._answer.selection.k
         return Received(self.owners.rows, partial(self._collected, arrived), unit=unit, width=width)
 
@@ -98,6 +100,9 @@ class TwoStage:
         values = owners.collect(block.values).unsqueeze(0)
         indices = None if block.indices is None else owners.collect(narrow(block.indices)).unsqueeze(0)
         return Coefficients(values, indices)
+
+    def play(self, flight: InFlight, tape: Tape) -> None:
+        flight.message = played(tape, self._guard, self._answer, flight.step, self._link.replicas)
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
         owners = RowOwners(rows, self.owners.replicas, self.owners.run)

@@ -23,10 +23,12 @@ class Guard:
     received. A refused message counts as zeros: the mean stays a mean over all replicas, so that no replica gains
     weight because the message of another was lost.
 
+    place: Which of the messages of a step these are.
+
     Args:
         names: Of the parameters.
         schema: All settings that sender and receiver must share to read a message.
-        place: Which of the messages of a step these are.
+        place: As above.
         replica: The number of this replica.
         delay: Steps that a message may be in flight.
         counts: Counts every fault.
@@ -46,7 +48,7 @@ class Guard:
         on_device: bool = False,
         usual: Tensor | None = None,
     ) -> None:
-        self._names, self._counts = list(names), counts
+        self._names, self._counts, self.place = list(names), counts, place
         self._schema, self._place, self._replica = hash63(schema), place << 2, replica
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual

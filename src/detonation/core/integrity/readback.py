@@ -21,8 +21,15 @@ class Readback:
             self._event = module.Event()  # over when the current stream has done all that it was given so far
             self._event.record(module.current_stream(numbers.device))
 
-    def read(self) -> list[Any]:
-        """The numbers as lists. Waits for the work that the device got before the copy, not for later work."""
+    def wait(self) -> Tensor:
+        """The copy on the host. Waits as `read` does.
+
+        Shapes: as the tensor.
+        """
         if self._event:
             self._event.synchronize()
-        return self._numbers.tolist()
+        return self._numbers
+
+    def read(self) -> list[Any]:
+        """The numbers as lists. Waits for the work that the device got before the copy, not for later work."""
+        return self.wait().tolist()

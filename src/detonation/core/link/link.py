@@ -11,6 +11,7 @@ from torch import Tensor
 from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
 from detonation.core.link.handshake import SAME_START, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
+from detonation.core.link.tape import Tape
 from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 
 
@@ -20,6 +21,7 @@ class Link:
     bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring collectives; over the
     axis itself, not inside the node. waited_s: seconds for which the host was blocked by an unfinished exchange. A
     network library that waits on the device (NCCL) does not block the host, and the device's waiting is not counted.
+    tape: Where received messages are recorded, or played back from.
 
     Args:
         axis: Between the replicas.
@@ -36,6 +38,7 @@ class Link:
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
         self.bytes_sent = 0
         self.waited_s = 0.0
+        self.tape: Tape | None = None
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of `values` over all replicas; the result is bitwise the same on each.

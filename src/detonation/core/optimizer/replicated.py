@@ -13,13 +13,14 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.progress import PROGRESS
 from detonation.core.link.coordinates import Coordinates, coordinates_of
+from detonation.core.link.tape import Tape
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.closure import evaluated
 from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
 from detonation.core.optimizer.reconfigure import agree_on_parameters, hand_over_by_name, reconfigured
 from detonation.core.optimizer.setup_checks import check_layout
-from detonation.core.optimizer.state import from_state_dict, only_creates_state, to_state_dict, warn_of_lost_memory
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
@@ -44,7 +45,6 @@ class Replicated(OptimizerWrapper):
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
         >>> model = nn.Linear(8, 1)
         >>> optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.random(rate=1))
-        >>> model(torch.ones(1, 8)).sum().backward()
         >>> optimizer.step()
         >>> isinstance(optimizer, dt.Replicated), optimizer.step_count, optimizer.stats.skipped
         (True, 1, 0)
@@ -54,8 +54,8 @@ class Replicated(OptimizerWrapper):
         super().__init__(base)
         self.levels, self.settings = tuple(levels), settings
         self.step_count = 0
-        self._base_step = BaseStep(base)
-        self._buffers = BufferSync(model)
+        self.tape: Tape | None = None
+        self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
         self._trained = TrainedParameters(model, base)
         self._routes: dict[tuple[int, int], Route] = {}
@@ -63,8 +63,6 @@ class Replicated(OptimizerWrapper):
         self._consensus: StopConsensus | None = None
         self._by_level: list[list[Replicator]] = [[] for _ in levels]
         self._replicators: list[Replicator] | None = None  # from the first step on: Accelerate swaps parameters before
-        self._ends_before = any(scheme.signal == "gradients" for _, scheme in levels)
-        self._ends_after = any(scheme.signal == "parameters" for _, scheme in levels)
 
     def __repr__(self) -> str:
         return f"{described(self._trained, self.levels, self.settings.intra_node)}\n{self.base}"
@@ -73,8 +71,7 @@ class Replicated(OptimizerWrapper):
     def stats(self) -> Stats:
         """Bytes, waiting, and contributions that were left out, so far."""
         links = [[link for (n, _), (link, _) in self._routes.items() if n == i] for i in range(len(self.levels))]
-        clip = self._base_step.clip
-        return Stats(links, self._consensus, self.step_count, clip.norm if clip else None)
+        return Stats(links, self._consensus, self.step_count, getattr(self._base_step.clip, "norm", None))
 
     @property
     def dense_bytes_by_level(self) -> list[int]:
@@ -96,11 +93,10 @@ class Replicated(OptimizerWrapper):
         """Takes one step of training, on all ranks at once; returns the value of `closure`."""
         loss = evaluated(closure) if closure else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
-        if not overlapping and not self.base.state and only_creates_state():
+        if not overlapping and not self.base.state and states.only_creates_state():
             self._base_step.unclipped()
             return loss
-        if self.memory_lost:
-            warn_of_lost_memory(self)
+        states.warn_of_lost_memory(self)
         with PROGRESS:
             if self._consensus is None:
                 self.set_up()
@@ -114,17 +110,18 @@ class Replicated(OptimizerWrapper):
         return loss
 
     def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:
-        step = self.step_count
+        step, signals = self.step_count, [scheme.signal for _, scheme in self.levels]
         for replicator in (each for each in replicators if each.acts_before):
             replicator.before(step)
-        if self._ends_before:  # before the weights move
+        if "gradients" in signals:  # before the weights move
             consensus.end(step)
         consensus.step_base(self._base_step, step)
         for replicator in (each for each in replicators if each.acts_after):
             replicator.after(step)
-        if self._ends_after:
+        if "parameters" in signals:
             consensus.end(step)
         self.step_count += 1
+        self._end("step")
         if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
             self.verify()
 
@@ -183,6 +180,7 @@ class Replicated(OptimizerWrapper):
                 replicator.synchronize(self.step_count)
         self._buffers(self.build())
         self._consensus.conclude(self.step_count)
+        self._end("synchronize")
 
     @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
@@ -200,39 +198,41 @@ class Replicated(OptimizerWrapper):
         self._replicators = [replicator for made in self._by_level for replicator in made]
         compare_replicas(self._replicators, self.settings, self.param_groups)
 
+    def record(self, tape: Tape | None) -> None:
+        """Records what the replicas agree on from the next step on, as in a `detonation.UpdateLog`; None ends that."""
+        self.tape = tape
+        for link, _ in self._routes.values():
+            link.tape = tape
+
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
-        """Context in which the weights are the ones that the replicas agreed on last, for evaluation and saving.
-
-        Only a scheme with look-ahead has other weights between steps; it returns to them afterwards.
+        """Context in which the weights are the ones that the replicas agreed on last, for evaluation and saving. Only
+        a scheme with look-ahead has other weights between steps; it returns to them afterwards.
         """
-        with torch.no_grad():
-            for replicator in self._replicators or []:
-                replicator.enter_agreed()
+        for replicator in self._replicators or []:
+            replicator.enter_agreed()
         try:
             yield
         finally:
-            with torch.no_grad():
-                for replicator in self._replicators or []:
-                    replicator.leave_agreed()
+            for replicator in self._replicators or []:
+                replicator.leave_agreed()
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.
 
-        State that differs between replicas has a key that names the replica, so that a tool that takes equal keys on
-        different ranks for one tensor (torch.distributed.checkpoint) never mixes replicas. Under schemes that exchange
-        parameters this includes the base optimizer's state. Save one file per rank. Helpers of
-        torch.distributed.checkpoint leave "replication" out; see `detonation.TrainingState`.
+        State that differs between replicas has a key that names the replica, as torch.distributed.checkpoint takes
+        equal keys on different ranks for one tensor; under schemes that exchange parameters the base optimizer's, too.
+        Save one file per rank. Helpers of torch leave "replication" out; see `detonation.TrainingState`.
         """
-        return to_state_dict(self)
+        return states.to_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
 
-        Without that part the memory of the replicas is lost: the next step warns, unless `load_replica_state` came.
-        Raises `ValueError` for the state of another replica or shard.
+        Without it the memory of the replicas is lost: the next step warns, unless `load_replica_state` came. Raises
+        `ValueError` for the state of another replica or shard.
         """
-        from_state_dict(self, state_dict)
+        states.from_state_dict(self, state_dict)
 
     def local_state(self) -> dict[str, Tensor]:
         """The state private to this replica and shard, to read; waits for messages in flight.
@@ -240,11 +240,7 @@ class Replicated(OptimizerWrapper):
         Shapes: -> local shapes.
         """
         self.refuse_overlap()
-        return {
-            f"{index}.{key}": tensor
-            for index, replicator in enumerate(self._replicators or [])
-            for key, tensor in replicator.local_state().named().items()
-        }
+        return states.local_state_of(self._replicators or [])
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
@@ -279,6 +275,10 @@ class Replicated(OptimizerWrapper):
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
+    def _end(self, what: str) -> None:
+        if self.tape:
+            self.tape.end(what, self)
+
     def _change_trained(self, in_buckets: bool) -> None:
         """Lets parameters join and leave before the step, on all ranks at once. Collective."""
         before, now, old = self._trained.laid_out, self._trained.by_name(), self._by_level
@@ -287,8 +287,7 @@ class Replicated(OptimizerWrapper):
         made = self._lay_out(now)
         hand_over_by_name(old, self._by_level)
         self._trained.forget_frozen_gradients()
-        joining = [name for name, parameter in now.items() if before.get(name) is not parameter]
-        compare_replicas(made, self.settings, self.param_groups, joining)
+        compare_replicas(made, self.settings, self.param_groups, [n for n, p in now.items() if before.get(n) is not p])
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
@@ -297,4 +296,5 @@ class Replicated(OptimizerWrapper):
         self._by_level, self._consensus = made
         self._replicators = [replicator for level in self._by_level for replicator in level]
         self._trained.lay_out(parameters)
+        self.record(self.tape)
         return self._replicators

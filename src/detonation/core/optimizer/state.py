@@ -6,7 +6,7 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 from detonation.core.link.coordinates import alike
+from detonation.core.replicator.base import Replicator
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated
@@ -92,6 +93,18 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
     optimizer.resume_at(int(state["step"]))
 
 
+def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:
+    """See `Replicated.local_state`.
+
+    Shapes: -> local shapes.
+    """
+    return {
+        f"{index}.{key}": tensor
+        for index, replicator in enumerate(replicators)
+        for key, tensor in replicator.local_state().named().items()
+    }
+
+
 def parameters_of(keys: Iterable[str]) -> set[str]:
     """The parameters of which a saved local state holds something.
 
@@ -151,9 +164,9 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
 
 
 def warn_of_lost_memory(optimizer: "Replicated") -> None:
-    """Warns once that a loaded state had no "replication" part, as the checkpoints of other frameworks have none."""
-    optimizer.memory_lost = False
-    if (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
+    """Warns once where a loaded state had no "replication" part, as the checkpoints of other frameworks have none."""
+    lost, optimizer.memory_lost = optimizer.memory_lost, False
+    if lost and (optimizer.coordinates.replica, optimizer.coordinates.shard) == (0, 0):
         schemes = ", ".join(scheme.name for _, scheme in optimizer.levels)
         _log.warning(
             'the optimizer state that was loaded has no part "replication": what the replicas of %s remember is lost, '

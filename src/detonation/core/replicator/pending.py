@@ -65,6 +65,7 @@ class LookAhead:
         self._agreed = [local(p).clone() for p in parameters.values()]
         self._ahead = False
 
+    @torch.no_grad()
     def move(self, updates: Sequence[Tensor]) -> None:
         """Moves from the agreed weights to where this replica's own `updates` would lead.
 
@@ -78,6 +79,7 @@ class LookAhead:
         step_on(updates, self._parameters, self._base, self._layout)
         self._ahead = True
 
+    @torch.no_grad()
     def back(self) -> None:
         """Moves to the agreed weights, bit for bit."""
         if self._ahead:

@@ -65,16 +65,19 @@ def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followe
     return saved
 
 
-def resume(session: Session, directory: Path, may_start: bool = False) -> tuple[Loaded | None, list[str]]:
+def resume(
+    session: Session, directory: Path, may_start: bool = False, most: int | None = None
+) -> tuple[Loaded | None, list[str]]:
     """Loads the newest whole checkpoint in `directory`; returns it, and the lines to show about it.
 
     Args:
         may_start: Load nothing where no checkpoint was saved yet.
+        most: The step after which no checkpoint counts.
 
     Raises:
         ValueError: There is none, or another model, data, scheme, optimizer or seed wrote it.
     """
-    found = find(directory, session.model, session.optimizer)
+    found = find(directory, session.model, session.optimizer, most)
     if found is None and may_start:
         return None, ["no checkpoint was saved yet: starting from the beginning"]
     if found is None:

@@ -81,14 +81,19 @@ def check_config(config: Config) -> Config:
     return replace(config, model=model, levels=levels)
 
 
-def start_session(config: Config, device: torch.device) -> Session:
-    """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree."""
+def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
+    """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree.
+
+    Args:
+        axis: In the place of the one that joins the replicas, of a run with one level.
+    """
     mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type)
     torch.manual_seed(config.seed)
     model = build_model(config.model.name, config.model.arguments).to(device)
     shard(model, mesh)
     base = optimizers.build_optimizer(config.optimizer, model)
-    levels = list(zip(axes(config, mesh), map(scheme_of, config.levels), strict=True))
+    joined = axes(config, mesh) if axis is None else [axis]
+    levels = list(zip(joined, map(scheme_of, config.levels), strict=True))
     clip = config.train.clip or None
     optimizer = replicate(base, model, levels=levels, clip=clip, seed=config.seed, safety=safety(config))
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)

@@ -15,6 +15,7 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PLAN = "plan.json"
+UPDATES = "updates"
 CHECKPOINTS = "checkpoints"
 _PROBE = ".volume-"  # of a start that was killed while it looked who sees the directory
 

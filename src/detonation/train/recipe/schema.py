@@ -69,6 +69,7 @@ class TrainConfig:
         verify_every: Steps between comparisons of the state that replicas share; 0 never compares.
         on_desync: "stop" the run where replicas differ in it, or "repair" it.
         loggers: Trackers that get each step, besides `metrics.jsonl`.
+        log_updates: Keep each step's agreed messages since the last two checkpoints, for `detonation replay`.
 
     Raises:
         ValueError: A value is out of range.
@@ -88,6 +89,7 @@ class TrainConfig:
     verify_every: int = 100
     on_desync: str = "stop"
     loggers: tuple[str, ...] = ()
+    log_updates: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches", "keep"):
@@ -184,6 +186,10 @@ class Config:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**31, "seed", self.seed, "within [0, 2**31)")
+        one = len(self.levels) == 1 and self.scheme.name != "none"
+        require(
+            one or not self.train.log_updates, "train.log_updates", True, "false: the log takes one level that agrees"
+        )
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
 
     @property

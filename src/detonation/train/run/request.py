@@ -34,6 +34,7 @@ class Request:
     keep: int | None = None
     interface: str = ""
     loggers: tuple[str, ...] = ()
+    log: bool = False
     namespaces: bool = False
     to_stderr: bool = False
 
@@ -60,6 +61,7 @@ class Request:
                 "checkpoint_every": self.checkpoint_every,
                 "keep": self.keep,
                 "loggers": list(self.loggers) or None,
+                "log_updates": self.log or None,
             },
         )
 

@@ -16,6 +16,7 @@ from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
+from detonation.log.writer import UpdateLog
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Adapter, Followed
 from detonation.train.auto.asked import Asked
@@ -137,11 +138,15 @@ def _train(
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
     checkpoints = open_checkpoints(session, path / directory.CHECKPOINTS)
+    log, saved_at = UpdateLog(path / directory.UPDATES), 0
+    if session.config.train.log_updates:
+        session.optimizer.record(log)
 
     def followed() -> Table | None:
         return None if adapter is None else adapter.followed.table()
 
     def after_step(record: metrics.Record) -> None:
+        nonlocal saved_at
         adapted = [] if adapter is None else adapter.after(record)
         if adapted:
             _expect(session)
@@ -152,9 +157,12 @@ def _train(
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
             save_async(session, checkpoints, recorder.before, followed())
+            log.rotate(saved_at)  # the one before this one is whole
+            saved_at = record.step
 
     try:
-        fit(session, done, until, after_step, stop)
+        with contextlib.closing(log):
+            fit(session, done, until, after_step, stop)
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error

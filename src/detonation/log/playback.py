@@ -1,0 +1,119 @@
+"""The reader of a log: a tape that plays back what was recorded."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detonation.core.optimizer.replicated import Replicated
+from detonation.log.records import MESSAGE, START, STEP, VERSION, DamagedLog, Record, whole_records
+from detonation.log.writer import identity, segments
+
+
+def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
+    """Each file of a log: the first and the last of its steps, and its fault in words, "" where it is whole."""
+    found = []
+    for _, begun, path in segments(directory, ""):
+        last, fault = begun, ""
+        try:
+            for record in whole_records(path):
+                last = max(last, record.step if record.kind != MESSAGE else last)
+        except DamagedLog as error:
+            fault = str(error)
+        found.append((path, begun + 1, last, fault))
+    return found
+
+
+class Playback:
+    """Plays back the log of one rank in `directory`, from after `first` steps on, in the place of an exchange.
+
+    Raises:
+        DamagedLog: Later, where the log is damaged, or lacks what an optimizer asks for.
+        ValueError: There is no log of this rank from there on, or it is of another run.
+    """
+
+    plays = True
+
+    def __init__(self, directory: Path, optimizer: Replicated, first: int) -> None:
+        self._rank, self.first = optimizer.coordinates.name, first
+        files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
+        usable = [begun for begun, _ in files if begun <= first]
+        if not usable:
+            known = f"the log of {self._rank} in {directory} begins after {files[0][0]} steps" if files else ""
+            none = f"there is no log of {self._rank} in {directory}"
+            raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
+        self._files = [(begun, path) for begun, path in files if begun >= usable[-1]]
+        self._identity = identity(optimizer)
+        self._records = self._read()
+        self._messages: dict[tuple[int, int], deque[Record]] = defaultdict(deque)
+        self._ends: deque[Record] = deque()
+
+    def take(self, place: int, step: int) -> Tensor:
+        """The next messages of a place.
+
+        Shapes: -> `[bytes]` uint8.
+        """
+        while not self._messages[place, step]:
+            if not self._load():
+                raise DamagedLog(f"the log of {self._rank} has no message of step {step}: it is of another run")
+        content = self._messages[place, step].popleft().content
+        if not self._messages[place, step]:
+            del self._messages[place, step]
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def next_end(self, to: int | None = None) -> Record | None:
+        """What ends the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
+        while not self._ends and self._load():
+            pass
+        if not self._ends or (to is not None and self._ends[0].step > to):
+            return None
+        return self._ends.popleft()
+
+    def put(self, place: int, step: int, message: Tensor) -> None:
+        """Never called: this tape plays back."""
+        raise NotImplementedError
+
+    def end(self, what: str, optimizer: Any) -> None:
+        """Nothing is recorded."""
+
+    def _load(self) -> bool:
+        """Reads one record; false at the end of the log."""
+        record = next(self._records, None)
+        if record is None:
+            return False
+        if record.kind == MESSAGE:
+            self._messages[record.place, record.step].append(record)
+        else:
+            self._ends.append(record)
+        return True
+
+    def _read(self) -> Iterator[Record]:
+        """All records from `first` on but those that begin files."""
+        counts = [begun for begun, _ in self._files[1:]]
+        for (begun, path), following in zip(self._files, [*counts, None], strict=True):
+            waiting = list[Record]()  # until the end of their step
+            for number, record in enumerate(whole_records(path)):
+                if (record.kind == START) != (number == 0):
+                    raise DamagedLog(f"{path} is no log of one rank")
+                if record.kind == START:
+                    self._check(path, record)
+                    continue
+                waiting.append(record)
+                if record.kind == MESSAGE:
+                    continue
+                if following is not None and record.step > following:
+                    break  # a run that was resumed from before its end wrote the rest anew
+                known = record.step <= self.first if record.kind == STEP or begun < self.first else False
+                yield from waiting if not known else ()
+                waiting.clear()
+
+    def _check(self, path: Path, start: Record) -> None:
+        about = start.table()
+        if about.get("version") != VERSION:
+            raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {VERSION}")
+        for key, now in self._identity.items():
+            if about.get(key) != now:
+                raise ValueError(f"{path} was written with {key} {about.get(key)}, this run has {now}")

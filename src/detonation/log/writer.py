@@ -1,0 +1,244 @@
+"""`UpdateLog`: every agreed update of a rank, appended to files."""
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from detonation.core.integrity.header import DIGITS, HEADER_BYTES
+from detonation.core.integrity.readback import Readback
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.schemes.traffic import buckets_of, collective_for
+from detonation.log.records import MESSAGE, START, STEP, SYNCHRONIZE, VERSION, Record, noted
+
+SUFFIX = ".updates"
+_log = logging.getLogger("detonation")
+
+
+class UpdateLog:
+    """Records each step's messages, as all replicas received them, and the options of the optimizer at that step.
+
+    A checkpoint and the log after it are any later step, bit for bit: see `replay`. The first replica records, one
+    file per shard; the others hold an `UpdateLog` that writes nothing. A step is in the log with all it needs or not at
+    all: a process that is killed loses the step that it was in. Its size is that of the messages of all replicas,
+    packed as they travelled.
+
+    Args:
+        directory: Of the files, made if it is missing; of this run alone.
+        fsync_every: Steps after which the disk must have the log; 0 leaves that to the system, which loses nothing when
+            a process dies, and some seconds when the machine does.
+
+    A log that can no longer be written, as on a full disk, ends after its last whole step, with one warning: training
+    goes on.
+
+    Raises:
+        ValueError: At a step: the optimizer has several levels, of which the log would need all.
+
+    Example:
+        >>> import tempfile, torch, detonation as dt
+        >>> from detonation.cluster.network.loopback import LoopbackCommunicator
+        >>> model, folder = torch.nn.Linear(2, 1), tempfile.TemporaryDirectory()
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.demo(topk=1, chunk=2))
+        >>> optimizer.record(dt.UpdateLog(folder.name))
+        >>> optimizer.step()
+        >>> [path.name for path in Path(folder.name).iterdir()]
+        ['replica0-shard0-0.updates']
+        >>> folder.cleanup()
+    """
+
+    plays = False
+
+    def __init__(self, directory: Path | str, fsync_every: int = 0) -> None:
+        if fsync_every < 0:
+            raise ValueError(f"fsync_every is {fsync_every}, must be at least 0")
+        self.directory, self._fsync_every = Path(directory), fsync_every
+        self._messages: list[tuple[int, int, Readback]] = []
+        self._unwritten: list[tuple[list[tuple[int, int, Readback]], Record]] = []
+        self._records = True  # false on all replicas but the first, and after a failure
+        self._file, self._length, self._late = -1, 0, 0
+        self._options: list[dict[str, Any]] = []  # of each group, as they were written last
+        self._levels: object = None  # of which the file is
+
+    def put(self, place: int, step: int, message: Tensor) -> None:
+        """Takes in the messages of all replicas.
+
+        Shapes: any.
+        """
+        if self._records:
+            copied = message.contiguous()
+            if copied.device.type == "cpu" and copied.data_ptr() == message.data_ptr():
+                copied = copied.clone()
+            self._messages.append((place, step, Readback(copied)))
+            self._late = int(message.device.type != "cpu")  # messages of this step are on their way to the host
+
+    def take(self, place: int, step: int) -> Tensor:
+        """Never called: this tape records."""
+        raise NotImplementedError
+
+    def end(self, what: str, optimizer: Replicated) -> None:
+        """Ends a step, or a call of `synchronize`."""
+        self._records = self._records and optimizer.coordinates.replica == 0
+        kind, steps = STEP if what == "step" else SYNCHRONIZE, optimizer.step_count
+        messages, self._messages = self._messages, []
+        if not self._records:
+            return
+        with self._forgiving():
+            if optimizer.levels is not self._levels:  # another scheme, or the first step
+                self.close()
+            if self._file < 0:
+                self._open(optimizer, steps - (kind == STEP))
+            changed = {"groups": self._changed(optimizer.param_groups)} if kind == STEP else {}
+            self._unwritten.append((messages, noted(kind, steps, changed)))
+            while len(self._unwritten) > self._late:
+                self._write(*self._unwritten.pop(0))
+            if self._fsync_every and steps % self._fsync_every == 0:
+                os.fsync(self._file)
+
+    def rotate(self, oldest: int = 0) -> None:
+        """Begins another file with the next step, as after a checkpoint.
+
+        Args:
+            oldest: Files whose steps are all among the first so many are removed.
+        """
+        self.close()
+        files = segments(self.directory, "")
+        for rank in {rank for rank, _, _ in files} if self._records else ():
+            mine = [(first, path) for other, first, path in files if other == rank]
+            for (_, path), (end, _) in pairwise(mine):
+                if end <= oldest:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Writes what is left, and closes the file; another step opens another."""
+        if self._file >= 0:
+            with self._forgiving():
+                while self._unwritten:
+                    self._write(*self._unwritten.pop(0))
+                os.fsync(self._file)
+            os.close(self._file)
+        self._file = -1
+
+    @contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        """Ends the log with its last whole step where it cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self._records = False
+            self._unwritten.clear()
+            _log.warning("the update log in %s ends: %s; training goes on without it", self.directory, error.strerror)
+            if self._file >= 0:
+                with suppress(OSError):
+                    os.ftruncate(self._file, self._length)
+
+    def _open(self, optimizer: Replicated, first: int) -> None:
+        if len(optimizer.levels) > 1:
+            raise ValueError("an update log takes one level of replication, not several: record without it")
+        rank = optimizer.coordinates
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"{rank.name}-{first}{SUFFIX}"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        self._levels = optimizer.levels
+        self._options, self._length = [{} for _ in optimizer.param_groups], 0
+        about = {"version": VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
+        self._append([noted(START, first, about)])
+
+    def _write(self, messages: Sequence[tuple[int, int, Readback]], end: Record) -> None:
+        kept = [(place, step, copy.wait()) for place, step, copy in messages]
+        self._append([*(Record(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept), end])
+
+    def _append(self, records: Sequence[Record]) -> None:
+        parts = [memoryview(part) for record in records for part in record.parts() if len(part)]
+        while parts:
+            written = os.writev(self._file, parts[:512])
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
+        self._length = os.lseek(self._file, 0, os.SEEK_CUR)
+
+    def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The options of each parameter group that were not written yet."""
+        now = [{key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))} for group in groups]
+        before, self._options = [*self._options, *[{}] * (len(now) - len(self._options))], now
+        return [
+            {k: v for k, v in mine.items() if k not in old or old[k] != v}
+            for mine, old in zip(now, before, strict=True)
+        ]
+
+
+def identity(optimizer: Replicated) -> dict[str, Any]:
+    """What a run must share with a log, to replay it."""
+    ((axis, scheme),) = optimizer.levels
+    rank = optimizer.coordinates
+    arguments = {name: str(value) for name, value in scheme.arguments.items()}
+    return {
+        "replicas": axis.size(),
+        "shards": rank.shards,
+        "scheme": scheme.name,
+        "arguments": arguments,
+        "seed": optimizer.settings.seed,
+        "clip": optimizer.settings.clip,
+        "optimizer": type(optimizer.base).__name__,
+    }
+
+
+def logged_bytes(optimizer: Replicated) -> float:
+    """Bytes of messages that a log takes per step, as a mean; the options of a step take some hundred more.
+
+    Every replica's message where all receive all, those of the owners, or the sum; rounds count once in their steps.
+    """
+    total = 0.0
+    for replicator in optimizer.build():
+        scheme, layout, link = replicator.scheme, replicator.layout, replicator.link
+        sizes = link.replicas, link.local_ranks
+        parts = [layout.rows]
+        if scheme.signal == "parameters":
+            parts = [bucket.layout.rows for bucket in buckets_of(scheme, layout, *sizes)]
+        way, codec = collective_for(scheme, layout, *sizes), scheme.codec
+        for rows in parts:
+            if way == "all-reduce":
+                octets = codec.nbytes(rows) + DIGITS * link.replicas * codec.precision.nbytes(1, 1)
+            elif way == "all-gather":
+                octets = link.replicas * (HEADER_BYTES + codec.nbytes(rows))
+            else:
+                owned = -(-rows // link.replicas)
+                octets = link.replicas * (HEADER_BYTES + scheme.reply_codec(link.replicas).nbytes(owned))
+            total += octets / scheme.round.every
+    return total
+
+
+def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
+    """The files of a log, in order: the rank that wrote each, the steps taken before, and its path.
+
+    Args:
+        rank: The name of the rank of which they are; "" for all.
+    """
+    found = []
+    for path in directory.glob(f"*{SUFFIX}"):
+        name, _, first = path.name.removesuffix(SUFFIX).rpartition("-")
+        if first.isdecimal() and rank in ("", name):
+            found.append((name, int(first), path))
+    return sorted(found)
+
+
+def _octets(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, which must live as long."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | None) and value == value  # JSON has no NaN

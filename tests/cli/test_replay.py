@@ -1,0 +1,87 @@
+"""`detonation replay`: a run's log and its checkpoints are any step since, for every way of saving them."""
+
+import json
+import shutil
+
+import pytest
+
+from commands import Command, write_recipe
+
+
+def detonation(folder, *arguments):
+    command = Command(folder, *arguments)
+    command.wait(120)
+    return command
+
+
+def last_line(text):
+    return json.loads(text.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["demo", "diloco"])
+def run(request, tmp_path_factory):
+    """A run of six steps with a log, without its last checkpoint, and its summary."""
+    folder = tmp_path_factory.mktemp(request.param)
+    recipe, out = write_recipe(folder / "tiny.toml"), folder / "run"
+    rounds = ["scheme.every=3"] if request.param == "diloco" else []
+    flags = ["--shards", 2, "--checkpoint-every", 2, "--log", "--out", out, "--json"]
+    done = detonation(folder, "train", recipe, "--scheme", request.param, "--set", "seed=3", *rounds, *flags)
+    assert done.code == 0, done.stderr
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    return folder, recipe, out, last_line(done.stdout)
+
+
+def test_a_replay_ends_with_the_weights_of_the_run(run):
+    folder, _, out, summary = run
+    done = detonation(folder, "replay", out, "--json")
+    assert done.code == 0, done.stderr
+    assert last_line(done.stdout) == {"step": 6, "replayed": 2, "fingerprint": summary["fingerprint"]}
+
+
+def test_verify_reads_logs_too(run, tmp_path):
+    folder, _, out, _ = run
+    done = detonation(folder, "verify", out, "--json")
+    updates = last_line(done.stdout)["updates"]
+    assert done.code == 0 and [(file["first"], file["last"], file["fault"]) for file in updates] == [
+        (first, last, "") for _ in (0, 1) for first, last in ((3, 4), (5, 6))
+    ]
+    copied = shutil.copytree(out, tmp_path / "run")
+    path = copied / "updates" / "replica0-shard0-2.updates"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    done = detonation(folder, "verify", copied)
+    assert done.code == 1 and f"{path} is damaged at byte" in done.stdout
+
+
+def test_the_checkpoint_that_it_writes_is_whole_and_goes_on(run, tmp_path):
+    folder, recipe, out, summary = run
+    done = detonation(folder, "replay", out, "--to", 5, "--out", tmp_path / "at-5")
+    assert done.code == 0 and done.stdout.startswith("step 5, 1 steps replayed, fingerprint "), done.stderr
+    assert detonation(folder, "verify", tmp_path / "at-5").code == 0
+    rounds = ["scheme.every=3"] if "diloco" in summary["scheme"] else []
+    flags = ["--shards", 2, "--out", tmp_path / "at-5", "--resume", "--json"]
+    done = detonation(folder, "train", recipe, "--scheme", summary["scheme"], "--set", "seed=3", *rounds, *flags)
+    assert done.code == 0, done.stderr
+    assert last_line(done.stdout)["steps"] == 6 and last_line(done.stdout)["replicas_equal"]
+    assert len((tmp_path / "at-5" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):
+    folder, _, out, _ = run
+    for flags, said in (
+        (["--to", 1], "begins after 2 steps, and replay would begin after 0"),
+        (["--to", 9], "ends after 6 steps, not 9"),
+        (["--out", out], "is not empty"),
+    ):
+        done = detonation(folder, "replay", out, *flags)
+        assert done.code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    (tmp_path / "config.toml").write_text((out / "config.toml").read_text())
+    assert "train with --log" in detonation(folder, "replay", tmp_path).stderr
+    assert "holds no run" in detonation(folder, "replay", tmp_path / "nothing").stderr
+
+
+def test_a_run_of_levels_or_of_none_keeps_no_log(tmp_path):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    done = detonation(tmp_path, "train", recipe, "--scheme", "none", "--log", "--out", tmp_path / "run")
+    assert done.code == 2 and "train.log_updates" in done.stderr and not (tmp_path / "run").exists()

@@ -1,0 +1,229 @@
+"""The law of the log: checkpoint and log are any later step, bit for bit."""
+
+import copy
+import logging
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.tensors import digest
+from detonation.log.records import MESSAGE, whole_records
+from detonation.log.writer import logged_bytes
+from zoo import SCHEMES, Plain, batch, built
+
+REPLICAS, STEPS = 4, 8
+LOGGED = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
+
+
+def bases(scheme, parameters):
+    """An optimizer with momentum and options that change, where the scheme takes one."""
+    lookahead = getattr(scheme, "lookahead", False)
+    return dt.SignSGD(parameters, lr=1e-2) if lookahead else torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.9))
+
+
+def started(communicator, scheme):
+    model = built(Plain)
+    return model, dt.replicate(bases(scheme, model.parameters()), model, communicator, scheme, clip=0.5)
+
+
+def advance(model, optimizer, replica, steps):
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        model(batch(replica, step, 32)).mean().backward()
+        if step == 3:
+            next(model.parameters()).grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def agreed(model, optimizer):
+    """What all replicas agree on: weights or anchors, and the state of the optimizer."""
+    with optimizer.agreed_weights():
+        return [
+            (name, digest([tensor])) for each in optimizer.build() for name, tensor in sorted(each.replicated().items())
+        ]
+
+
+def trained(communicator, scheme, folder):
+    model, optimizer = started(communicator, scheme)
+    optimizer.record(dt.UpdateLog(folder))
+    advance(model, optimizer, communicator.replica, range(STEPS))
+    optimizer.synchronize()
+    return agreed(model, optimizer), digest(model.parameters())
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_replay_is_training_for_every_scheme(name, tmp_path):
+    scheme = LOGGED[name]
+    end, weights = simulate_replicas(lambda c: trained(c, scheme, tmp_path), REPLICAS)[0]
+    model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme)
+    assert dt.replay(tmp_path, optimizer) == STEPS
+    assert agreed(model, optimizer) == end and digest(model.parameters()) == weights
+    kept = [
+        len(record.content) for path in tmp_path.iterdir() for record in whole_records(path) if record.kind == MESSAGE
+    ]
+    if scheme.signal == "gradients":  # at the end of other rounds `synchronize` sends some more
+        assert sum(kept) == pytest.approx(logged_bytes(optimizer) * STEPS)
+    assert {path.name for path in tmp_path.iterdir()} == {"replica0-shard0-0.updates"}
+
+
+def sharded(mesh, name, folder):
+    scheme = LOGGED[name]
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(bases(scheme, model.parameters()), model, mesh["replicate"], scheme)
+    log = dt.UpdateLog(folder / "updates", fsync_every=2)
+    optimizer.record(log)
+    advance(model, optimizer, mesh.get_rank(), range(3))
+    dt.save_checkpoint(folder / "checkpoints", model, optimizer)
+    log.rotate()
+    with optimizer.overlap():
+        model(batch(mesh.get_rank(), 3, 32)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    advance(model, optimizer, mesh.get_rank(), range(4, STEPS))
+    optimizer.synchronize()
+    log.close()
+    return digest(model.parameters())
+
+
+def replayed(mesh, name, folder):
+    """One replica of two shards in the place of two, from the checkpoint."""
+    scheme = LOGGED[name]
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(bases(scheme, model.parameters()), model, LoopbackCommunicator(2), scheme)
+    dt.load_checkpoint(folder / "checkpoints", model, optimizer)
+    assert dt.replay(folder / "updates", optimizer) == STEPS
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("name", ["demo", "random", "diloco"])
+def test_a_replica_of_shards_replays_from_a_checkpoint(name, tmp_path):
+    first = worlds.run(sharded, 2, 2, name, tmp_path)[:2]
+    assert worlds.run(replayed, 1, 2, name, tmp_path) == first
+    files = sorted(path.name for path in (tmp_path / "updates").iterdir())
+    assert files == [f"replica0-shard{shard}-{steps}.updates" for shard in (0, 1) for steps in (0, 3)]
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A log of eight steps of demo, and the weights after each."""
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    optimizer.record(dt.UpdateLog(tmp_path))
+    weights = [digest(model.parameters())]
+    for step in range(STEPS):
+        advance(model, optimizer, 0, [step])
+        weights.append(digest(model.parameters()))
+    return next(tmp_path.iterdir()), weights
+
+
+def test_a_log_that_was_cut_off_anywhere_is_the_steps_before(log):
+    path, weights = log
+    content, seen = path.read_bytes(), set()
+    for end in range(len(content), 0, -997):
+        path.write_bytes(content[:end])
+        model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+        assert digest(model.parameters()) == weights[0]
+        steps = dt.replay(path.parent, optimizer)
+        assert digest(model.parameters()) == weights[steps] and steps == optimizer.step_count
+        seen.add(steps)
+    assert seen == {*range(STEPS + 1)}
+
+
+def test_a_step_in_between(log):
+    path, weights = log
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    assert dt.replay(path.parent, optimizer, to=5) == 5 and digest(model.parameters()) == weights[5]
+    assert dt.replay(path.parent, optimizer) == STEPS and digest(model.parameters()) == weights[STEPS]
+    with pytest.raises(dt.DamagedLog, match="ends after 8 steps, not 20"):
+        dt.replay(path.parent, optimizer, to=20)
+    with pytest.raises(ValueError, match="to is 3, but 8 steps were taken"):
+        dt.replay(path.parent, optimizer, to=3)
+
+
+def test_damage_is_told_of(log):
+    path, _ = log
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    _, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    with pytest.raises(dt.DamagedLog, match="is damaged at byte"):
+        dt.replay(path.parent, optimizer)
+
+
+def test_a_log_of_another_run_is_refused(log):
+    path, _ = log
+    for other, named in ((dt.demo(topk=2), "arguments"), (dt.random(), "scheme"), (dt.demo(), "replicas")):
+        _, optimizer = started(LoopbackCommunicator(3 if named == "replicas" else 2), other)
+        with pytest.raises(ValueError, match=f"was written with {named}"):
+            dt.replay(path.parent, optimizer)
+    _, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    with pytest.raises(ValueError, match="there is no log of replica0-shard0 in"):
+        dt.replay(path.parent / "nowhere", optimizer)
+
+
+def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
+    scheme = dt.demo()
+    model, optimizer = started(LoopbackCommunicator(2), scheme)
+    optimizer.record(dt.UpdateLog(tmp_path / "updates"))
+    advance(model, optimizer, 0, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    advance(model, optimizer, 0, range(3, 5))
+    model, optimizer = started(LoopbackCommunicator(2), scheme)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.record(dt.UpdateLog(tmp_path / "updates"))
+    advance(model, optimizer, 1, range(3, STEPS))  # on other data
+    again, replaying = started(LoopbackCommunicator(2), scheme)
+    assert dt.replay(tmp_path / "updates", replaying) == STEPS
+    assert digest(again.parameters()) == digest(model.parameters())
+
+
+def test_rotating_removes_what_checkpoints_have(tmp_path):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    for step in range(6):
+        advance(model, optimizer, 0, [step])
+        if step % 2:
+            log.rotate(oldest=step - 1)
+    advance(model, optimizer, 0, [6])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{steps}.updates" for steps in (4, 6)]
+    with pytest.raises(ValueError, match="begins after 4 steps, and replay would begin after 0"):
+        dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1])
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, monkeypatch, caplog):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    optimizer.record(dt.UpdateLog(tmp_path))
+    advance(model, optimizer, 0, range(2))
+    kept, write = digest(model.parameters()), os.writev
+
+    def full(descriptor, parts):
+        write(descriptor, [parts[0][:5]])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "detonation"):
+        patch.setattr(os, "writev", full)
+        advance(model, optimizer, 0, range(2, 4))
+    advance(model, optimizer, 0, range(4, 5))
+    assert [record.message for record in caplog.records] == [
+        f"the update log in {tmp_path} ends: No space left on device; training goes on without it"
+    ]
+    again, replaying = started(LoopbackCommunicator(2), dt.demo())
+    assert dt.replay(tmp_path, replaying) == 2 and digest(again.parameters()) == kept
+    assert len(list(whole_records(next(tmp_path.iterdir())))) == 5
+
+
+def test_several_levels_are_refused(tmp_path):
+    model = nn.Linear(4, 4)
+    levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.demo())]
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, levels=levels)
+    optimizer.record(dt.UpdateLog(tmp_path))
+    with pytest.raises(ValueError, match="one level of replication"):
+        optimizer.step()
