@@ -53,7 +53,7 @@ from detonation.core.schemes.traffic import LargerThanDense as LargerThanDense
 from detonation.integrations.ddp import CommHook as CommHook
 from detonation.integrations.ddp import comm_hook as comm_hook
 from detonation.log.records import DamagedLog as DamagedLog
-from detonation.log.replay import replay as replay
+from detonation.log.repeat import replay as replay
 from detonation.log.writer import UpdateLog as UpdateLog
 from detonation.plan.auto import auto as auto
 from detonation.version import __version__ as __version__

@@ -66,12 +66,12 @@ HOUSE = {
     "train/output": ("train/recipe cluster data report", NONE),
     "train/loop": ("train/output checkpoint cluster core data models", ANY),
     "train/auto": ("train/loop plan cluster core", ANY),
-    "train/run": ("train/auto plan checkpoint cluster core", ANY),
-    "train/verbs": ("train/run plan checkpoint cluster core data models", ANY),
+    "train/run": ("train/auto plan checkpoint log cluster core", ANY),
+    "train/verbs": ("train/run plan checkpoint log cluster core data models", ANY),
     "train": ("train/verbs", NONE),
     "extend": ("core", NONE),
     "testing": ("cluster/network core", NONE),
-    "cli": ("train checkpoint cluster data report", NONE),
+    "cli": ("train checkpoint log cluster data report", NONE),
     "__main__": ("cli", NONE),
 }
 KERNELS_THROUGH = "core/compute/kernel_library.py"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
-from detonation.log.records import MESSAGE, START, STEP, VERSION, DamagedLog, Record, whole_records
+from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
 from detonation.log.writer import identity, segments
 
 
@@ -48,8 +48,8 @@ class Playback:
         self._files = [(begun, path) for begun, path in files if begun >= usable[-1]]
         self._identity = identity(optimizer)
         self._records = self._read()
-        self._messages: dict[tuple[int, int], deque[Record]] = defaultdict(deque)
-        self._ends: deque[Record] = deque()
+        self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)
+        self._ends: deque[LogRecord] = deque()
 
     def take(self, place: int, step: int) -> Tensor:
         """The next messages of a place.
@@ -64,7 +64,7 @@ class Playback:
             del self._messages[place, step]
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def next_end(self, to: int | None = None) -> Record | None:
+    def next_end(self, to: int | None = None) -> LogRecord | None:
         """What ends the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
         while not self._ends and self._load():
             pass
@@ -90,11 +90,11 @@ class Playback:
             self._ends.append(record)
         return True
 
-    def _read(self) -> Iterator[Record]:
+    def _read(self) -> Iterator[LogRecord]:
         """All records from `first` on but those that begin files."""
         counts = [begun for begun, _ in self._files[1:]]
         for (begun, path), following in zip(self._files, [*counts, None], strict=True):
-            waiting = list[Record]()  # until the end of their step
+            waiting = list[LogRecord]()  # until the end of their step
             for number, record in enumerate(whole_records(path)):
                 if (record.kind == START) != (number == 0):
                     raise DamagedLog(f"{path} is no log of one rank")
@@ -110,10 +110,10 @@ class Playback:
                 yield from waiting if not known else ()
                 waiting.clear()
 
-    def _check(self, path: Path, start: Record) -> None:
+    def _check(self, path: Path, start: LogRecord) -> None:
         about = start.table()
-        if about.get("version") != VERSION:
-            raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {VERSION}")
+        if about.get("version") != LOG_VERSION:
+            raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
         for key, now in self._identity.items():
             if about.get(key) != now:
                 raise ValueError(f"{path} was written with {key} {about.get(key)}, this run has {now}")

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from detonation.core.errors import DetonationError
 
-VERSION = 1
+LOG_VERSION = 1
 _MAGIC = b"DTLG"
 _HEADER = struct.Struct("<4sB3xIQQI")  # magic, kind, place, step, bytes, checksum of all before and of the bytes
 _CHECKED = struct.Struct("<4sB3xIQQ")
@@ -23,7 +23,7 @@ class DamagedLog(DetonationError, ValueError):
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """One record.
 
     Args:
@@ -50,12 +50,12 @@ class Record:
         return found
 
 
-def noted(kind: int, step: int, table: dict[str, Any]) -> Record:
+def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
     """A record with JSON."""
-    return Record(kind, 0, step, json.dumps(table, separators=(",", ":")).encode())
+    return LogRecord(kind, 0, step, json.dumps(table, separators=(",", ":")).encode())
 
 
-def whole_records(path: Path) -> Iterator[Record]:
+def whole_records(path: Path) -> Iterator[LogRecord]:
     """Yields the records of a file up to the first that is not whole, as a crash leaves one at the end.
 
     Raises `DamagedLog` where whole records follow one that is damaged.
@@ -69,7 +69,7 @@ def whole_records(path: Path) -> Iterator[Record]:
             raise DamagedLog(f"{path} is damaged at byte {at:,}: whole records follow; restore it, or replay to before")
 
 
-def _next(file: BinaryIO, size: int) -> Record | None:
+def _next(file: BinaryIO, size: int) -> LogRecord | None:
     """The record where `file` stands; None, and back to where it stood, where there is no whole one."""
     at = file.tell()
     head = file.read(_HEADER.size)
@@ -78,7 +78,7 @@ def _next(file: BinaryIO, size: int) -> Record | None:
         if magic == _MAGIC and count <= size - at - _HEADER.size:  # before anything is allocated
             content = file.read(count)
             if len(content) == count and zlib.crc32(content, zlib.crc32(head[: _CHECKED.size])) == checksum:
-                return Record(kind, place, step, content)
+                return LogRecord(kind, place, step, content)
     file.seek(at)
     return None
 

@@ -15,7 +15,7 @@ from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.integrity.readback import Readback
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.traffic import buckets_of, collective_for
-from detonation.log.records import MESSAGE, START, STEP, SYNCHRONIZE, VERSION, Record, noted
+from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, SYNCHRONIZE, LogRecord, noted
 
 SUFFIX = ".updates"
 _log = logging.getLogger("detonation")
@@ -60,7 +60,7 @@ class UpdateLog:
             raise ValueError(f"fsync_every is {fsync_every}, must be at least 0")
         self.directory, self._fsync_every = Path(directory), fsync_every
         self._messages: list[tuple[int, int, Readback]] = []
-        self._unwritten: list[tuple[list[tuple[int, int, Readback]], Record]] = []
+        self._unwritten: list[tuple[list[tuple[int, int, Readback]], LogRecord]] = []
         self._records = True  # false on all replicas but the first, and after a failure
         self._file, self._length, self._late = -1, 0, 0
         self._options: list[dict[str, Any]] = []  # of each group, as they were written last
@@ -147,14 +147,14 @@ class UpdateLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         self._levels = optimizer.levels
         self._options, self._length = [{} for _ in optimizer.param_groups], 0
-        about = {"version": VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
+        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
         self._append([noted(START, first, about)])
 
-    def _write(self, messages: Sequence[tuple[int, int, Readback]], end: Record) -> None:
+    def _write(self, messages: Sequence[tuple[int, int, Readback]], end: LogRecord) -> None:
         kept = [(place, step, copy.wait()) for place, step, copy in messages]
-        self._append([*(Record(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept), end])
+        self._append([*(LogRecord(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept), end])
 
-    def _append(self, records: Sequence[Record]) -> None:
+    def _append(self, records: Sequence[LogRecord]) -> None:
         parts = [memoryview(part) for record in records for part in record.parts() if len(part)]
         while parts:
             written = os.writev(self._file, parts[:512])

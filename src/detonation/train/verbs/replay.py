@@ -10,7 +10,7 @@ from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.optimizer.replicate import replicate
-from detonation.log.replay import replay
+from detonation.log.repeat import replay
 from detonation.train.loop.checkpoints import resume
 from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.output import directory, metrics

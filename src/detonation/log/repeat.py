@@ -7,7 +7,7 @@ from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.playback import Playback
-from detonation.log.records import STEP, DamagedLog, Record
+from detonation.log.records import STEP, DamagedLog, LogRecord
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
@@ -66,7 +66,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     return optimizer.step_count
 
 
-def _repeat(end: Record, optimizer: Replicated) -> None:
+def _repeat(end: LogRecord, optimizer: Replicated) -> None:
     if end.kind != STEP:
         optimizer.synchronize()
         return
