@@ -17,6 +17,9 @@ CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 MANY_REPLICAS = 8
 """From so many on the answers of owners cost under 1 % of loss in a screen; among 4 they cost 1.5 % (docs/log.md)."""
 
+WORTH_A_ROUND = 0.9
+"""Owners must send less than this share of an all-gather: they take a second round over the network, and round again."""
+
 
 class LargerThanDense(DetonationError, ValueError):
     """A scheme would send more than the full synchronisation that it replaces."""
@@ -37,7 +40,7 @@ def collective_for(scheme: Scheme, layout: Layout, replicas: int, local_ranks: i
         return "all-gather"
     sizes = layout.rows, replicas, local_ranks
     gathered, owned = (exchange_bytes(kind, scheme, *sizes) for kind in ("all-gather", "owner"))
-    if owned >= gathered:
+    if owned > WORTH_A_ROUND * gathered:
         return "all-gather"
     if scheme.codec.selection.shared or replicas >= MANY_REPLICAS:
         return "owner"
