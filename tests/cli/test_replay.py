@@ -85,3 +85,22 @@ def test_a_run_of_levels_or_of_none_keeps_no_log(tmp_path):
     recipe = write_recipe(tmp_path / "tiny.toml")
     done = detonation(tmp_path, "train", recipe, "--scheme", "none", "--log", "--out", tmp_path / "run")
     assert done.code == 2 and "train.log_updates" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
+    """Not a byte is asked of the disk, and nobody is asked to stop."""
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    flags = ["--steps", 400, "--log"]
+    killed = Command(tmp_path / "killed", "train", recipe, *flags, "--out", tmp_path / "first")
+    killed.wait_for_step(5)
+    killed.kill()
+    whole = detonation(tmp_path, "train", recipe, *flags, "--stop-after", 20, "--out", tmp_path / "second")
+    assert whole.code == 0, whole.stderr
+    shutil.rmtree(tmp_path / "second" / "checkpoints")
+    found = last_line(detonation(tmp_path, "replay", tmp_path / "first", "--json").stdout)
+    seen = min(found["step"], 20)
+    ends = [
+        last_line(detonation(tmp_path, "replay", tmp_path / run, "--to", seen, "--json").stdout)["fingerprint"]
+        for run in ("first", "second")
+    ]
+    assert found["step"] >= 5 and ends[0] == ends[1]

@@ -18,7 +18,7 @@ MANY_REPLICAS = 8
 """From so many on the answers of owners cost under 1 % of loss in a screen; among 4 they cost 1.5 % (docs/log.md)."""
 
 WORTH_A_ROUND = 0.9
-"""Owners must send less than this share of an all-gather: they take a second round over the network, and round again."""
+"""Owners must send less than this share of an all-gather: they take a second round, and round again."""
 
 
 class LargerThanDense(DetonationError, ValueError):
