@@ -40,7 +40,7 @@ def collective_for(scheme: Scheme, layout: Layout, replicas: int, local_ranks: i
         return "all-gather"
     sizes = layout.rows, replicas, local_ranks
     gathered, owned = (exchange_bytes(kind, scheme, *sizes) for kind in ("all-gather", "owner"))
-    if owned > WORTH_A_ROUND * gathered:
+    if owned >= WORTH_A_ROUND * gathered:
         return "all-gather"
     if scheme.codec.selection.shared or replicas >= MANY_REPLICAS:
         return "owner"
