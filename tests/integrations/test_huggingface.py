@@ -6,9 +6,11 @@ A small Llama, on CPUs: Accelerate's check of the device is replaced (`accelerat
 
 import contextlib
 import io
+import logging
 import math
 import os
 import runpy
+import shutil
 import warnings
 from pathlib import Path
 
@@ -20,6 +22,7 @@ pytest.importorskip("accelerate", reason="the extra hf")
 peft = pytest.importorskip("peft")
 
 import accelerate_on_cpu
+import own_disks
 import transformers.training_args
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
@@ -333,6 +336,33 @@ def test_odd_uses_are_right_or_refused(tmp_path):
         assert (one.replicas, one.shards, apart) == (4, 1, True) and (whole.replicas, whole.shards) == (1, 4)
         assert all(elastic)
         assert lost[0] == "ValueError" and "has no directory detonation, the state of the replicas" in lost[1]
+
+
+def on_own_disks(mesh, scratch):
+    """The Trainer on two nodes that share no file system, which copy from the first what they lack, and resume."""
+    rank, lines = dist.get_rank(), []
+    own_disks.mount(scratch, rank)
+    logging.getLogger("detonation").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    whole = trained(scratch / "out", [Replicate(dt.diloco(every=3))])
+    checkpoint = Path("out", "checkpoint-4")
+    before = [path.name for path in (scratch / checkpoint).iterdir()]
+    if rank == 2:
+        for file in (scratch.parent / "disk0" / checkpoint).iterdir():
+            if file.name not in before:
+                shutil.copy(file, scratch / checkpoint)
+    dist.barrier()
+    resumed = trained(scratch / "out", [Replicate(dt.diloco(every=3))], resume=str(scratch / checkpoint))
+    return same(*(everything(each.optimizer, each.model) for each in (whole, resumed))), before, lines
+
+
+def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_exact(tmp_path):
+    outcome = worlds.run_alone(on_own_disks, 2, 2, own_disks.make(tmp_path))
+    for equal, _, _ in outcome:
+        assert equal
+    (_, first, said), _, (_, second, _), _ = outcome
+    assert "trainer_state.json" in first and "trainer_state.json" not in second
+    assert any("(ranks 0-1; ranks 2-3)" in line and "copy to each node what it lacks" in line for line in said)
 
 
 class State:

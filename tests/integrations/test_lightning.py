@@ -4,10 +4,13 @@ import os
 import warnings
 from pathlib import Path
 
+import own_disks
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import detonation as dt
@@ -116,6 +119,7 @@ def resumed(mesh, folder, schemes):
             "whole": agreed,
             "seen": module.seen[:BATCHES],
             "again": again.seen == module.seen[BATCHES:],
+            "bytes": (module.logged[BATCHES + 1 :], again.logged[1:]),
         }
     return found
 
@@ -130,6 +134,8 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
     for name in schemes:
         found = [rank[name] for rank in ranks]
         assert all(each["same"] and each["again"] for each in found), name
+        for whole, again in (each["bytes"] for each in found):
+            assert whole == again and len(again) == BATCHES - 1 and again[-1] > 0
         assert all(each["steps"] == [2 * BATCHES, 2 * BATCHES] for each in found)
         assert len({rate for each in found for rate in each["rates"]}) == 1
         assert all(torch.equal(each["whole"], found[0]["whole"]) for each in found)  # synchronized at the end
@@ -137,6 +143,20 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
         for rank, each in enumerate(found):  # of replica 0 alone, in the middle of a round too
             assert torch.equal(each["evaluated"], found[rank % 2]["saved"])
     assert not torch.equal(ranks[0]["diloco"]["saved"], ranks[2]["diloco"]["saved"])
+
+
+def on_own_disks(mesh, scratch):
+    """On two nodes that share no file system: the files that each has, and whether resuming is exact."""
+    own_disks.mount(scratch, torch.distributed.get_rank())
+    _, module = fit(dt.diloco(every=3), 2 * BATCHES, str(scratch / "saved"))
+    (path,) = (scratch / "saved").glob(f"*step={BATCHES}.ckpt")
+    _, again = fit(dt.diloco(every=3), 2 * BATCHES, path=str(path))
+    return torch.equal(weights(module)[0], weights(again)[0]), sorted(file.name for file in path.rglob("*.safetensors"))
+
+
+def test_without_a_shared_file_system_each_node_keeps_its_own_part_and_resumes_exactly(tmp_path):
+    for rank, (same, files) in enumerate(worlds.run_alone(on_own_disks, 2, 2, own_disks.make(tmp_path))):
+        assert same and files == [f"replica{rank // 2}-shard{shard}.safetensors" for shard in range(2)]
 
 
 def by_hand(mesh, scheme, accumulate, clip):
@@ -216,6 +236,20 @@ class Replicating(Module):
         return dt.replicate(torch.optim.SGD(self.parameters(), lr=0.1), self, self.device_mesh["replicate"], "demo")
 
 
+class Sharding(Module):
+    """Shards across the replicas."""
+
+    def configure_model(self):
+        fully_shard(self, mesh=self.device_mesh)
+
+
+class Averaging(Module):
+    """Averages across the replicas."""
+
+    def configure_model(self):
+        self.net = DistributedDataParallel(self.net)
+
+
 class Scaled(lightning.plugins.MixedPrecision):
     scaler = object()
 
@@ -231,6 +265,8 @@ def refused(mesh):
         "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
         "twice": worlds.caught(lambda: fit("demo", 1, module=Replicating())),
         "sizes": worlds.caught(lambda: fit("demo", 1, replicas=3)),
+        "HSDP": worlds.caught(lambda: fit("demo", 1, module=Sharding())),
+        "DDP": worlds.caught(lambda: fit("demo", 1, module=Averaging())),
         "scheme": worlds.caught(lambda: fit("dema", 1)),
         "keyword": worlds.caught(lambda: ReplicaStrategy("demo", replica=2)),
     }
@@ -243,6 +279,8 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
         "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),
         "twice": ("ValueError", "give the plain one"),
         "sizes": ("ValueError", "3 replicas x 2 shards are 6 ranks, the world has 4"),
+        "HSDP": ("ValueError", "replicas share it (by hybrid sharding (HSDP))"),
+        "DDP": ("ValueError", "DistributedDataParallel averages gradients over ranks 0, 1, 2, 3"),
         "scheme": ("ValueError", "did you mean 'demo'"),
         "keyword": ("TypeError", "did you mean 'replicas'"),
     }

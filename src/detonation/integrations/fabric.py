@@ -37,6 +37,8 @@ class ReplicatedWorld:
     """The parts that both strategies share, which have one interface to the world."""
 
     _device_mesh: DeviceMesh | None
+    sent_before = 0
+    """Bytes that `bytes_sent` counts beside those of this run."""
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
@@ -56,13 +58,18 @@ class ReplicatedWorld:
             raise ValueError("the optimizer is replicated already: give the plain one, the strategy replicates it")
         return replicate(optimizer, model, self.device_mesh["replicate"], self._scheme, clip=clip, **self._options)
 
+    @property
+    def bytes_sent(self: Any) -> int:
+        """Bytes that this rank has sent to its replicas, in this run and in those that it resumes."""
+        return self.sent_before + sum(optimizer.stats.bytes_sent for optimizer in self.replicated)
+
     def save_exactly(self: Any, path: Path, model: nn.Module, optimizers: Sequence[Replicated]) -> None:
         """Saves the state of every rank into the checkpoint `path`. Collective."""
         if self.local_rank == 0:  # of another run, which may have come further
             shutil.rmtree(path / _PART, ignore_errors=True)
         self.barrier()
         for number, optimizer in enumerate(optimizers):
-            save_checkpoint(path / _PART / str(number), model, optimizer, keep=1)
+            save_checkpoint(path / _PART / str(number), model, optimizer, {"bytes_sent": self.bytes_sent}, keep=1)
 
     def load_exactly(
         self: Any, path: Path, model: nn.Module, optimizers: Sequence[Replicated], weights_only: bool | None
@@ -71,8 +78,10 @@ class ReplicatedWorld:
         if not optimizers or not self.broadcast((path / _PART).is_dir()):
             return None
         for number, optimizer in enumerate(optimizers):
-            if load_checkpoint(path / _PART / str(number), model, optimizer) is None:
+            loaded = load_checkpoint(path / _PART / str(number), model, optimizer)
+            if loaded is None:
                 raise ValueError(f"{path} was written with {number} optimizers, there are {len(optimizers)}")
+            self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent  # as if it had not stopped
         own = torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}
         rest: dict[str, Any] = self.broadcast(own)  # nodes may share no file system
         return rest

@@ -1,8 +1,7 @@
 """Accelerate, the Transformers Trainer, TRL and PEFT: FSDP2 inside a replica, a scheme between replicas.
 
 Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. The optimizer is replicated after that,
-inside the wrapper. The libraries save and load their files as ever; a directory `detonation` beside them holds the
-state that differs between replicas.
+inside the wrapper. A directory `detonation` beside the libraries' own files holds the state that differs.
 """
 
 import math
@@ -24,6 +23,7 @@ from detonation.core.optim.wrapper import OptimizerWrapper
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
+from detonation.integrations.shared_files import warn_unless_shared
 
 try:
     from accelerate import Accelerator
@@ -79,8 +79,8 @@ def prepare(
 ) -> tuple[Any, ...]:
     """`accelerator.prepare` with an optimizer whose step the replicas agree on, by `scheme`.
 
-    `save_state` and `load_state` then keep the state of the replicas, too: training goes on bit for bit. Under a scheme
-    with rounds or a delay, call `replicated(optimizer).synchronize()` before the model is used.
+    `save_state` and `load_state` then keep the state of the replicas, too. Under a scheme with rounds or a delay, call
+    `replicated(optimizer).synchronize()` before the model is used.
 
     Args:
         accelerator: With FSDP2 and `parallelism_config=Replicas(...)`.
@@ -173,12 +173,13 @@ class Replicate(TrainerCallback):
         else:
             self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
             self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
+        if args.save_strategy != "no" and not args.save_only_model:
+            warn_unless_shared(Path(args.output_dir), trainer.model)
         if checkpoint is not None:
             extra = _load(Path(checkpoint), trainer.model, self.optimizer)
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.remove(self)
-        callbacks.insert(0, self)  # trackers come first otherwise, and would see logs without bytes_sent
+        # trackers come first otherwise, and would see logs without bytes_sent
+        trainer.callback_handler.callbacks.sort(key=lambda each: each is not self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Ends open rounds after the last step, before the Trainer evaluates, saves or loads the best model."""
@@ -295,6 +296,5 @@ def _load(directory: Path, model: nn.Module, optimizer: Replicated) -> dict[str,
     """Loads the result of `_save` over what the library has loaded from `directory`; returns `extra`. Collective."""
     loaded = load_checkpoint(directory / "detonation", model, optimizer)
     if loaded is None:
-        reason = "it was saved without them, or cut off while it was saved"
-        raise ValueError(f"{directory} has no directory detonation, the state of the replicas: {reason}")
+        raise ValueError(f"{directory} has no directory detonation, the state of the replicas: was it saved with them?")
     return loaded.extra

@@ -37,7 +37,8 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     The module stays as it is. The whole of it is sharded, unless it has a `configure_model`, which then shards it over
     `self.device_mesh["shard"]`. Optimizers, schedulers, accumulation and bf16 work as ever, and every rank gets its own
     batches. `gradient_clip_val` clips by the global norm of the gradients that the replicas agreed on. The logs get
-    `bytes_sent` and `waited_s`, of this rank since the start. At the end of `fit` all replicas hold the same weights.
+    `bytes_sent` of this rank, counted on after a resume, and `waited_s` since the start of the process. At the end of
+    `fit` all replicas hold the same weights.
 
     A checkpoint is a directory: Lightning's own, with the weights of replica 0 for evaluation and for other strategies,
     and beside them the exact state of every rank. `fit(ckpt_path=...)` from a checkpoint that was saved during `fit`
@@ -113,7 +114,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         assert self.model is not None
         clip, plain = self._clip or None, list(self._optimizers)
         made: list[Optimizer] = [self.replicated_by_scheme(optimizer, self.model, clip) for optimizer in plain]
-        self.optimizers = made
+        self.optimizers, self.sent_before = made, 0
 
     def setup_precision_plugin(self) -> None:
         """Takes clipping over from Lightning, which would clip each replica's gradients before the exchange."""
@@ -123,9 +124,8 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the step, and logs what it sent."""
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        stats = [each.stats for each in self.replicated]
         assert self.lightning_module is not None
-        wide = {"bytes_sent": sum(each.bytes_sent for each in stats), "waited_s": sum(each.waited_s for each in stats)}
+        wide = {"bytes_sent": self.bytes_sent, "waited_s": sum(each.stats.waited_s for each in self.replicated)}
         self.lightning_module.log_dict({name: torch.tensor(float(value)) for name, value in wide.items()})
         return output
 

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# One or two machines, of which either may leave and come back. On each of them, in any order:
+#
+#     HEAD=10.10.0.1 ADDRESS=10.10.0.2 GPUS=8 bash torchrun-elastic.sh quick-lm --out runs/first
+#
+# HEAD is the address of one of them, the same on both: its agent keeps the rendezvous, and the run ends with it.
+# ADDRESS is this machine's own; without it the other one must find this one by its name.
+# When the other machine goes, the run goes on from the last checkpoint with one replica fewer, and when it comes back,
+# with one more. Every start takes this same command line.
+set -euo pipefail
+: "${HEAD:?must be the address of one machine, the same on all}"
+(($# > 0)) || { echo "usage: HEAD=ADDRESS GPUS=8 $0 RECIPE --out DIR ..." >&2; exit 2; }
+
+# Uncomment, with the interface that leads to the other machine, where it is not the one towards HEAD.
+# set -- "$@" --interface wg0
+
+# A machine that comes back waits in vain for a store of the agents (torch 2.13); rank 0 keeps one of its own then.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+exec torchrun --nnodes "${NODES:-1:2}" --nproc-per-node "${GPUS:-8}" --max-restarts 100 \
+    ${ADDRESS:+--local-addr "$ADDRESS"} --rdzv-backend c10d --rdzv-id "${RUN:-detonation}" --rdzv-endpoint "$HEAD:${PORT:-29500}" \
+    -m detonation train "$@" --checkpoint-every "${EVERY:-100}" --resume

@@ -1,0 +1,297 @@
+"""torchtitan: FSDP2 inside a replica as torchtitan shards it, a scheme between replicas.
+
+torchtitan's command names a function that makes its configuration. Through this module the same function gets replicas:
+
+    torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config llama3.llama3_8b \
+        --optimizer.scheme demo --parallelism.data_parallel_replicate_degree 4
+
+The function `with_replicas` does the same for a configuration of one's own.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from detonation.checkpoint.load.newest import load_checkpoint
+from detonation.checkpoint.save.async_save import save_checkpoint
+from detonation.cluster.init import watch_waiting
+from detonation.core.optimizer.replicate import replicate
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.schemes.registry import scheme as scheme_named
+from detonation.core.schemes.scheme import Scheme
+from detonation.integrations.shared_files import warn_unless_shared
+
+try:
+    from torchtitan.components.checkpointer import DATALOADER, OPTIMIZER, CheckpointManager
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import derive
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.tools import filesystem
+    from torchtitan.tools.logging import logger
+    from torchtitan.trainer import Trainer
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'detonation-torch[titan]'") from error
+
+
+def with_replicas(config: Trainer.Config, scheme: Scheme | str = "demo", **settings: Any) -> Trainer.Config:
+    """Makes the trainer of `config` train with replicas that communicate by `scheme`.
+
+    torchtitan shards inside each replica and reads its batches as ever. `training.max_norm` clips the gradients that
+    the replicas agreed on, as in hybrid sharding, and the logged norm is theirs. Metrics get `bytes_sent` and
+    `waited_s`, of the logging rank so far. Each checkpoint holds the exact state of every rank in a directory
+    `detonation`, and a run that loads it goes on bit for bit. Open rounds end with the last step.
+
+    Args:
+        config: Changed in place. It needs `parallelism.data_parallel_replicate_degree`, the number of replicas.
+        scheme: How the replicas communicate. The flag `--optimizer.scheme` takes its place.
+        settings: As of `replicate`: seed, kernels, safety.
+
+    Returns:
+        `config`.
+
+    Raises:
+        ValueError: A component of `config` is not torchtitan's own; in `Trainer`, where the replicas cannot be right:
+            one replica, several optimizers, pipeline, tensor, context or expert parallelism, another `spmd_backend`;
+            at load, where a checkpoint has no state of the replicas.
+
+    Example, a function of one's own for `--module` and `--config`::
+
+        def llama3_8b_demo() -> Trainer.Config:
+            return with_replicas(llama3_8b(), dt.demo(topk=4))
+    """
+    for name, theirs, ours in (
+        ("optimizer", OptimizersContainer.Config, ReplicaOptimizers.Config),
+        ("checkpoint", CheckpointManager.Config, ReplicaCheckpoints.Config),
+        ("metrics", MetricsProcessor.Config, ReplicaMetrics.Config),
+    ):
+        found = getattr(config, name)
+        if type(found) is not theirs:
+            kinds = f"{type(found).__qualname__}, must be {theirs.__qualname__}"
+            raise ValueError(f"config.{name} is of class {kinds}, which replicas replace")
+        setattr(config, name, derive(found, ours))
+    sharding = _Sharding(config.model_spec, scheme, settings)
+    config.model_spec = replace(
+        config.model_spec, parallelize_fn=sharding.parallelize, post_optimizer_build_fn=sharding.replicate
+    )
+    config.parallelism.spmd_backend = "partial_dtensor"
+    return config
+
+
+class _Sharding:
+    """The functions of a model's `ModelSpec`, with replicas: one shards the model, the other meets its optimizer."""
+
+    def __init__(self, spec: Any, scheme: Scheme | str, settings: dict[str, Any]) -> None:
+        self._spec, self._scheme, self._settings = spec, scheme, settings
+        self._clip: float | None = None
+
+    def parallelize(
+        self, model: nn.Module, *, parallel_dims: ParallelDims, training: Any, parallelism: Any, **others: Any
+    ) -> nn.Module:
+        """Shards the model inside each replica."""
+        check_dimensions(parallel_dims)
+        self._steps = training.steps
+        if self._clip is None:  # a second trainer of the same configuration finds what the first one left
+            self._clip = training.max_norm
+        training.max_norm = math.inf  # torchtitan's own clipping comes before the exchange, and only measures now
+        inside = copy.copy(parallel_dims)
+        inside.__class__ = _InsideReplica
+        model = self._spec.parallelize_fn(
+            model, parallel_dims=inside, training=training, parallelism=parallelism, **others
+        )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # losses are divided by the tokens of all replicas, so a sum inside one of them is 1/R of its mean
+                module.set_gradient_divide_factor(1 / parallel_dims.dp_replicate)
+                if parallel_dims.world_mesh.device_type == "cpu":  # gloo cannot multiply while it sums
+                    # a shard that is alone would be multiplied twice
+                    module.set_force_sum_reduction_for_comms(parallel_dims.get_mesh("fsdp").size() > 1)
+        return model
+
+    def replicate(self, optimizers: "ReplicaOptimizers", parts: Sequence[nn.Module], dims: ParallelDims) -> None:
+        """Replicates the optimizer of the model."""
+        options = {"clip": self._clip, **self._settings}
+        optimizers.replicate(dims.get_mesh("dp_replicate"), self._scheme, self._steps, options)
+        if self._spec.post_optimizer_build_fn is not None:
+            self._spec.post_optimizer_build_fn(optimizers, parts, dims)
+
+
+class _InsideReplica(ParallelDims):  # type: ignore[misc]
+    """Parallel dimensions as seen by FSDP: without the axis between replicas."""
+
+    dp_replicate_enabled = False
+
+    def get_activated_mesh(self, axes: list[str]) -> DeviceMesh | None:
+        return super().get_activated_mesh([axis for axis in axes if axis != "dp_replicate"])  # type: ignore[no-any-return]
+
+
+class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
+    """torchtitan's container of optimizers, whose step the replicas take together.
+
+    The container holds the base optimizer, which schedulers move and checkpoints of torchtitan save.
+
+    replicated: the replicated optimizer, for its `stats`. sent_before: bytes that this rank had sent before it resumed.
+
+    Args:
+        config: torchtitan's, and the scheme.
+        model_parts: One model.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """torchtitan's configuration of optimizers, and the scheme."""
+
+        scheme: str = ""
+        """How replicas communicate: demo, or with its arguments 'diloco={"every": 50}'. Empty for the one in code."""
+
+    replicated: Replicated
+    sent_before = 0
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self._scheme = config.scheme
+        super().__init__(config, model_parts=model_parts)
+
+    def replicate(self, axis: DeviceMesh, scheme: Scheme | str, steps: int, options: dict[str, Any]) -> None:
+        """Replicates the optimizer along `axis`; `scheme` is that of the code, and `steps` the length of training."""
+        if len(self.optimizers) > 1:
+            kinds = ", ".join(type(each).__name__ for each in self.optimizers)
+            raise ValueError(f"there are {len(self.optimizers)} optimizers ({kinds}), and replicas take one for all")
+        chosen = parsed_scheme(self._scheme) if self._scheme else scheme
+        watch_waiting()
+        self.replicated = replicate(self.optimizers[0], self.model_parts[0], axis, chosen, **options)
+        self._steps = steps
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes one step with the replicas; after the last one, all replicas hold the same weights."""
+        self.replicated.step()
+        if self.replicated.step_count == self._steps:
+            self.replicated.synchronize()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to its replicas since the run began."""
+        return self.sent_before + self.replicated.stats.bytes_sent
+
+
+class ReplicaMetrics(MetricsProcessor):  # type: ignore[misc]
+    """torchtitan's metrics with `bytes_sent`, `waited_s`, and the norm of the gradients that the replicas agreed on."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        """torchtitan's."""
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Logs a step."""
+        stats, sent = self.optimizers.replicated.stats, self.optimizers.bytes_sent
+        norm = grad_norm if stats.grad_norm is None else stats.grad_norm.item()
+        exchange = {"bytes_sent": sent, "waited_s": stats.waited_s}
+        super().log(step, global_avg_loss, global_max_loss, norm, {**(extra_metrics or {}), **exchange})
+        logger.info(f"step: {step:2}  sent to replicas: {sent:,} bytes  waited: {stats.waited_s:.1f} s")
+
+
+class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
+    """torchtitan's checkpoints, and beside each full one the exact state of every rank.
+
+    torchtitan's files hold the model and the optimizer of replica 0; torch would mix those of several replicas.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's."""
+
+    def __init__(self, config: Config, *, base_folder: str = "", **others: Any) -> None:
+        if config.enable and "://" in (folder := str(filesystem.join(base_folder, config.folder))):
+            raise ValueError(f"checkpoint.folder is {folder}: replicas save to directories, not to remote storage")
+        super().__init__(config, base_folder=base_folder, **others)
+        if config.enable:
+            warn_unless_shared(Path(self.folder), others["model_parts"][0])
+
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any) -> Any:
+        """Saves the state of the replicas, then torchtitan's, whose metadata makes the checkpoint valid. Collective."""
+        if OPTIMIZER in state_dict:
+            optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
+            (model,), extra = optimizers.model_parts, {"bytes_sent": optimizers.bytes_sent}
+            save_checkpoint(Path(checkpoint_id, "detonation"), model, optimizers.replicated, extra, keep=1)
+            if optimizers.replicated.coordinates.replica:
+                state_dict = {DATALOADER: state_dict[DATALOADER]}
+        return super().dcp_save(state_dict, checkpoint_id, *others, **options)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any) -> None:
+        """Loads torchtitan's part, and over it the state of the replicas. Collective.
+
+        Raises:
+            ValueError: The checkpoint has no state of the replicas, or that of another model, optimizer or scheme.
+        """
+        super().dcp_load(state_dict, checkpoint_id, *others, **options)
+        if OPTIMIZER in state_dict:
+            optimizers: ReplicaOptimizers = state_dict[OPTIMIZER]
+            own, (model,) = Path(checkpoint_id, "detonation"), optimizers.model_parts
+            loaded = load_checkpoint(own, model, optimizers.replicated)
+            if loaded is None:
+                remedy = "initial_load_path takes its model alone"
+                raise ValueError(f"{checkpoint_id} has no directory detonation, the state of the replicas: {remedy}")
+            optimizers.sent_before = int(loaded.extra["bytes_sent"]) - optimizers.replicated.stats.bytes_sent
+
+
+def check_dimensions(dims: ParallelDims) -> None:
+    """Raises `ValueError` in one line where replicas of these dimensions cannot be right."""
+    if dims.dp_replicate < 2:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree is {dims.dp_replicate}, must be the number of replicas, "
+            "usually of nodes, and at least 2"
+        )
+    for name in ("pipeline", "tensor", "context", "expert"):
+        if (degree := getattr(dims, f"{name[0]}p")) > 1:  # pp, tp, cp, ep
+            raise ValueError(f"parallelism.{name}_parallel_degree is {degree}, must be 1: FSDP alone shards replicas")
+    if dims.spmd_backend != "partial_dtensor":
+        raise ValueError(
+            f"parallelism.spmd_backend is {dims.spmd_backend}, which makes parameters of all replicas one tensor: "
+            "leave it at partial_dtensor"
+        )
+
+
+def parsed_scheme(text: str) -> Scheme:
+    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own overrides.
+
+    Raises:
+        ValueError: The scheme or an argument does not exist, or the arguments are no JSON object.
+
+    Example:
+        >>> parsed_scheme('demo={"topk": 2}').arguments["topk"]
+        2
+    """
+    name, _, arguments = text.partition("=")
+    try:
+        found = json.loads(arguments or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"optimizer.scheme is {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'optimizer.scheme is {text!r}, must be a name, or NAME={{"argument": value}}')
+    return scheme_named(name, found)
+
+
+if not TYPE_CHECKING:  # a type checker shall see a name that is not there
+
+    def __getattr__(name: str) -> Callable[[], Trainer.Config]:
+        """For `--config MODULE.FUNCTION`: the function of torchtitan's or of one's own module, with replicas."""
+        module, dot, function = name.rpartition(".")
+        if not dot:
+            raise AttributeError(f"module {__name__} has no attribute {name!r}; --config takes MODULE.FUNCTION")
+        config, _ = ConfigManager()._load_config(["--module", module, "--config", function])
+        return lambda: with_replicas(config)
