@@ -2,6 +2,7 @@
 # make test    lint, type check and the whole test suite, in two processes
 #              PART=laws runs one folder of tests alone, PART="laws world" two; see tests/README.md
 # make lint    lint and type check
+# make docs    the site of the documentation, in site/
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
 # All make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of a file stay in one process, which starts them in the order of their names.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test chaos lint hooks clean
+.PHONY: train test chaos lint docs hooks clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
@@ -35,6 +36,10 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.docs
+	$(VENV)/bin/python docs/recipe_reference.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 hooks: $(VENV)/.test
 	@command -v pre-commit >/dev/null || { echo "pre-commit is not here: pip install pre-commit"; exit 1; }
@@ -60,5 +65,10 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.train $@
 
+$(VENV)/.docs: $(VENV)/.train
+	@echo "installing what the site needs into $(VENV)"
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

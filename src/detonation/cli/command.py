@@ -15,6 +15,14 @@ from detonation.version import __version__
 
 _RENAMED_FLAGS = {"--lab": "--namespaces"}
 """Flags of version 0.1, and the flags that took their place."""
+_INTERFACE: dict[str, Any] = {
+    "f": Verb,
+    "prog": "detonation",
+    "description": "Train PyTorch models over slow links: sharded inside the node, in touch between nodes. "
+    "--completion bash|zsh|fish prints a script for the shell, --version the version.",
+    "config": (FlagCreatePairsOff,),
+}
+"""The verbs and their look, as tyro takes them."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
@@ -26,16 +34,12 @@ def run_command(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"detonation {__version__}")
         return 0
+    if arguments[:1] == ["--completion"]:
+        return _print_completion(" ".join(arguments[1:]))
     for flag in arguments:
         if flag in _RENAMED_FLAGS:
             return fail(f"flag {flag} is called {_RENAMED_FLAGS[flag]} since version 0.2", 2, "--json" in arguments)
-    verb: Any = tyro.cli(
-        Verb,
-        prog="detonation",
-        description="Train PyTorch models over slow links: sharded inside the node, in touch between nodes.",
-        args=arguments,
-        config=(FlagCreatePairsOff,),
-    )
+    verb: Any = tyro.cli(args=arguments, **_INTERFACE)
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
@@ -47,6 +51,16 @@ def run_command(arguments: list[str] | None = None) -> int:
 
         end_now(code)
     return code
+
+
+def _print_completion(shell: str) -> int:
+    from detonation.cli.completion import completion_script
+
+    try:
+        print(completion_script(shell, **_INTERFACE))
+    except ValueError as error:
+        return fail(str(error), 2, False)
+    return 0
 
 
 def _run(verb: Any) -> int:

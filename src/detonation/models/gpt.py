@@ -22,6 +22,9 @@ def olmo2(
 
     Args:
         vocab: Number of tokens; 256 for bytes.
+        hidden_size: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads of each block; divides hidden_size.
         key_value_heads: Fewer than `heads` for grouped-query attention; None for as many.
         feed_forward: Width of the gated feed-forward layer of each block.
         tie_embeddings: Use the embedding matrix as output matrix.

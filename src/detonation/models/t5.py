@@ -24,7 +24,10 @@ def t5(
 
     Args:
         vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
+        hidden_size: Width of the residual stream.
         layers: Of the encoder, and of the decoder.
+        heads: Attention heads of each block; divides hidden_size.
+        feed_forward: Width of the feed-forward layer of each block.
         gated: Use a gated GELU (T5 1.1, ByT5) instead of a ReLU, with half as many weights again.
         dropout: On hidden states and on attention weights.
 

@@ -22,6 +22,14 @@ def vit(
     Fashion-MNIST; for CIFAR-10 use image_size 32, patch_size 4, channels 3.
 
     Args:
+        image_size: Height and width of an image, in pixels.
+        patch_size: Height and width of a patch; divides image_size.
+        channels: 1 for grey, 3 for colour.
+        classes: Number of labels.
+        hidden_size: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads of each block; divides hidden_size.
+        feed_forward: Width of the feed-forward layer of each block.
         dropout: On hidden states and on attention weights.
 
     Shapes: `pixel_values` `[B, channels, image_size, image_size]` float, `labels` `[B]` int64.

@@ -29,7 +29,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer by name: a class of torch.optim, `SignSGD`, `Muon` or "package.module:function"."""
+    """An optimizer by name, with its own arguments.
+
+    Args:
+        name: A class of torch.optim, `SignSGD`, `Muon` or "package.module:function".
+        lr: The largest learning rate of the schedule, above 0.
+    """
 
     name: str
     lr: float
@@ -41,7 +46,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step."""
+    """The schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step.
+
+    Args:
+        name: "cosine", "linear" or "constant".
+        warmup: Steps of the rise.
+        floor: The part of lr that is left at the last step, from 0 to 1.
+    """
 
     name: str = "cosine"
     warmup: int = 0
@@ -59,12 +70,16 @@ class TrainConfig:
     """The training loop: its length, its batches, and its checks.
 
     Args:
+        steps: Steps of the optimizer.
         batch_size: Examples per process and micro-batch.
         accumulate: Micro-batches per step.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
+        autocast: "bf16" computes forward and backward in it; "" in the precision of the weights.
+        log_every: Steps between lines on the screen.
         validate_every: Steps between validations; 0 validates at the end only.
         validation_batches: Batches of `batch_size` that a validation takes.
-        checkpoint_every: Steps between checkpoints; 0 saves at the end only. The newest `keep` stay.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end only.
+        keep: Checkpoints that stay, the newest.
         non_finite: "stop" the run where a replica's gradient is not finite, or "skip" its contribution.
         verify_every: Steps between comparisons of the state that replicas share; 0 never compares.
         on_desync: "stop" the run where replicas differ in it, or "repair" it.
@@ -113,6 +128,8 @@ class MeshConfig:
     """`replicas` copies of the model (nodes), each cut into `shards` (accelerators in a node).
 
     Args:
+        replicas: Copies of the model, usually nodes.
+        shards: Parts of each copy, usually the accelerators of a node.
         link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
         namespaces: Each node is a network namespace of this machine; the kernel, not the ranks, emulates `link`.
 
@@ -147,7 +164,9 @@ class MeshConfig:
 class PeersConfig:
     """The limit after which a rank counts as lost: `silence_s` without a heartbeat.
 
-    The time of the largest message comes on top, at `lowest_bits_per_s`, the slowest link that is still acceptable.
+    Args:
+        silence_s: Seconds, at least 1; the time of the largest message comes on top.
+        lowest_bits_per_s: The rate at which that time is reckoned: the slowest link that is still acceptable.
     """
 
     silence_s: float = 15.0
@@ -160,7 +179,12 @@ class PeersConfig:
 
 @dataclass(frozen=True)
 class LevelConfig:
-    """One tier of the network: `replicas` along the mesh axis `axis`, and the scheme between them."""
+    """One tier of the network, and the scheme between its replicas.
+
+    Args:
+        axis: The name of the tier, such as "rack".
+        replicas: Their number in this tier; the product over the tiers is the number of all.
+    """
 
     axis: str
     replicas: int

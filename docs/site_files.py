@@ -1,0 +1,70 @@
+"""A hook of mkdocs: files of the repository that pages link to become a part of the site.
+
+A page links to what lies beside docs/ by a relative path, which is right in the repository. In the site such a file is
+below `repository/`: Markdown as a page, other texts as a page with their code, all else as it is.
+"""
+
+import os
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
+CODE = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".ipynb": "json", ".sbatch": "bash"}
+CLASSES = "hide:\n  - toc\nsearch:\n  exclude: true"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the files outside docs/ that pages link to, and those that these link to in turn."""
+    waiting = [ROOT / "docs" / file.src_uri for file in files.documentation_pages()]
+    while waiting:
+        page = waiting.pop()
+        for target in linked(page):
+            uri = site_uri(target)
+            if uri.startswith("repository/") and uri not in files.src_uris:
+                files.append(made(target, uri, config))
+                if target.suffix == ".md":
+                    waiting.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points links to their place in the site."""
+    uri = page.file.src_uri
+    here = ROOT / uri.removeprefix("repository/") if uri.startswith("repository/") else ROOT / "docs" / uri
+
+    def moved(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(here.parent / match[1]))
+        if not target.is_file() or ROOT not in target.parents:
+            return match[0]
+        return posixpath.relpath(site_uri(target), posixpath.dirname(uri)) + (match[2] or "")
+
+    return LINK.sub(moved, markdown) if here.suffix == ".md" and here.is_file() else markdown
+
+
+def linked(page: Path) -> list[Path]:
+    """The files of the repository that a page of Markdown links to."""
+    found = [Path(os.path.normpath(page.parent / match[1])) for match in LINK.finditer(page.read_text())]
+    return [path for path in found if path.is_file() and ROOT in path.parents]
+
+
+def site_uri(path: Path) -> str:
+    """The place of a file of the repository among the sources of the site."""
+    relative = path.relative_to(ROOT).as_posix()
+    if relative.startswith("docs/"):
+        return relative.removeprefix("docs/")
+    return f"repository/{relative}" + (".md" if path.suffix in CODE else "")
+
+
+def made(path: Path, uri: str, config: MkDocsConfig) -> File:
+    """The file as a source of the site."""
+    if path.suffix not in CODE:
+        return File.generated(config, uri, abs_src_path=str(path))
+    title = path.relative_to(ROOT).as_posix()
+    text = f"---\n{CLASSES}\n---\n\n# {title}\n\n````{CODE[path.suffix]}\n{path.read_text()}````\n"
+    return File.generated(config, uri, content=text)

@@ -1,0 +1,50 @@
+"""The pages of the documentation, their blocks of code, and the command lines in them."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOLD = {"docs/log.md", "docs/recipe-reference.md"}
+"""Pages without blocks for readers to run: what was, and what a program has written."""
+PAGES = sorted({path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")} - TOLD)
+_BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page. not_run: the reason why no test runs it; "" for the others."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    not_run: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def commands(self) -> Iterator[list[str]]:
+        """The words of each command line of a block for the shell."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield words
+
+
+def blocks(page: str, language: str | None = None) -> list[Block]:
+    """The blocks of a page, all or those in one language."""
+    text = (ROOT / page).read_text()
+    found = [
+        Block(page, text.count("\n", 0, match.start(2)) + 1, match[2], match[3], match[1] or "")
+        for match in _BLOCK.finditer(text)
+    ]
+    return [block for block in found if language in (None, block.language)]
+
+
+def all_blocks(*languages: str) -> list[Block]:
+    """The blocks of all pages in these languages."""
+    return [block for page in PAGES for language in languages for block in blocks(page, language)]
