@@ -26,7 +26,11 @@ def olmoe(
 
     Args:
         vocab: Number of tokens; 256 for bytes.
-        experts: Of each block, `active` of which work on a token.
+        hidden_size: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads of each block; divides hidden_size.
+        experts: Of each block.
+        active: Experts that work on a token.
         feed_forward: Width of the gated feed-forward layer of each expert.
         balance: Weight of the loss that keeps experts equally busy; only in training, so that validation losses are in
             nats, as those of other models are.
