@@ -3,18 +3,18 @@
 python docs/recipe_reference.py
 """
 
-import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from detonation.core.schemes.registry import SCHEMES
+from detonation.core.schemes.registry import schemes
 from detonation.data import TASKS
-from detonation.models import MODELS
+from detonation.models import MODELS, model_function
 from detonation.train.auto.asked import Auto
 from detonation.train.recipe import schema
+from detonation.train.recipe.keys import RecipeKey, keys_of, recipe_keys
 
 PAGE = Path(__file__).with_name("recipe-reference.md")
 HEAD = """# Recipe reference
@@ -29,6 +29,11 @@ your own, and a run writes its fully resolved recipe into `config.toml` of its d
 follow from it.
 """
 CHOICE = "`{key}` chooses; all other keys are arguments of what it chooses. `package.module:function` is yours."
+LEVELS = """## [[scheme]]
+
+One table for each tier of the network, from the innermost: `axis`, its name; `replicas`, those that it joins; and the
+keys of a scheme.
+"""
 TUNED = """## [tuned.SCHEME]
 
 Tables `scheme`, `optimizer`, `schedule` and `train` that are laid over the recipe where SCHEME is chosen. So `--scheme
@@ -36,64 +41,57 @@ random` brings along the learning rate that was tuned for it. `--set` counts ove
 """
 
 
+DESCRIBED: dict[str, Callable[..., Any]] = {
+    "train": schema.TrainConfig,
+    "mesh": schema.MeshConfig,
+    "schedule": schema.ScheduleConfig,
+    "peers": schema.PeersConfig,
+    "optimizer": schema.OptimizerConfig,
+    **MODELS,
+    "hf:...": model_function("hf:..."),
+    **TASKS,
+    **schemes(),
+    "auto": Auto,
+}
+"""The code whose docstring says what a table, or a choice in it, is."""
+
+
 def page() -> str:
     """The text of the page."""
-    parts = [HEAD]
-    for name, kind in (("train", schema.TrainConfig), ("mesh", schema.MeshConfig), ("schedule", schema.ScheduleConfig)):
-        parts.append(section(f"[{name}]", kind))
-    parts.append(section("[peers]", schema.PeersConfig))
-    parts.append(
-        section("[optimizer]", schema.OptimizerConfig, "All other keys are arguments of the optimizer's class.")
-    )
-    schemes = {name: SCHEMES[name] for name in sorted(SCHEMES)} | {"auto": Auto}
-    for table, key, choices in (("model", "name", MODELS), ("data", "task", TASKS), ("scheme", "name", schemes)):
-        parts.append(f"## [{table}]\n\n{CHOICE.format(key=key)}\n")
-        parts += [section(f'{key} = "{name}"', function, level=3) for name, function in choices.items()]
-    parts.append(
-        section("[[scheme]]", schema.LevelConfig, "One table for each tier of the network, from the innermost.")
-    )
-    return "\n".join([*parts, TUNED])
+    parts, last = [HEAD], list(schemes())[-1]
+    for (table, owner), keys in groupby(recipe_keys(), lambda key: (key.table, key.owner)):
+        own = list(keys)
+        if not table:
+            continue
+        if owner:
+            chooser = "task" if table == "data" else "name"
+            parts.append(section(f'### {chooser} = "{owner}"', owner, own))
+        elif table in ("model", "data", "scheme"):
+            parts.append(f"## [{table}]\n\n{CHOICE.format(key=own[0].name)}\n")
+        else:
+            more = " All other keys are arguments of the optimizer's class." if table == "optimizer" else ""
+            parts.append(section(f"## [{table}]", table, own, more))
+        if owner == last:
+            parts.append(section('### name = "auto"', "auto", list(keys_of("scheme", "auto", Auto, {}))))
+    return "\n".join([*parts, LEVELS, TUNED])
 
 
-def section(title: str, described: Callable[..., Any], more: str = "", level: int = 2) -> str:
-    """The heading of a table, its purpose, and a row for each key."""
-    text = inspect.getdoc(described) or ""
-    meanings = arguments(text)
-    rows = [f"| `{key}` | {spelled(default)} | {meanings.get(key, '')} |" for key, default in keys(described).items()]
+def section(title: str, described: str, keys: list[RecipeKey], more: str = "") -> str:
+    """A heading, the purpose of the table or choice, and a row for each of its keys."""
+    purpose = " ".join((inspect.getdoc(DESCRIBED[described]) or "").partition("\n\n")[0].split())
+    rows = [f"| `{key.name}` | {spelled(key)} | {key.meaning.replace('|', chr(92) + '|')} |" for key in keys]
     table = ["| key | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
-    purpose = " ".join(text.partition("\n\n")[0].split())
-    return "\n".join([f"{'#' * level} {title}", "", " ".join([purpose, more]).strip(), "", *table])
+    return "\n".join([title, "", purpose + more, "", *table])
 
 
-def keys(described: Callable[..., Any]) -> Mapping[str, Any]:
-    """The keys that a recipe may give, with their defaults; those that hold other tables are left out."""
-    inner = {"arguments", "scheme"}
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(described).parameters.items()
-        if not (dataclasses.is_dataclass(described) and name in inner)
-    }
-
-
-def arguments(text: str) -> dict[str, str]:
-    """The meanings in the section Args of a docstring, by name; a line may name several arguments."""
-    body = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
-    found = {}
-    for names, meaning in re.findall(r"^ {4}([\w, ]+): (.*(?:\n {8,}.*)*)", body[1] if body else "", re.MULTILINE):
-        for name in names.split(", "):
-            found[name] = " ".join(meaning.split()).replace("|", "\\|")
-    return found
-
-
-def spelled(default: Any) -> str:
+def spelled(key: RecipeKey) -> str:
     """A default as a recipe spells it."""
-    if default is inspect.Parameter.empty:
+    if key.required:
         return "must be given"
-    if default is None:
+    if key.default is None:
         return "none"
-    texts = {True: "true", False: "false"}
-    text = texts[default] if isinstance(default, bool) else f'"{default}"' if isinstance(default, str) else str(default)
-    return f"`{'[]' if default == () else text}`"
+    texts = {bool: lambda x: str(x).lower(), str: lambda x: f'"{x}"', tuple: lambda x: "[]" if not x else str(list(x))}
+    return f"`{texts.get(type(key.default), str)(key.default)}`"
 
 
 if __name__ == "__main__":

@@ -42,6 +42,19 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=Adm optimizer.lr=1", "unknown optimizer 'Adm', did you mean 'Adam'? Valid: ASGD,"),
         ("optimizer.name=LBFGS optimizer.lr=1", "optimizer LBFGS cannot be used: it evaluates the loss several times"),
         ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
+        ("optimizer.name=adm", "unknown optimizer 'adm'. Valid: ASGD,"),  # the name before what it lacks
+        ("optimizer.name=lbfgs", "optimizer LBFGS cannot be used: it evaluates the loss several"),
+        ("optimizer.name=sgd", "optimizer.lr is missing: give it in [optimizer]"),
+        ("model.name=vit", "model vit is for images, but the data sotu-sample are text: take olmo2, or other data"),
+        ("model.name=t5", "model t5 is for translation, but the data sotu-sample are text: take olmo2, or other data"),
+        ("model.name=hf:nowhere/at/all", "hf:nowhere/at/all is no directory with a config.json, and no model that the"),
+        (
+            "model.name=gpt2",
+            "unknown model 'gpt2'. Valid: olmo2, t5, vit; or package.module:function, or hf:NAME for a",
+        ),
+        ("data.source=pyproject.toml", "unknown source 'pyproject.toml'"),
+        ("data.tokenizer=nowhere", "data.tokenizer nowhere is no directory, and nothing the hub gives us: "),
+        ("train.init_from=nowhere", "train.init_from is 'nowhere', but must be the directory of a run or a model"),
         ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer] of the recipe, or with --set"),
         ("optimizer.lr=-1", "optimizer.lr is -1.0, but must be a finite number above 0"),
         ("mesh.link=100mb", "a link is '100mb', must be a rate above 0 in bit, kbit, mbit or gbit (a second)"),
@@ -136,7 +149,20 @@ def test_the_examples_in_the_help_are_command_lines():
                 command, name, *arguments = line.split()
                 assert command == "detonation" and isinstance(tyro.cli(Verb, args=[name, *arguments]), kind)
                 found.append(name)
-    assert found == ["train", "compare", "simulate", "probe", "plan", "plan", "report", "report", "recipes"]
+    assert found == [
+        "train",
+        "compare",
+        "simulate",
+        "probe",
+        "plan",
+        "plan",
+        "report",
+        "report",
+        "recipes",
+        "recipes",
+        "init",
+        "init",
+    ]
 
 
 def test_a_port_that_another_process_has(tmp_path):

@@ -7,9 +7,13 @@ import pytest
 
 from detonation.cli.arguments import Train
 from detonation.cli.command import run_command
+from detonation.cli.names import MODEL_NAMES, OPTIMIZER_NAMES
 from detonation.cli.verbs import requested
 from detonation.core.link.link_speed import LinkSpeed
-from detonation.train.recipe.resolve import read_recipe
+from detonation.models import MODELS
+from detonation.train.recipe.keys import key_lines, recipe_keys, recipe_schema
+from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
+from detonation.train.recipe.resolve import read_recipe, resolve
 from detonation.train.recipe.shipped import shipped_recipes
 from detonation.train.run.request import Request, configure
 from detonation.version import __version__
@@ -53,6 +57,53 @@ def test_flags_stand_for_settings_and_set_counts_more():
     assert (config.scheme.name, config.train.steps, config.optimizer.lr) == ("random_sign", 7, 0.25)
     assert (config.model.name, config.data.arguments["source"]) == ("vit", "fashion-mnist")
     assert config.optimizer.name == "SignSGD"  # as the recipe has tuned it for that scheme
+
+
+def test_the_name_of_an_optimizer_is_known_in_any_case():
+    verb = Train(recipe=Path("quick-lm"), scheme="full", set=(("optimizer.name=adamw",),))
+    optimizer = configure(requested(Request, verb), None).optimizer
+    assert (optimizer.name, optimizer.lr) == ("AdamW", 3e-3)  # the same as the recipe has tuned, with its lr
+    recipe = {
+        **packaged("quick-lm"),
+        "optimizer": {"name": "signsgd", "lr": 1e-3},
+        "tuned": {"demo": {"optimizer": {"name": "SIGNSGD", "momentum": 0.5}}},
+    }
+    found = resolve(recipe, {"optimizer": {"name": "SignSgd"}}).optimizer
+    assert (found.name, found.lr, found.arguments) == ("SignSGD", 1e-3, {"momentum": 0.5})
+
+
+def test_the_names_in_the_help_are_those_that_there_are():
+    assert {*OPTIMIZER_NAMES} == optimizer_classes().keys() - REFUSED and {*MODEL_NAMES} == {*MODELS}
+
+
+def test_every_key_is_listed_with_its_meaning(capsys):
+    keys = recipe_keys()
+    without = {(key.owner or key.table, key.name) for key in keys if not key.meaning}
+    assert without == set()
+    lines = "\n".join(key_lines())
+    assert (
+        "  steps (integer) required" in lines and "  keep (integer) = 3" in lines and "    topk (integer) = 4" in lines
+    )
+    assert run_command(["recipes", "--keys"]) == 0
+    assert capsys.readouterr().out == lines + "\n"
+
+
+def test_the_schema_is_that_of_the_recipes(capsys):
+    assert run_command(["recipes", "--keys", "--json"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema == json.loads(json.dumps(recipe_schema()))
+    kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list, None: object}
+    for name in shipped_recipes():
+        recipe = packaged(name)
+        assert {*schema["required"]} <= recipe.keys() <= schema["properties"].keys()
+        for table, values in recipe.items():
+            described = schema["properties"][table]
+            if table == "scheme":
+                described = described["anyOf"][isinstance(values, list)]
+            if "properties" in described:
+                assert {*described["required"]} <= values.keys()
+                for key, value in values.items():
+                    assert isinstance(value, kinds[described["properties"][key].get("type")]), (name, table, key)
 
 
 def test_the_version_is_printed(capsys):

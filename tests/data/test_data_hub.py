@@ -37,7 +37,7 @@ def test_text(hub):
     data = load_dataset("text", {"source": "hf:org/corpus:en", "split": "train[:1%]", "column": "body", "context": 16})
     assert hub.calls == [("org/corpus", "en", "train[:1%]")]
     assert data.name == "corpus"
-    assert bytes(data.train.bytes[0].tolist()) == b"some words some "
+    assert bytes(data.train.ids[0].tolist()) == b"some words some "
     with pytest.raises(ValueError, match="no column text; there are id, body"):
         load_dataset("text", {"source": "hf:org/corpus:en", "split": "train[:1%]"})
 

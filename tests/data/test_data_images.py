@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from detonation.data import batch, load_dataset
-from detonation.data.download.image_files import Split
+from detonation.data.formats.image_files import Split
 from detonation.data.images import Images, statistics
 
 
@@ -85,14 +85,57 @@ def test_folders_that_do_not_fit_are_refused(folder):
     (folder / "train" / "dog" / "9.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"9\.png is no image that pillow can read"):
         load_dataset("images", source)
-    with pytest.raises(ValueError, match="needs the folders train/CLASS and validation/CLASS"):
-        load_dataset("images", {"source": str(folder / "train")})
+    with pytest.raises(
+        ValueError, match=r"needs CLASS/\*\.png, ten images at least, or train/CLASS and validation/CLA"
+    ):
+        load_dataset("images", {"source": str(folder / "validation")})
 
 
 def test_train_and_validation_must_have_one_shape(tmp_path):
     picture(tmp_path / "train" / "a" / "0.png", 0, size=(4, 4))
     picture(tmp_path / "validation" / "a" / "0.png", 0, size=(5, 5))
-    with pytest.raises(ValueError, match=r"train images are \(4, 4, 3\), validation images \(5, 5, 3\)"):
+    source = {"source": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"0\.png is 5x5, the first image 4x4: set data\.size to scale all of them"):
+        load_dataset("images", source)
+    assert load_dataset("images", {**source, "size": 6}).validation[torch.tensor([0])]["pixel_values"].shape[2:] == (
+        6,
+        6,
+    )
+
+
+def test_images_of_any_size_are_scaled_and_cut_to_squares(tmp_path):
+    wide = Image.new("RGB", (40, 20), (255, 0, 0))
+    wide.paste((0, 0, 255), (10, 0, 30, 20))  # the middle, which stays
+    for number in range(20):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (wide if number % 2 else wide.rotate(90, expand=True)).save(tmp_path / "a" / f"{number:02}.png")
+    picture(tmp_path / "b" / "0.jpg", 7, size=(9, 9), mode="L")
+    picture(tmp_path / "a0" / "0.jpg", 7, size=(9, 9), mode="L")  # too few to hold one out
+    data = load_dataset("images", {"source": str(tmp_path), "size": 8})
+    assert data.model == {"image_size": 8, "channels": 3, "classes": 3}
+    assert (len(data.train), len(data.validation)) == (20, 2)  # every tenth of a class is held out
+    pixels = data.train.split.images[range(18)]
+    assert pixels.shape == (18, 8, 8, 3) and (pixels[..., 2] > 200).all() and (pixels[..., 0] < 50).all()
+    grey = load_dataset("images", {"source": str(tmp_path), "size": 8, "channels": 1})
+    assert grey.model["channels"] == 1 and grey.train.split.images[[18]].max() == 7
+    assert len(batch(data.train, seed=0, step=0, part=0, parts=2, size=9)["labels"]) == 9
+    assert data.validation.split.labels.tolist() == [0, 0]
+
+
+def test_a_named_set_is_scaled_to_the_model_too():
+    data = load_dataset("images", {"source": "fashion-mnist", "size": 14, "channels": 3})
+    assert data.model == {"image_size": 14, "channels": 3, "classes": 10}
+    plain = load_dataset("images", {"source": "fashion-mnist", "size": 28}).train.split.images
+    assert isinstance(plain, np.ndarray)  # nothing to scale
+    assert abs(data.train.split.images[[5]].mean() - plain[5].mean()) < 3
+
+
+def test_a_picture_that_is_cut_off_is_named(tmp_path):
+    for number in range(10):
+        picture(tmp_path / "a" / f"{number}.png", number, size=(50, 50))
+    whole = (tmp_path / "a" / "0.png").read_bytes()
+    (tmp_path / "a" / "0.png").write_bytes(whole[:-40])
+    with pytest.raises(ValueError, match=r"a/0\.png is no image that pillow can read"):
         load_dataset("images", {"source": str(tmp_path)})
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import tomli_w
+from safetensors.torch import load_model
 
 from detonation import choices
 from detonation.cli.command import run_command
@@ -53,6 +54,11 @@ class Line(nn.Module):
     def forward(self, points, labels):
         logits = self.head(torch.relu(self.inner(points)))
         return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+class Bare(Line):
+    def forward(self, points, labels):
+        return super().forward(points, labels).logits
 
 
 def sgd(params, lr, momentum: float = 0.5):
@@ -122,9 +128,20 @@ def test_a_run_of_ones_own_parts_and_its_resumption(recipe, tmp_path, capfd):
     assert (summary["model"], summary["data"], summary["optimizer"]) == ("own_parts:Line", "points", "own_parts:sgd")
     assert (summary["steps"], summary["num_parameters"]) == (2, 4 * 6 + 6 + 6 * 2 + 2)  # as [tuned] has it
     assert summary["replicas_equal"] and summary["val_accuracy"] <= 1
-    assert run_command(["export", "run", "--out", "model", "--trust-code"]) == 2
-    assert "error: model own_parts:Line has no save_pretrained" in capfd.readouterr().err
+    assert run_command(["export", "run", "--out", "model", "--trust-code"]) == 0
+    said = capfd.readouterr().out
+    assert "no model of transformers: load its state dict with safetensors.torch.load_model" in said
+    made = sys.modules["own_parts"].Line(2, 6)
+    assert load_model(made, "model/model.safetensors") == (set(), [])
+    assert run_command(["train", recipe, "--out", "next", "--init-from", "model", "--steps", "1"]) == 0
+    assert "weights of model\n" in capfd.readouterr().out
     assert sys.path[-1] == "" or "" in sys.path[1:]  # the current directory hides no package
+
+
+def test_a_model_that_returns_no_loss_is_one_line(recipe, capfd):
+    assert run_command(["train", recipe, "--set", "model.name=own_parts:Bare"]) == 2
+    line = "model own_parts:Bare returns a Tensor, must return .loss (and .logits)\n"
+    assert capfd.readouterr().err.endswith(line)
 
 
 def test_installed_parts_go_by_their_names(recipe, installed, capfd):
@@ -175,6 +192,10 @@ def test_the_help_lists_registered_schemes(verb, registered, installed, recipe, 
         ("model.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
         ("model.name=own_parts:nothing", "model own_parts:nothing makes a dict, must make a torch.nn.Module"),
         ("model.name=Lin", "unknown model 'Lin'. Valid: olmo2, t5, vit; or package.module:function"),
+        (
+            "model.name=torch.nn:Identity",
+            "model torch.nn:Identity cannot take the batches of the data points: missing a required argument: 'input'",
+        ),
         ("model.width=wide", "model.width is 'wide', but must be a whole number"),
         ("data.task=no_parts:points", "no_parts:points: no module named no_parts"),
         ("data.task=own_parts:pionts", "own_parts:pionts: module own_parts has no function 'pionts'"),

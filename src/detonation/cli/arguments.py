@@ -1,25 +1,12 @@
 """The verbs of the command line and their flags, as tyro reads them. Imports nothing heavy."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from detonation.choices import entry_points
-
-SCHEME_NAMES = (
-    "decoupled_adamw", "demo", "demo_diloco", "demo_published", "diloco", "distro", "eager_diloco", "full", "local_sgd",
-    "muloco", "none", "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco", "striding",
-)  # fmt: skip
-"""The schemes of this library; here too, because `--help` must not wait for torch."""
-
-
-def registered_schemes() -> str:
-    """The names of all schemes: of this library, of installed packages, and those registered in this process."""
-    registry = sys.modules.get("detonation.core.schemes.registry")
-    return ", ".join(sorted({*SCHEME_NAMES, *entry_points("detonation.schemes"), *getattr(registry, "SCHEMES", ())}))
+from detonation.cli.names import MODEL_NAMES, OPTIMIZER_NAMES, registered_schemes
 
 
 def _shown(metavar: str | None = None) -> Any:
@@ -56,20 +43,12 @@ class Shortcuts(Common):
     """The same as --set train.steps=INT."""
     lr: Annotated[float | None, _shown("NUMBER")] = None
     """The same as --set optimizer.lr=NUMBER."""
-    model: Annotated[str | None, _shown("NAME")] = None
-    """The same as --set model.name=NAME: olmo2, t5, vit or package.module:function."""
+    model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=f"Models: {', '.join(MODEL_NAMES)}.")] = None
+    """The same as --set model.name=NAME; hf:DIRECTORY and hf:ID are of transformers, package.module:function yours."""
     data: Annotated[str | None, _shown("SOURCE")] = None
-    """The same as --set data.source=SOURCE: a name of detonation fetch, a file or a directory."""
-
-
-SHORTCUTS = {
-    "scheme": "scheme.name",
-    "steps": "train.steps",
-    "lr": "optimizer.lr",
-    "model": "model.name",
-    "data": "data.source",
-}
-"""The recipe's key for each flag of `Shortcuts`."""
+    """The same as --set data.source=SOURCE: a name of detonation fetch, a file, a directory, or hf:ID of the hub."""
+    init_from: Annotated[str | None, _shown("DIR")] = None
+    """The same as --set train.init_from=DIR: begin with the weights of a run, a checkpoint or an exported model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +61,8 @@ class Train(Shortcuts):
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
     """The recipe: a TOML file, or a name of detonation recipes."""
-    set: _Sets = ()
-    """Override any key of the recipe: --set train.steps=100 scheme.topk=1"""
+    set: Annotated[_Sets, arg(help_behavior_hint=f"Optimizers: {', '.join(OPTIMIZER_NAMES)}.")] = ()
+    """Override any key of the recipe: --set train.steps=100 scheme.topk=1; detonation recipes --keys lists all keys."""
     replicas: _Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
     shards: _Integer = None
@@ -270,11 +249,26 @@ class Fetch(Common):
 class Recipes(Common):
     """List the recipes that come with the package, or print one of them: into a file, it is the start of your own.
 
-    Example: detonation recipes quick-lm
+    Examples: detonation recipes quick-lm, or detonation recipes --keys
     """
 
     name: Positional[Annotated[str | None, _shown("[NAME]")]] = None
     """The recipe to print."""
+    keys: _Flag = False
+    """Print every key of a recipe with its type, default and meaning; with --json as a JSON schema."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Init(Common):
+    """Write a commented recipe for the model, the data and the GPUs that are found here.
+
+    Examples: detonation init, or detonation init corpus --out corpus.toml
+    """
+
+    directory: Positional[Annotated[Path, _shown("[DIRECTORY]")]] = Path()
+    """Where to look for a model of transformers, a tokenizer, texts, pairs and images; this directory when left out."""
+    out: Annotated[Path, arg(metavar="FILE")] = Path("recipe.toml")
+    """The recipe; a file that exists is left as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,5 +288,6 @@ Verb = (
     | Annotated[Replay, subcommand("replay")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Recipes, subcommand("recipes")]
+    | Annotated[Init, subcommand("init")]
     | Annotated[Env, subcommand("env")]
 )

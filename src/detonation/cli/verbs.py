@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from detonation.choices import unknown
 from detonation.cli.answers import explain, say
 from detonation.cli.arguments import (
-    SHORTCUTS,
     Common,
     Compare,
     Env,
     Export,
     Fetch,
+    Init,
     Plan,
     Probe,
     Recipes,
@@ -26,6 +26,15 @@ from detonation.cli.arguments import (
 )
 
 _R = TypeVar("_R")
+SHORTCUTS = {
+    "scheme": "scheme.name",
+    "steps": "train.steps",
+    "lr": "optimizer.lr",
+    "model": "model.name",
+    "data": "data.source",
+    "init_from": "train.init_from",
+}
+"""The recipe's key for each flag of `Shortcuts`."""
 
 
 def requested(kind: type[_R], verb: Common) -> _R:
@@ -142,6 +151,8 @@ def _export(verb: Export) -> dict[str, Any]:
     exported = export(verb.directory, verb.out, verb.trust_code)
     mean = f", the mean of the {exported['replicas']} replicas that are here" if "replicas" in exported else ""
     say(verb, f"{exported['checkpoint']}: {exported['num_parameters']:,} parameters written to {verb.out}{mean}")
+    if not exported["for_transformers"]:
+        say(verb, "it is no model of transformers: load its state dict with safetensors.torch.load_model")
     return exported
 
 
@@ -171,6 +182,8 @@ def _fetch(verb: Fetch) -> dict[str, Any]:
 def _recipes(verb: Recipes) -> dict[str, Any]:
     from detonation.train.recipe.shipped import headline, shipped_recipes
 
+    if verb.keys:
+        return _keys(verb)
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.name is None:
         for name, text in texts.items():
@@ -181,6 +194,25 @@ def _recipes(verb: Recipes) -> dict[str, Any]:
     for line in texts[verb.name].splitlines():
         say(verb, line)
     return {verb.name: texts[verb.name]}
+
+
+def _keys(verb: Recipes) -> dict[str, Any]:
+    from detonation.train.recipe.keys import key_lines, recipe_schema
+
+    if not verb.json:
+        for line in key_lines():
+            say(verb, line)
+    return recipe_schema()
+
+
+def _init(verb: Init) -> dict[str, Any]:
+    from detonation.train.verbs.starter import write_recipe
+
+    found: dict[str, Any] = write_recipe(verb.directory, verb.out)
+    for line in found["found"]:
+        say(verb, line)
+    say(verb, f"recipe: {verb.out}; next: detonation train {verb.out}")
+    return found
 
 
 def _env(verb: Env) -> dict[str, Any]:
@@ -204,5 +236,6 @@ VERBS: dict[type, Any] = {
     Replay: _replay,
     Fetch: _fetch,
     Recipes: _recipes,
+    Init: _init,
     Env: _env,
 }

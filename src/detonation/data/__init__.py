@@ -9,7 +9,7 @@ from typing import Any
 
 from detonation.choices import find_function, make
 from detonation.data import images, text, translation
-from detonation.data.dataset import Augmented, Data, DataKind, Examples
+from detonation.data.dataset import Augmented, Data, DataKind, Examples, Streamed
 from detonation.data.download.sources import SOURCES, MissingData
 from detonation.data.sampling import batch, batches, predictions
 from detonation.data.text import bigram_loss
@@ -22,6 +22,7 @@ __all__ = [
     "DataKind",
     "Examples",
     "MissingData",
+    "Streamed",
     "batch",
     "batches",
     "bigram_loss",

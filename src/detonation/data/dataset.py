@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,23 @@ class Augmented(Examples, Protocol):
         ...
 
 
+@runtime_checkable
+class Streamed(Protocol):
+    """Examples for training that are read in order. Each part of the ranks reads its own."""
+
+    def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
+        """The batch of one part of a step: a pure function of its arguments, fast for the step after the last one."""
+        ...
+
+    def position(self, part: int, parts: int) -> dict[str, Any]:
+        """The position of a part as JSON values, for a checkpoint."""
+        ...
+
+    def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
+        """Continues at a saved position, without reading all that lies before it."""
+        ...
+
+
 @dataclass(frozen=True)
 class Data:
     """The data of one task.
@@ -45,6 +62,6 @@ class Data:
     name: str
     source: str
     kind: DataKind
-    train: Examples
+    train: Examples | Streamed
     validation: Examples
     model: Mapping[str, int] = field(default_factory=dict)

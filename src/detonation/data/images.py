@@ -1,6 +1,6 @@
 """Labelled images, normalised by mean and standard deviation of the training images."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from detonation.data.dataset import Data
-from detonation.data.download import hub, image_files
-from detonation.data.download.image_files import Decoded, Split
 from detonation.data.download.sources import check_source, locate
+from detonation.data.formats import hub, image_files
+from detonation.data.formats.image_files import Decoded, Split
+from detonation.data.formats.pictures import Form, Pictures, fitted
 
 NAMED = {"cifar10": image_files.cifar10, "fashion-mnist": image_files.fashion_mnist}
 
@@ -19,40 +20,52 @@ def images(
     source: str = "fashion-mnist",
     flip: bool = False,
     crop: int = 0,
+    size: int | None = None,
+    channels: int | None = None,
     split: str | None = None,
     validation_split: str | None = None,
     column: str | None = None,
     label_column: str | None = None,
 ) -> Data:
-    """Loads images of one size.
+    """Loads labelled images; those of files are decoded when a batch needs them.
 
     Args:
-        source: `fashion-mnist` (28x28, grey), `cifar10` (32x32, colour), a directory with `train/CLASS/*.png` and
-            `validation/CLASS/*.png` (or .jpg), or `hf:NAME[:CONFIG]`.
+        source: `fashion-mnist` (28x28, grey), `cifar10` (32x32, colour), a directory with `CLASS/*.png` (or .jpg; every
+            tenth image of a class is held out) or with `train/CLASS` and `validation/CLASS`, a directory of
+            `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         flip: Mirrors a training image left to right with probability 1/2.
         crop: Pads a training image by so many pixels of the mean and cuts a random window of the original size.
-        split, validation_split, column, label_column: Only with `hf:`; by default "train", "test", "image" or "img",
-            and "label" or "labels".
+        size: Scale images to squares of so many pixels, and cut off what is longer. By default that of the model, where
+            it has one; otherwise the images must be of one size.
+        channels: 1 for grey, 3 for colour; by default colour where one image has it.
+        split, validation_split, column, label_column: Only with `hf:` and `save_to_disk`; by default "train", "test",
+            "image" or "img", and "label" or "labels".
 
     Shapes: `pixel_values` `[B, C, H, W]` fp32, `labels` `[B]` int64.
 
     Raises:
         MissingData: The source was not fetched.
-        ValueError: Images differ in size, or an argument is out of range.
+        ValueError: Images differ in size and no size is given, or an argument is out of range.
     """
+    if size is not None and size < 1:
+        raise ValueError(f"size must be at least 1, not {size}")
+    if channels not in (None, 1, 3):
+        raise ValueError(f"channels must be 1 (grey) or 3 (colour), not {channels}")
+    form = Form(size, channels)
     if hub.is_hub(source):
-        name, decoded = hub.label(source), image_files.from_hub(source, split, validation_split, column, label_column)
+        columns = (split, validation_split, column, label_column)
+        name, decoded = hub.label(source), image_files.from_hub(source, *columns, form)
     else:
         hub.refuse(source, split=split, validation_split=validation_split, column=column, label_column=label_column)
-        name, decoded = _read(source)
-    height, width, channels = decoded.train.images.shape[1:]
+        name, decoded = _read(source, form)
+    height, width, depth = decoded.train.images.shape[1:]
     if not 0 <= crop < min(height, width):
         raise ValueError(f"crop must be at least 0 and below the size {height}x{width}, not {crop}")
     mean, std = statistics(decoded.train)
     train = Images(decoded.train, mean, std, flip, crop)
     validation = Images(decoded.validation, mean, std, flip=False, crop=0)
     square = {"image_size": height} if height == width else {}
-    return Data(name, source, "images", train, validation, {**square, "channels": channels, "classes": decoded.classes})
+    return Data(name, source, "images", train, validation, {**square, "channels": depth, "classes": decoded.classes})
 
 
 @final
@@ -100,10 +113,14 @@ def _random_crop(values: Tensor, border: int, generator: torch.Generator) -> Ten
 
 
 def statistics(split: Split) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel over all images, in units of bytes.
+    """Mean and standard deviation of each channel, in units of bytes: over all images, or 1000 that are decoded.
 
     Shapes: `[N, H, W, C]` uint8 -> `[C]` fp32, twice.
     """
+    if isinstance(split.images, Pictures):  # to decode all of them would take minutes
+        count = len(split.images)
+        few = torch.arange(min(count, 1000)) * count // min(count, 1000)
+        split = replace(split, images=split.images[few.numpy()])
     pixels = len(split.images) * split.images.shape[1] * split.images.shape[2]
     total = torch.zeros(split.images.shape[3], dtype=torch.float64)
     squares = torch.zeros_like(total)
@@ -118,9 +135,17 @@ def statistics(split: Split) -> tuple[Tensor, Tensor]:
     return mean.float(), torch.where(std > 0, std, 1.0).float()
 
 
-def _read(source: str) -> tuple[str, Decoded]:
-    """Reads a local source: its label and its decoded images."""
+def _read(source: str, form: Form) -> tuple[str, Decoded]:
+    """Reads a local source: its label and its images."""
     if source in NAMED:
-        return source, NAMED[source](locate(source))
+        decoded = NAMED[source](locate(source))
+        return source, replace(
+            decoded, train=_formed(decoded.train, form), validation=_formed(decoded.validation, form)
+        )
     path = check_source(source, NAMED)
-    return path.name, image_files.from_folder(path)
+    return path.name, image_files.from_folder(path, form)
+
+
+def _formed(split: Split, form: Form) -> Split:
+    """Named sets are arrays; in another form they are pictures like others."""
+    return split if form.is_that_of(split.images) else replace(split, images=fitted(split.images, form))

@@ -7,15 +7,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from detonation.data.dataset import Augmented, DataKind, Examples
+from detonation.data.dataset import Augmented, DataKind, Examples, Streamed
 
 
-def batch(examples: Examples, *, seed: int, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
+def batch(
+    examples: Examples | Streamed, *, seed: int, step: int, part: int, parts: int, size: int
+) -> dict[str, Tensor]:
     """Draws the batch of one part of a step.
 
     Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The parts of a step take
     neighbouring sections of it, so that no two parts see the same example in an epoch. A batch may span two epochs.
-    Augmentation depends on `seed`, `step` and `part` alone.
+    Augmentation depends on `seed`, `step` and `part` alone. A stream is read in its own order, whatever the seed.
 
     Args:
         part, parts: Number of this rank's part, and of all parts.
@@ -26,6 +28,8 @@ def batch(examples: Examples, *, seed: int, step: int, part: int, parts: int, si
     Raises:
         ValueError: One step needs more examples than there are, or an argument is out of range.
     """
+    if isinstance(examples, Streamed):
+        return examples.draw(step, part, parts, size)
     _check(len(examples), step, part, parts, size)
     start = (step * parts + part) * size
     drawn = examples[_positions(len(examples), seed, start, size)]
@@ -53,10 +57,12 @@ def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator
 
 
 def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
-    """Counts the predictions that the mean loss of `batch` averages: images, or bytes of text.
+    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text; rows without `labels`.
 
     Shapes: `labels` `[B]` or `[B, T]` int64.
     """
+    if "labels" not in batch:
+        return len(next(iter(batch.values())))
     labels = batch["labels"]
     # A causal model shifts its labels, so it does not predict the first byte of a row.
     counted = labels[:, 1:] if kind == "text" else labels

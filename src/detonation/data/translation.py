@@ -1,14 +1,17 @@
-"""Sentence pairs as bytes, with the ids of ByT5 (Xue et al., 2022, arXiv 2105.13626), without a tokenizer."""
+"""Sentence pairs as bytes, with the ids of ByT5 (Xue et al., 2022, arXiv 2105.13626), or as tokens."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
 from detonation.data.dataset import Data
-from detonation.data.download import hub
 from detonation.data.download.sources import check_source, locate
+from detonation.data.formats import documents as own
+from detonation.data.formats import hub
+from detonation.data.tokens import load_tokenizer, vocabulary
 
 PAD, END, OFFSET = 0, 1, 3
 """Special ids, and the id of byte 0; id 2 means unknown and does not occur in bytes."""
@@ -23,6 +26,7 @@ def translation(
     source_length: int = 128,
     target_length: int = 128,
     reverse: bool = False,
+    tokenizer: str = "",
     split: str | None = None,
     column: str | None = None,
 ) -> Data:
@@ -32,10 +36,13 @@ def translation(
     the input and -100 in the labels.
 
     Args:
-        source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, or `hf:NAME[:CONFIG]`.
-        source_length, target_length: Ids per example, one per byte and one for the end.
+        source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl` or `.parquet` file,
+            a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
+        source_length, target_length: Ids per example, the one for the end among them.
         reverse: Translate from the second column into the first.
-        split, column: Only with `hf:`; "train" and "translation" by default, a column of `{language: sentence}`.
+        tokenizer: A directory or an id of the hub; bytes by default.
+        split: Only with `hf:` and `save_to_disk`; "train" by default.
+        column: Of a source of rows; "translation" by default, with values like `{language: sentence}`.
 
     Shapes: `input_ids` and `attention_mask` `[B, source_length]`, `labels` `[B, target_length]`; all int64.
 
@@ -48,28 +55,32 @@ def translation(
         pairs = [(second, first) for first, second in pairs]
     train, held_out = _hold_out(pairs)
     limits = (source_length, target_length)
-    fitting = [[pair for pair in part if _fits(pair, limits)] for part in (train, held_out)]
-    if not fitting[0] or not fitting[1]:
+    parts = [TranslationPairs(part, limits, tokenizer) for part in (train, held_out)]
+    if not all(map(len, parts)):
         raise ValueError(
-            f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which {len(fitting[0])} and "
-            f"{len(fitting[1])} fit source_length {source_length} and target_length {target_length}: allow longer ones"
+            f"{source} has {len(train)} train and {len(held_out)} validation pairs, of which {len(parts[0])} and "
+            f"{len(parts[1])} fit source_length {source_length} and target_length {target_length}: allow longer ones"
         )
-    return Data(
-        name,
-        source,
-        "translation",
-        TranslationPairs(fitting[0], limits),
-        TranslationPairs(fitting[1], limits),
-        {"vocab": TRANSLATION_VOCAB},
-    )
+    vocab = vocabulary(tokenizer) if tokenizer else TRANSLATION_VOCAB
+    return Data(name, source, "translation", parts[0], parts[1], {"vocab": vocab})
 
 
 @final
 class TranslationPairs:
-    """Sentence pairs; a batch is two rectangles of ids."""
+    """Sentence pairs that fit; a batch is two rectangles of ids."""
 
-    def __init__(self, pairs: Sequence[SentencePair], lengths: tuple[int, int]) -> None:
-        self.source, self.target = (Sentences([pair[side] for pair in pairs], lengths[side]) for side in (0, 1))
+    def __init__(self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = "") -> None:
+        columns = [[pair[side] for pair in pairs] for side in (0, 1)]
+        sides = _tokens(columns, tokenizer) if tokenizer else [_byte_ids(column) for column in columns]
+        fit = torch.tensor(
+            [all(len(ids) <= n for ids, n in zip(both, lengths, strict=True)) for both in zip(*sides, strict=True)],
+            dtype=torch.bool,
+        )
+        kept = fit.nonzero().flatten().tolist()
+        pad = load_tokenizer(tokenizer).pad_token_id or 0 if tokenizer else PAD
+        self.source, self.target = (
+            Sentences([ids[i] for i in kept], length, pad) for ids, length in zip(sides, lengths, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self.source.ends)
@@ -88,11 +99,11 @@ class TranslationPairs:
 class Sentences:
     """Sentences concatenated in one tensor, from which a batch is gathered without a loop."""
 
-    def __init__(self, sentences: Sequence[bytes], length: int) -> None:
-        self.bytes = torch.frombuffer(bytearray(b"".join(sentences)), dtype=torch.uint8)
-        self.ends = torch.tensor([len(sentence) for sentence in sentences]).cumsum(0)  # [pairs]
-        self.sizes = torch.tensor([len(sentence) for sentence in sentences])
-        self.positions = torch.arange(length)
+    def __init__(self, sentences: Sequence[Tensor], length: int, pad: int) -> None:
+        self.flat = torch.cat([torch.zeros(0, dtype=torch.int32), *sentences])
+        self.sizes = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
+        self.ends = self.sizes.cumsum(0)  # [pairs]
+        self.positions, self.pad = torch.arange(length), pad
 
     def ids(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers padded ids and a mask that is False for padding.
@@ -100,15 +111,24 @@ class Sentences:
         Shapes: `[B]` int64 -> `[B, length]` int64 and bool.
         """
         size = self.sizes[indices].unsqueeze(1)  # [B, 1]
-        places = (self.ends[indices].unsqueeze(1) - size + self.positions).clamp(max=len(self.bytes) - 1)
-        ids = self.bytes[places].long() + OFFSET
-        ids = ids.masked_fill(self.positions == size, END).masked_fill(self.positions > size, PAD)
-        return ids, self.positions <= size
+        places = (self.ends[indices].unsqueeze(1) - size + self.positions).clamp(max=len(self.flat) - 1)
+        real = self.positions < size
+        return self.flat[places].long().masked_fill(~real, self.pad), real
 
 
-def _fits(pair: SentencePair, limits: tuple[int, int]) -> bool:
-    """True where both sides fit, each with its end id."""
-    return all(len(side) < limit for side, limit in zip(pair, limits, strict=True))
+def _byte_ids(sentences: Sequence[bytes]) -> list[Tensor]:
+    """The ids of each sentence, one per byte and one for the end."""
+    ends = torch.tensor([len(sentence) + 1 for sentence in sentences], dtype=torch.int64)
+    ids = torch.frombuffer(bytearray(b"\0".join([*sentences, b""])), dtype=torch.uint8).int() + OFFSET
+    ids[ends.cumsum(0) - 1] = END
+    return list(ids.split(ends.tolist()))  # type: ignore[no-untyped-call]
+
+
+def _tokens(columns: Sequence[Sequence[bytes]], tokenizer: str) -> list[list[Tensor]]:
+    """The ids of each sentence, with all that the tokenizer adds to an input and to a target."""
+    made, (inputs, targets) = load_tokenizer(tokenizer), ([text.decode() for text in side] for side in columns)
+    rows = made(inputs)["input_ids"], made(text_target=targets)["input_ids"]
+    return [[torch.tensor(row, dtype=torch.int32) for row in side] for side in rows]
 
 
 def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
@@ -122,18 +142,26 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
     """Reads a source: its label and its pairs."""
     if hub.is_hub(source):
         rows = hub.column(hub.hub_rows(source, split or "train"), column, ["translation"])
-        return hub.label(source), _encode(source, (list(row.values()) for row in rows))
-    hub.refuse(source, split=split, column=column)
+        return hub.label(source), _stripped(source, (list(row.values()) for row in rows))
+    hub.refuse(source, split=split)
+    suffix = Path(source).suffix.lower()
+    if suffix in own.ROWS:
+        file = check_source(source, ["bible-en-es"])
+        rows = own.values_of(file, own.ROWS[suffix](file), column or "translation")
+        return file.stem, _stripped(source, (list(row.values()) if isinstance(row, dict) else [row] for row in rows))
+    hub.refuse(source, column=column)
     if source == "bible-en-es":
         file, name = locate(source) / "pairs.tsv", source
     else:
         file = check_source(source, ["bible-en-es"])
         name = file.stem
+        if suffix not in (".tsv", ""):
+            raise ValueError(f"{source} cannot be read as pairs: a source is .tsv, {', '.join(sorted(own.ROWS))}")
     with file.open(encoding="utf-8") as lines:
-        return name, _encode(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
+        return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
 
 
-def _encode(source: str, rows: Iterable[Sequence[str]]) -> list[SentencePair]:
+def _stripped(source: str, rows: Iterable[Sequence[str]]) -> list[SentencePair]:
     pairs = []
     for number, row in enumerate(rows, start=1):
         if len(row) != 2:

@@ -1,4 +1,4 @@
-"""Models by name: thin adapters over transformers; `model(**batch)` returns `loss`, in nats and fp32, and `logits`.
+"""Models by name, over transformers; `model(**batch)` returns `loss`, in nats and fp32, and `logits`.
 
 The initial weights depend on `torch.manual_seed` alone; `adapters` holds the parts that all models share. It imports
 nothing else of the package; `train` and the benchmarks may call it.
@@ -11,18 +11,37 @@ from torch import nn
 
 from detonation.choices import find_function, make
 from detonation.models import gpt, moe, t5, vit
+from detonation.models.pretrained import HUB_PREFIX, image_size_of, transformers_model
 
-__all__ = ["MODELS", "build_model"]
+__all__ = ["MODELS", "TASK_OF", "build_model", "image_arguments", "model_function"]
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": gpt.olmo2, "olmoe": moe.olmoe, "t5": t5.t5, "vit": vit.vit}
+TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images"}
+"""The kind of data that each model takes."""
 
 
 def model_function(name: str) -> Callable[..., nn.Module]:
     """The function that builds the model called `name`; `ValueError` for a name that does not exist.
 
-    Besides `MODELS`, a name may be an entry point of `detonation.models`, or "package.module:function".
+    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, an entry point of `detonation.models`,
+    or "package.module:function".
     """
-    return find_function("model", name, MODELS, "detonation.models")
+    if name.startswith(HUB_PREFIX):
+        return transformers_model(name.removeprefix(HUB_PREFIX))
+    try:
+        return find_function("model", name, MODELS, "detonation.models")
+    except ValueError as error:
+        if ":" in name:
+            raise
+        raise ValueError(f"{error}, or hf:{name if '/' in name else 'NAME'} for a model of transformers") from error
+
+
+def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The `size` and `channels` that the model called `name` fixes for the images; empty where it takes any."""
+    if name.startswith(HUB_PREFIX):
+        return image_size_of(name.removeprefix(HUB_PREFIX), dict(arguments))
+    given = {"size": arguments.get("image_size"), "channels": arguments.get("channels")}
+    return {key: value for key, value in given.items() if isinstance(value, int)}
 
 
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -30,7 +49,7 @@ def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
     Args:
         name: See `model_function`.
-        arguments: Of the model's function: `olmo2`, `olmoe`, `t5` or `vit`.
+        arguments: Of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists them.
 
     Raises:
         ValueError: Unknown name or argument, or sizes that do not fit together.

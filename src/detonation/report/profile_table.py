@@ -24,6 +24,10 @@ def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
             console.print(_slowest(name, axis["pairs"]))
     if profile["compute"]:
         console.print(_compute(profile["compute"]))
+        steps = Table("scheme", "the optimizer's step")
+        for scheme, step in profile["compute"]["steps"].items():
+            steps.add_row(scheme, duration(step["exchange_s"]))
+        console.print(steps)
 
 
 def _slowest(name: str, pairs: list[dict[str, Any]]) -> str:
@@ -35,6 +39,5 @@ def _slowest(name: str, pairs: list[dict[str, Any]]) -> str:
 
 
 def _compute(compute: Mapping[str, Any]) -> str:
-    steps = ", ".join(f"{name} {duration(step['exchange_s'])}" for name, step in compute["steps"].items())
     forward = f"forward and backward of {compute['recipe']} ({compute['parameters']:,} parameters)"
-    return f"{forward}: {duration(compute['forward_backward_s'])}; the optimizer's step by scheme: {steps}"
+    return f"{forward}: {duration(compute['forward_backward_s'])}"

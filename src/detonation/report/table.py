@@ -6,7 +6,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from detonation.report.words import duration, factor, printable, size_text
+from detonation.report.words import duration, factor, less_text, printable, size_text
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -108,5 +108,5 @@ def _scheme(chosen: dict[str, Any]) -> str:
 
 
 def _level(level: dict[str, Any]) -> str:
-    less = f" ({factor(level['reduction'])} less)" if level["reduction"] else ""
+    less = f" ({less_text(level['reduction'])})" if level["reduction"] else ""
     return f"{size_text(level['bytes_sent_per_step'])} per step{less}: {_scheme(level)}"

@@ -25,6 +25,17 @@ def factor(value: float | None) -> str:
     return f"x{value:.1f}" if value < 99.95 else f"x{value:,.0f}"
 
 
+def less_text(value: float | None) -> str:
+    """Says a reduction factor in words; "" where nothing was sent.
+
+    >>> less_text(12.8), less_text(1.0), less_text(None)
+    ('x12.8 less', 'nothing saved', '')
+    """
+    if value is None:
+        return ""
+    return f"{factor(value)} less" if value >= 1.05 else "nothing saved"
+
+
 def rate(bits_per_s: float) -> str:
     """Formats a bit rate.
 

@@ -135,12 +135,15 @@ def _subtitle(runs: Sequence[Run]) -> str:
     """The settings that all runs share, in one line."""
     summaries = [run.summary for run in runs]
     first = summaries[0]
+    links = {str(run.settings.get("mesh.link", "")) for run in runs}
+    link = links.pop() if len(links) == 1 else ""
     same = {key for key in first if all(summary.get(key) == first[key] for summary in summaries)}
     parts = [
         f"{first['model']}, {first['num_parameters']:,} parameters" if {"model", "num_parameters"} <= same else "",
         f"on {first['data']}" if "data" in same else "",
         f"{first['replicas']} replicas x {first['shards']} shards" if {"replicas", "shards"} <= same else "",
         f"{first['steps']:,} steps" if "steps" in same else "",
+        f"over an emulated link of {link}" if link else "",
         "virtual replicas in one process" if first.get("simulated") and "simulated" in same else "",
     ]
     return " · ".join(part for part in parts if part)

@@ -14,7 +14,7 @@ from detonation.report.html.grids import grid, in_common, side_by_side
 from detonation.report.plan_table import HEADS, plan_rows, words
 from detonation.report.read import FILES, Run
 from detonation.report.table import run_rows
-from detonation.report.words import duration, factor, size_text
+from detonation.report.words import duration, factor, less_text, size_text
 
 _PLAN_ROWS = 10
 _STROKES = {"-": "", "--": "6 3", "-.": "7 3 2 3", ":": "2 3"}
@@ -165,4 +165,5 @@ def _swatch(key: Key) -> str:
 
 
 def _less(summary: Mapping[str, Any]) -> str:
-    return f", {factor(summary['reduction'])} less than full" if summary["reduction"] else ""
+    less = less_text(summary["reduction"])
+    return f", {less}{' than full' if less.endswith('less') else ''}" if less else ""

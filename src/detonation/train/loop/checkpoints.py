@@ -9,20 +9,23 @@ from pathlib import Path
 import torch
 
 from detonation.checkpoint.files.retention import checkpoint_name
+from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.load.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.save.async_save import Checkpoints
 from detonation.checkpoint.save.shard_job import NotSaved
+from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.schemes.registry import scheme
-from detonation.data import Data
+from detonation.core.schemes.scheme import ParameterScheme
+from detonation.data import Data, Streamed
 from detonation.train.loop.counts import Counts, counted
 from detonation.train.loop.session import Session
 from detonation.train.output.directory import Unwritable
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import to_table
 
-_ANNOUNCED = {"mesh.replicas", "mesh.shards"}
-"""Settings whose change another line tells of."""
+_ANNOUNCED = {"mesh.replicas", "mesh.shards", "train.init_from"}
+"""Settings whose change another line tells of, or that count at the beginning alone."""
 
 # The screen of the run shows what the library logs here.
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
@@ -47,6 +50,9 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts, follo
         "followed": followed,
         "data": _data_mark(session.data),
     }
+    if isinstance(session.data.train, Streamed):
+        position = session.data.train.position(session.rank, session.world_size)
+        extra["positions"] = [json.loads(text) for text in Texts(session.device).gather(json.dumps(position))]
     checkpoints.save({**extra, **asdict(counted(session, before))})
 
 
@@ -85,9 +91,16 @@ def resume(
     extra, here = found.manifest.extra, json.loads(json.dumps(to_table(session.config)))  # lists, as those of a file
     was = extra["config"] if isinstance(extra.get("config"), dict) else {}
     _check(found.path, was, here)
-    changed = [*_changes(was, here), *_other_data(extra.get("data"), session.data)]
+    changed = [*_changes(was, here), *_more_steps(session, was, found.manifest.step)]
+    changed += _other_data(extra.get("data"), session.data)
     _restore_setting(session, found.manifest.extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
+    positions = extra.get("positions")
+    if isinstance(session.data.train, Streamed) and isinstance(positions, list):
+        if len(positions) == session.world_size:
+            session.data.train.go_to(session.rank, session.world_size, positions[session.rank])
+        else:  # the parts are others, and each is read from its beginning up to this step
+            changed.append("the stream is read again up to this step, because other ranks divide it")
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
 
 
@@ -123,6 +136,31 @@ def _changes(saved: Table, here: Table) -> list[str]:
     return [f"changed since the checkpoint: {'; '.join(texts)}"] if texts else []
 
 
+def _more_steps(session: Session, saved: Table, step: int) -> list[str]:
+    """A line where a run of as many steps as this one, from the start, would not be equal to the resumed one."""
+    train = saved.get("train")
+    was, now = train.get("steps") if isinstance(train, dict) else None, session.config.train.steps
+    differing = []
+    if session.config.schedule.name != "constant":
+        differing.append(f"its first {step} steps had the learning rates of a run of {was}")
+    if step == was and not _rests(session, step):
+        differing.append(f"the replicas agreed on weights at the end, after step {step}")
+    why = " and ".join(differing)
+    return [f"not what a run of {now} steps from the start would be: {why}"] if was != now and why else []
+
+
+def _rests(session: Session, step: int) -> bool:
+    """True where `synchronize` after `step` changes nothing: no open rounds, and no updates in flight."""
+    for _, chosen in session.optimizer.levels:
+        if chosen.round.delay:
+            return False
+        if isinstance(chosen, ParameterScheme):
+            plain = chosen.fragments == 1 and not chosen.keep and chosen.resume_from == "anchor"
+            if not plain or not chosen.round.sends(step - 1):
+                return False
+    return not persistent_buffers(session.model)
+
+
 def _settings(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         if isinstance(value, dict):
@@ -132,9 +170,10 @@ def _settings(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _data_mark(data: Data) -> list[object]:
-    """The number of training examples, and a hash of three of them."""
-    count = len(data.train)
-    few = data.train[torch.tensor([0, count // 2, count - 1])]
+    """The number of training examples, and a hash of three of them; of a stream, those that it holds out."""
+    examples = data.validation if isinstance(data.train, Streamed) else data.train
+    count = len(examples)
+    few = examples[torch.tensor([0, count // 2, count - 1])]
     return [count, digest(few[key] for key in sorted(few))[:16]]
 
 

@@ -1,5 +1,6 @@
 """Validation: loss and accuracy on held-out examples, the same for every run of a recipe."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,18 +26,19 @@ def validate(session: Session) -> dict[str, float]:
         with autocast(session):
             output = session.model(**batch)
         if index < len(held_out):
-            sums += _sums(session, batch, output.loss, output.logits)
+            sums += _sums(session, batch, output.loss, getattr(output, "logits", None))
     session.model.train()
     reshard(session.model)  # look-ahead moves the shards next
     loss, count, right = torch.tensor(session.world.all_gather(sums)(), dtype=sums.dtype).sum(0).tolist()
     result = {"val_loss": loss / count}
-    return {**result, "val_accuracy": right / count} if session.data.kind == "images" else result
+    return result if math.isnan(right) else {**result, "val_accuracy": right / count}
 
 
-def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tensor) -> Tensor:
+def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tensor | None) -> Tensor:
+    """The sum of the losses, the number of predictions, and of right ones: NaN where there are no classes."""
     count = predictions(session.data.kind, batch)
-    right = 0.0
-    if session.data.kind == "images":
+    right = math.nan
+    if session.data.kind == "images" and logits is not None:
         right = float((logits.argmax(-1) == batch["labels"]).sum())
     return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
 

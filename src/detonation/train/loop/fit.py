@@ -120,7 +120,11 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
             size=train.batch_size,
         )
         with autocast(session):
-            loss = session.model(**to(examples, session.device)).loss / train.accumulate
+            output = session.model(**to(examples, session.device))
+            if not hasattr(output, "loss"):
+                kind = type(output).__name__
+                raise ValueError(f"model {session.config.model.name} returns a {kind}, must return .loss (and .logits)")
+            loss = output.loss / train.accumulate
         yield loss
 
 

@@ -23,8 +23,8 @@ from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
-from detonation.data import Data, dataset_function, load_dataset
-from detonation.models import build_model, model_function
+from detonation.data import Data, Streamed, dataset_function, load_dataset
+from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.world import Ranks, World
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, require
@@ -64,18 +64,31 @@ def check_config(config: Config) -> Config:
     """
     check_types("model", model_function(config.model.name), config.model.arguments)
     check_types("data", dataset_function(config.data.name), config.data.arguments)
+    form = {} if config.data.name != "images" else image_arguments(config.model.name, config.model.arguments)
+    config = replace(config, data=Choice(config.data.name, {**form, **config.data.arguments}))
     levels = check_levels(config.levels)
     optimizers.check_optimizer(config.optimizer)
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
         raise ValueError(f"data {config.data.name} makes a {type(loaded).__name__}, must make a detonation.data.Data")
+    task = TASK_OF.get(config.model.name, loaded.kind)
+    if task != loaded.kind:
+        fitting = " or ".join(name for name, kind in TASK_OF.items() if kind == loaded.kind)
+        raise ValueError(
+            f"model {config.model.name} is for {task}, but the data {loaded.name} are {loaded.kind}: take {fitting}, "
+            "or other data"
+        )
     model = Choice(config.model.name, _agreeing(config.model, loaded))
     with torch.device("meta"):
         made = build_model(model.name, model.arguments)
     if not isinstance(made, nn.Module):
         raise ValueError(f"model {model.name} makes a {type(made).__name__}, must make a torch.nn.Module")
+    try:
+        inspect.signature(made.forward).bind(**loaded.validation[torch.tensor([0])])
+    except TypeError as error:
+        raise ValueError(f"model {model.name} cannot take the batches of the data {loaded.name}: {error}") from error
     needed = config.train.batch_size * config.mesh.replicas * config.mesh.shards
-    if needed > len(loaded.train):
+    if not isinstance(loaded.train, Streamed) and needed > len(loaded.train):
         sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
         raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {len(loaded.train)}")
     return replace(config, model=model, levels=levels)
@@ -176,7 +189,8 @@ def _load_data(task: str, arguments: str) -> Data:
 
 def _agreeing(model: Choice, loaded: Data) -> dict[str, object]:
     known = inspect.signature(model_function(model.name)).parameters
-    needed = {key: value for key, value in loaded.model.items() if key in known}
+    needed: dict[str, Any] = {"task": loaded.kind, **loaded.model}
+    needed = {key: value for key, value in needed.items() if key in known}
     for key, value in needed.items():
         given = model.arguments.get(key, value)
         if given != value and not (key == "vocab" and isinstance(given, int) and given > value):

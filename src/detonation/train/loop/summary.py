@@ -31,6 +31,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
     data, (memory, mfu) = portion(session), _usage(session, records)
+    bigram = bigram_loss(session.data)
     examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
     return {
         "scheme": config.schemes,
@@ -47,7 +48,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "train_loss": statistics.fmean(record.loss for record in records[-_LATEST:]),
         "val_loss": last.val_loss,
         **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
-        **({"bigram_loss": bigram_loss(session.data)} if session.data.kind == "text" else {}),
+        **({} if bigram is None else {"bigram_loss": bigram}),
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
@@ -67,8 +68,9 @@ def portion(session: Session) -> Portion:
     """The data in one step of all ranks together: tokens of text, or whole examples."""
     train, data = session.config.train, session.data
     examples = train.batch_size * train.accumulate * session.world_size
-    if data.kind == "text":
-        return Portion(examples * data.train[torch.tensor([0])]["input_ids"].shape[1], "tokens")
+    one = data.validation[torch.tensor([0])]
+    if data.kind == "text" and "input_ids" in one:
+        return Portion(examples * one["input_ids"].shape[1], "tokens")
     return Portion(examples, "images" if data.kind == "images" else "pairs")
 
 

@@ -13,7 +13,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import slowest
 from detonation.cluster.network.profile import Step
 from detonation.core.optimizer.replicate import replicate
-from detonation.data import batch
+from detonation.data import batches
 from detonation.models import build_model
 from detonation.train.loop.fit import backward
 from detonation.train.loop.session import Session, scheme_of
@@ -61,8 +61,7 @@ def flops(session: Session) -> int | None:
     They are counted on shapes alone, beside the run. None for a model that cannot run without values.
     """
     config, train = session.config, session.config.train
-    size, parts = train.batch_size, session.world_size
-    examples = batch(session.data.train, seed=config.seed, step=0, part=session.rank, parts=parts, size=size)
+    examples = next(iter(batches(session.data.validation, train.batch_size, train.batch_size)))  # of the same shapes
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), session.device, FlopCounterMode(display=False) as counter:
             model = build_model(config.model.name, config.model.arguments)

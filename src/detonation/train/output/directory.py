@@ -24,10 +24,11 @@ class InUse(ValueError):
     """Another process writes to the run directory."""
 
 
-def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
+def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0) -> None:
     """Raises `ValueError` unless a run can start in `path`, or continue there with `resume`. Changes nothing.
 
     may_start: with `resume`, a run may start from the beginning where no checkpoint was saved yet.
+    steps: of the run; with `resume`, a finished run of fewer steps goes on.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run directory {str(path)!r} is a file: choose another --out")
@@ -41,14 +42,24 @@ def check_free(path: Path, resume: bool, may_start: bool = False) -> None:
     passing = (LOCK, f"{CONFIG}.part")
     entries = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     held = [name for name in entries if name not in passing and not name.startswith(_PROBE)]
-    if (path / SUMMARY).exists():
-        raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it")
+    if (path / SUMMARY).exists() and not (resume and steps > steps_finished(path)):
+        more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
+        raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
     if resume and not may_start and not (path / CHECKPOINTS).is_dir():
         raise ValueError(f"nothing to resume in {path}: it has no checkpoints; leave --resume out to start")
     ours = (path / CONFIG).exists() or (path / CHECKPOINTS).is_dir()
     if held and not (resume and ours):
         remedy = "continue it with --resume, or choose" if (path / CONFIG).exists() else "choose"
         raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
+
+
+def steps_finished(path: Path) -> int:
+    """The number of steps of the finished run in `path`; 0 where its summary says none."""
+    try:
+        found = read_json(path / SUMMARY)["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return found if type(found) is int else 0
 
 
 def fresh_directory(name: str) -> Path:

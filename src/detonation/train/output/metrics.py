@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detonation.report.words import duration, factor, size_text
+from detonation.report.words import duration, less_text, size_text
 from detonation.train.output.directory import unwritable, write_text
 
 
@@ -135,11 +135,11 @@ def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Por
     last, count = records[-1], len(records)
     sent = sum(record.bytes_sent for record in records) / count
     seconds = sum(record.seconds for record in records) / count
-    less = factor(reduction(sent, full_sync))
+    less = less_text(reduction(sent, full_sync))
     width = len(str(steps))
     text = f"step {last.step:{width}}/{steps}  loss {last.loss:.4f}  lr {last.lr:.2e}"
     text += "" if last.grad_norm is None else f"  grad norm {last.grad_norm:.3g}"
-    text += f"  sent {size_text(sent)}/step ({less} less)" if sent else "  sent nothing"
+    text += f"  sent {size_text(sent)}/step ({less})" if sent else "  sent nothing"
     text += f"  {duration(seconds)}/step  {portion.per_second(seconds)}"
     text += "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
     text += "" if last.memory is None else f"  {size_text(last.memory)}"

@@ -21,6 +21,11 @@ class Layers:
         """The configuration. Raises `ValueError` as `resolve` does."""
         return resolve(self.tables, self.overrides)
 
+    def tunes(self, scheme: str) -> bool:
+        """True where the recipe has settings that it has tuned for `scheme`, and another scheme as its own."""
+        own = self.tables.get("scheme")
+        return scheme in self.tables.get("tuned", {}) and isinstance(own, dict) and own.get("name") != scheme
+
     def under(self, name: str, arguments: Mapping[str, Any]) -> Config:
         """The configuration under another scheme, with the settings that the recipe has tuned for it."""
         return resolve(self.tables, {**self.overrides, "scheme": {"name": name, **arguments}})

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from detonation.choices import find_function, make
+from detonation.choices import entry_points, find_function, make
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.train.recipe.schema import OptimizerConfig, ScheduleConfig
 
-_REFUSED = {
+REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, and replicas would not take the same number of evaluations",
     "SparseAdam": "it takes sparse gradients only, and sharded gradients are dense",
 }
+"""Optimizers of torch that cannot be used, and why."""
 
 
 def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
@@ -24,6 +25,24 @@ def optimizer_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
     classes = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     usable = {n: c for n, c in classes.items() if issubclass(c, torch.optim.Optimizer) and n != "Optimizer"}
     return {**usable, "SignSGD": SignSGD, "Muon": Muon}
+
+
+def optimizer_name(name: str) -> str:
+    """`name` as the optimizer of that name is spelled: AdamW for adamw; names of one's own stay as they are.
+
+    Raises `ValueError` for a name that does not exist, or that cannot be used.
+    """
+    usable = {n: c for n, c in optimizer_classes().items() if n not in REFUSED}
+    if ":" in name or name in usable or name in entry_points("detonation.optimizers"):
+        return name
+    for known in usable:
+        if known.lower() == name.lower():
+            return known
+    for refused, why in REFUSED.items():
+        if name.lower() == refused.lower():
+            raise ValueError(f"optimizer {refused} cannot be used: {why}")
+    find_function("optimizer", name, usable, "detonation.optimizers")  # raises
+    return name
 
 
 def check_optimizer(chosen: OptimizerConfig) -> None:
@@ -38,11 +57,10 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     for a class or a function that takes parameter groups and `lr`. Raises `ValueError` for a name or arguments that do
     not exist.
     """
-    if chosen.name in _REFUSED:
-        raise ValueError(f"optimizer {chosen.name} cannot be used: {_REFUSED[chosen.name]}")
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.arguments.items()}
-    usable = {name: value for name, value in optimizer_classes().items() if name not in _REFUSED}
-    function = partial(find_function("optimizer", chosen.name, usable, "detonation.optimizers"), _groups(chosen, model))
+    name = optimizer_name(chosen.name)
+    found = find_function("optimizer", name, optimizer_classes(), "detonation.optimizers")
+    function = partial(found, _groups(chosen, model))
     try:
         made = make("optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments})
     except (TypeError, RuntimeError) as error:

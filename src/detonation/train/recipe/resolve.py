@@ -7,6 +7,7 @@ from typing import Any
 
 from detonation.choices import unknown
 from detonation.core.schemes.registry import SCHEMES, schemes
+from detonation.train.recipe.optimizers import optimizer_name
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.shipped import shipped_recipes
 from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table
@@ -21,7 +22,9 @@ def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     A table that chooses another name keeps nothing of the arguments below it. Raises `ValueError` for a key, a name in
     [tuned], or a value that is not valid.
     """
-    table = {key: value for key, value in recipe.items() if key != "tuned"}
+    table, overrides = (
+        {k: _spelled(k, v) for k, v in tables.items() if k != "tuned"} for tables in (recipe, overrides)
+    )
     if isinstance(table.get("scheme"), list):
         require("tuned" not in recipe, "tuned", "given", "left out: it is for recipes of one [scheme]")
         levels = merge_levels(table["scheme"], _sub(overrides, "scheme"))
@@ -152,4 +155,11 @@ def _checked_tuned(tuned: object) -> dict[str, Table]:
         for key in tables:
             if key not in _TUNABLE:
                 raise unknown(f"table of [tuned.{scheme}]", key, _TUNABLE)
-    return tuned
+    return {scheme: {k: _spelled(k, v) for k, v in tables.items()} for scheme, tables in tuned.items()}
+
+
+def _spelled(key: str, table: Any) -> Any:
+    """A table of the recipe with the name of its optimizer as that is spelled, so that names can be compared."""
+    if key != "optimizer" or not isinstance(table, dict) or not isinstance(table.get("name"), str):
+        return table
+    return {**table, "name": optimizer_name(table["name"])}

@@ -73,6 +73,8 @@ class TrainConfig:
         steps: Steps of the optimizer.
         batch_size: Examples per process and micro-batch.
         accumulate: Micro-batches per step.
+        init_from: Directory of a run, a checkpoint or an exported model whose weights the run begins with; the
+            optimizer and the memories of the replicas are new. "" begins with those of the model.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
         autocast: "bf16" computes forward and backward in it; "" in the precision of the weights.
         log_every: Steps between lines on the screen.
@@ -93,6 +95,7 @@ class TrainConfig:
     steps: int
     batch_size: int
     accumulate: int = 1
+    init_from: str = ""
     clip: float = 0.0
     autocast: str = ""
     log_every: int = 10

@@ -23,6 +23,7 @@ class Recorder:
         done: Steps of earlier starts.
         before: Faults in earlier starts.
         kept: Records of earlier starts.
+        tuned: The recipe has tuned settings for the scheme, which is not its own.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Recorder:
         done: int,
         before: counts.Counts = counts.NOTHING,
         kept: Sequence[metrics.Record] = (),
+        tuned: bool = False,
     ) -> None:
         self.before = before
         self._session, self._train, self._screen = session, session.config.train, screen
@@ -40,7 +42,7 @@ class Recorder:
         self.records = list(kept)
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
-        screen.line(_title(session, path))
+        screen.line(_title(session, path, tuned))
         self._least_s = math.inf  # of a step of this rank at the peak of its device
         if session.rank == 0:
             peak = peak_flops(session.device)
@@ -88,8 +90,11 @@ class Recorder:
             logger.close()
 
 
-def _title(session: Session, path: Path) -> str:
+def _title(session: Session, path: Path, tuned: bool) -> str:
     config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
     world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
+    world += f" and an emulated link of {config.mesh.link}" if config.mesh.link else ""
     model = f"{config.model.name} with {numel:,} parameters"
-    return f"{config.schemes} over {world}: {model} on {session.data.name}, in {path}"
+    optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
+    optimizer += f" (as the recipe has tuned it for {config.scheme.name})" if tuned else ""
+    return f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"

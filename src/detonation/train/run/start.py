@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
 from detonation.train.recipe.schema import MeshConfig, Table
 from detonation.train.recipe.sizes import check_sizes
-from detonation.train.run.request import Request, from_plain, to_plain
+from detonation.train.run.request import Request, configure, from_plain, to_plain
 from detonation.train.run.restarts import restartable, restarted
 from detonation.train.run.worker import RunTask, train_on_rank
 
@@ -45,11 +46,11 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
     if place is None:
         compute_with_one_thread()
-        return _finished(request) or run_task(make_task(request, None))
+        return _finished(request, None) or run_task(make_task(request, None))
 
     def on_this_rank() -> Table:
         # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
-        said = [_finished(request), restarted(os.environ), restartable(os.environ)] if place.rank == 0 else []
+        said = [_finished(request, place), restarted(os.environ), restartable(os.environ)] if place.rank == 0 else []
         finished, again, may_start = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
         if finished:
             return dict(finished)
@@ -79,9 +80,13 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     config = check_config(config) if asked is None else asked.check()
     if asked is None:
         check_sizes(config)
+    if config.train.init_from and not request.resume and not Path(config.train.init_from).is_dir():
+        raise ValueError(
+            f"train.init_from is {config.train.init_from!r}, but must be the directory of a run or a model"
+        )
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
-    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ))
+    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ), layers)
 
 
 def run_task(task: RunTask) -> Table:
@@ -136,11 +141,13 @@ def check_namespaces(mesh: MeshConfig, place: LaunchPosition | None) -> None:
 
 def _check_directory(task: RunTask) -> None:
     if task.request.out is not None:
-        directory.check_free(task.request.out, task.resume, task.may_start)
+        directory.check_free(task.request.out, task.resume, task.may_start, task.config.train.steps)
 
 
-def _finished(request: Request) -> Table | None:
+def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
     """The summary of a run that had finished when its launcher started it again."""
     if request.out is None or not restarted(os.environ) or not (request.out / directory.SUMMARY).exists():
+        return None
+    if directory.steps_finished(request.out) < configure(request, place).train.steps:
         return None
     return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}

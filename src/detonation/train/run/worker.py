@@ -9,6 +9,7 @@ from pathlib import Path
 import tomli_w
 
 from detonation.checkpoint.gather import Texts
+from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.load.newest import Loaded
 from detonation.checkpoint.volumes import Volumes, survey
 from detonation.cluster.init import local_device as local_device
@@ -29,6 +30,7 @@ from detonation.train.loop.summary import summarise
 from detonation.train.output import directory, metrics
 from detonation.train.output.environment import environment
 from detonation.train.output.screen import Screen
+from detonation.train.recipe.layers import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.recorder import Recorder
@@ -45,6 +47,7 @@ class RunTask:
         asked: How to choose the scheme, where that is still to be done.
         resume: Continue the run in the directory: asked for, or because the launcher has started it again.
         may_start: `resume` starts from the beginning where no checkpoint was saved yet.
+        layers: The recipe that `config` is of.
     """
 
     request: Request
@@ -52,6 +55,7 @@ class RunTask:
     asked: Asked | None = None
     resume: bool = False
     may_start: bool = False
+    layers: Layers | None = None
 
 
 def train_on_rank(task: RunTask) -> Table:
@@ -63,14 +67,18 @@ def train_on_rank(task: RunTask) -> Table:
     with stoppable() as stop:
         config, chosen = _chosen(task)
         session = start_session(config, local_device())
+        begin = ""
+        if config.train.init_from and not task.request.resume:  # before the replicas take the weights as their anchor
+            begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
         _expect(session)
         screen = Screen(session.rank != 0, task.request.to_stderr)
         stop.last_act = screen.wipe
         with _run_directory(session, task, chosen) as (path, volumes), screen:
-            if chosen is not None:
-                screen.line(chosen.line)
+            for line in (chosen.line if chosen is not None else "", begin):
+                if line:
+                    screen.line(line)
             if not volumes.shared:
                 screen.line(
                     f"no shared file system: each node keeps the checkpoints of its own ranks in its own {path}"
@@ -82,7 +90,8 @@ def train_on_rank(task: RunTask) -> Table:
             adapter, more = _adapter(session, task, chosen, loaded)
             done = loaded.step if loaded else 0
             kept = _kept(session, path / directory.METRICS, done, volumes)
-            with contextlib.closing(Recorder(session, path, screen, done, before, kept)) as recorder:
+            tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
+            with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:
                 recorder.show([*resumed, *more])
                 return _train(session, path, recorder, done, task.request.stop_after, stop, adapter)
 
@@ -203,8 +212,9 @@ def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> It
     with contextlib.ExitStack() as held:
         if session.rank == 0:
             path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
-            directory.check_free(path, task.resume, task.may_start)
+            directory.check_free(path, task.resume, task.may_start, session.config.train.steps)
             held.enter_context(contextlib.closing(directory.RunDirectory(path)))
+            (path / directory.SUMMARY).unlink(missing_ok=True)  # of a run that goes on
         path = Path(texts.broadcast(str(path))) if task.request.out is None else path
         try:
             volumes = survey(path, texts.gather)

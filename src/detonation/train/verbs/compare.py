@@ -10,8 +10,10 @@ import tomli_w
 
 from detonation.cluster.init import launch_position
 from detonation.cluster.processes.failure import RunError
+from detonation.report.words import duration
 from detonation.train.auto.asked import AUTO
 from detonation.train.output import directory
+from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import require_scheme
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import to_table
@@ -44,7 +46,22 @@ def compare_schemes(request: Request, schemes: Sequence[str]) -> list[Table]:
         make_task(replace(request, overrides=(*request.overrides, f"scheme.name={name}"), out=out / name), None)
         for name in schemes
     ]
-    return [_finished(task) or _run(task) for task in tasks]
+    return _one_after_another(tasks, Screen(False, request.to_stderr))
+
+
+def _one_after_another(tasks: Sequence[RunTask], screen: Screen) -> list[Table]:
+    """The summaries of all runs; a line before each says which one it is, and how long all will take."""
+    summaries: list[Table] = []
+    began, runs = time.monotonic(), 0
+    for number, task in enumerate(tasks, start=1):
+        summary = _finished(task)
+        if summary is None:
+            left = (time.monotonic() - began) / runs * (len(tasks) - number + 1) if runs else 0.0
+            rest = f"; about {duration(left)} to go, as the runs before took" if runs else ""
+            screen.line(f"run {number} of {len(tasks)}: {task.config.schemes}{rest}")
+            summary, runs = _run(task), runs + 1
+        summaries.append(summary)
+    return summaries
 
 
 def _run(task: RunTask) -> Table:

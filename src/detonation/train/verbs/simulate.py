@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 import torch
 
+from detonation.checkpoint.initial_weights import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.core.optimizer.replicate import replicate
@@ -104,6 +105,8 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     """The session of one virtual replica: a model, a memory and data of its own."""
     torch.manual_seed(config.seed)
     model = build_model(config.model.name, config.model.arguments)
+    if config.train.init_from:
+        load_weights(Path(config.train.init_from), model)
     base = optimizers.build_optimizer(config.optimizer, model)
     scheme = scheme_of(config.levels[-1])
     clip = config.train.clip or None

@@ -1,0 +1,87 @@
+"""Documents of one's own: text files, rows of JSON lines, CSV and Parquet, and directories of them."""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from detonation.data.download.extras import needs
+
+Row = Mapping[str, Any]
+PLAIN = {"", ".txt", ".text", ".md"}
+"""Suffixes of files that are one document each."""
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, line {number} is {line.strip()[:40]!r}, must be an object")
+                yield row
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        yield from csv.DictReader(lines)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    file = needs("pyarrow.parquet", "hub").ParquetFile(path)
+    for batch in file.iter_batches():
+        yield from batch.to_pylist()
+
+
+ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
+"""Suffixes of files of rows, with their readers."""
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a source: `path` itself, or all files below a directory, hidden ones aside, by name.
+
+    Raises:
+        ValueError: There is none, or one has a suffix that cannot be read.
+    """
+    inside = (file for file in path.rglob("*") if file.is_file())
+    found = sorted(f for f in inside if not any(p.startswith(".") for p in f.relative_to(path).parts))
+    files = found if path.is_dir() else [path]
+    other = [file for file in files if file.suffix.lower() not in {*PLAIN, *ROWS}]
+    readable = ", ".join(sorted({*PLAIN, *ROWS} - {""}))
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise ValueError(f"{other[0]}{more} cannot be read as text: a source holds {readable}")
+    if not files:
+        raise ValueError(f"{path} holds no file of text ({readable})")
+    return files
+
+
+def documents(path: Path, column: str | None) -> list[bytes]:
+    """The documents of a file or a directory: a text file is one, and so is the `column` of each row ("text").
+
+    Raises:
+        ValueError: A file cannot be read, has no such column, or has no columns and `column` is given.
+    """
+    files = files_of(path)
+    if column is not None and all(file.suffix.lower() in PLAIN for file in files):
+        raise ValueError(f"column is for sources of rows; {path} would ignore it")
+    found: list[bytes] = []
+    for file in files:
+        read = ROWS.get(file.suffix.lower())
+        if read is None:
+            found.append(file.read_bytes())
+        else:
+            found.extend(str(value).encode() for value in values_of(file, read(file), column or "text") if value)
+    return found
+
+
+def values_of(path: Path, rows: Iterable[Row], column: str) -> Iterator[Any]:
+    """The values of `column` in `rows`; raises `ValueError` with the columns that there are where one has it not."""
+    for number, row in enumerate(rows, start=1):
+        if column not in row:
+            raise ValueError(f"{path}, row {number} has no column {column}; there are {', '.join(map(str, row))}")
+        yield row[column]

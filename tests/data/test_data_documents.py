@@ -1,0 +1,147 @@
+"""Documents of one's own: files of rows, directories, saved sets, tokens; what cannot be read is refused."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+import own
+from detonation.data import load_dataset
+from detonation.data.tokens import load_tokenizer
+
+
+def bytes_of(data):
+    return bytes(data.train.ids.flatten().tolist())
+
+
+def rows(count=40):
+    return [{"id": i, "body": f"document {i} " * 8} for i in range(count)]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "detonation" / "tokens"
+
+
+def test_rows_are_documents_and_their_syntax_is_not_trained_on(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows()))
+    with (tmp_path / "b.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["id", "body"])
+        table.writeheader()
+        table.writerows(rows())
+    texts = {
+        name: bytes_of(load_dataset("text", {"source": str(tmp_path / name), "column": "body", "context": 16}))
+        for name in ("a.jsonl", "b.csv")
+    }
+    assert texts["a.jsonl"] == texts["b.csv"] and texts["a.jsonl"].startswith(b"document 0 document 0")
+    assert b"{" not in texts["a.jsonl"] and b" \n\ndocument 1 " in texts["a.jsonl"]
+    both = load_dataset("text", {"source": str(tmp_path), "column": "body", "context": 16})
+    assert len(both.train.ids) > 1.9 * len(texts["a.jsonl"]) / 16
+
+
+def test_parquet_and_directories_of_save_to_disk(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_list(rows())
+    made.to_parquet(tmp_path / "a.parquet")
+    made.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "two")
+    sources = [str(tmp_path / "a.parquet"), str(tmp_path / "one"), str(tmp_path / "two"), f"hf:{tmp_path / 'two'}"]
+    found = [load_dataset("text", {"source": source, "column": "body", "context": 16}) for source in sources]
+    assert len({bytes_of(data) for data in found}) == 1 and [data.name for data in found] == ["a", "one", "two", "two"]
+    with pytest.raises(ValueError, match="no split trian; there are train, test"):
+        load_dataset("text", {"source": sources[2], "column": "body", "split": "trian"})
+    with pytest.raises(ValueError, match="no column text; there are id, body"):
+        load_dataset("text", {"source": sources[1]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "message"),
+    [
+        ("a.json", "{}", {}, r"a\.json cannot be read as text: a source holds \.csv, \.jsonl, \.md, \.parquet"),
+        ("a.pdf", "x", {}, r"a\.pdf cannot be read as text"),
+        ("a.jsonl", '{"text": "x"}\n[1]\n', {}, r"a\.jsonl, line 2 is '\[1\]', must be an object"),
+        ("a.jsonl", '{"text": \n', {}, r"a\.jsonl, line 1 is not JSON"),
+        ("a.jsonl", '{"body": "x"}\n', {}, r"a\.jsonl, row 1 has no column text; there are body"),
+        ("a.txt", "x", {"column": "text"}, r"column is for sources of rows; .*a\.txt would ignore it"),
+        ("a.txt", "x", {"split": "train"}, r"split is for sources hf:NAME; .*a\.txt would ignore it"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, name, content, arguments, message):
+    (tmp_path / name).write_text(content)
+    for source in (tmp_path / name, tmp_path):
+        if source == tmp_path and "split" in arguments:
+            continue
+        with pytest.raises(ValueError, match=message.replace(r".*a\.txt would", ".* would")):
+            load_dataset("text", {"source": str(source), **arguments})
+
+
+def test_hidden_files_are_no_documents(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index.bin").write_bytes(b"x")
+    (tmp_path / ".DS_Store").write_bytes(b"x")
+    (tmp_path / "a.txt").write_text("ab" * 200)
+    assert set(bytes_of(load_dataset("text", {"source": str(tmp_path), "context": 8}))) == set(b"ab")
+
+
+def test_tokens_are_those_of_the_tokenizer_with_an_end_after_each_document(tmp_path, cache):
+    source, words = own.json_lines(tmp_path / "a.jsonl"), own.tokenizer(tmp_path / "words")
+    arguments = {"source": str(source), "tokenizer": str(words), "context": 8}
+    data = load_dataset("text", arguments)
+    made = load_tokenizer(str(words))
+    assert data.model == {"vocab": len(made)} and (data.train.ids.dtype, data.name) == (torch.int32, "a")
+    texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+    assert made.decode(data.train.ids.flatten()[:60].tolist()).startswith(f"{texts[0]}<end>{texts[1]}<end>")
+    assert (data.train.ids == made.eos_token_id).sum() > 40
+    (kept,) = cache.glob("*.int32")
+    kept.write_bytes(bytes(kept.stat().st_size))  # what lies there is used, not made again
+    assert not load_dataset("text", arguments).train.ids.any()
+    source.write_text(source.read_text() + '{"text": "more"}\n')
+    assert load_dataset("text", arguments).train.ids.any() and len(list(cache.glob("*.int32"))) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, cache):
+    arguments = {
+        "source": str(own.json_lines(tmp_path / "a.jsonl")),
+        "tokenizer": str(own.tokenizer(tmp_path / "words")),
+    }
+    kept = load_dataset("text", {**arguments, "context": 8}).train.ids
+    cache.rename(cache.with_name("gone"))
+    cache.write_text("no directory")
+    assert torch.equal(load_dataset("text", {**arguments, "context": 8}).train.ids, kept)
+
+
+def test_a_long_document_is_cut_at_ends_of_lines_and_loses_nothing(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("detonation.data.tokens._PIECE", 50)
+    (tmp_path / "a.txt").write_text(text := "\n".join("the cat sat on the log" for _ in range(60)))
+    words = own.tokenizer(tmp_path / "words")
+    data = load_dataset("text", {"source": str(tmp_path / "a.txt"), "tokenizer": str(words), "context": 4})
+    ids = torch.cat([data.train.ids.flatten(), data.validation.ids.flatten()])
+    assert sum(len(load_tokenizer(str(words)).decode(ids[i : i + 1])) for i in range(len(ids))) > 0.95 * len(text)
+
+
+def test_pairs_as_rows_and_as_tokens(tmp_path, cache):
+    pairs = [{"translation": {"en": f"the cat {i}", "xx": f"the dog {i} sat"}} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    arguments = {"source": str(tmp_path / "a.jsonl"), "source_length": 20, "target_length": 20}
+    plain = load_dataset("translation", arguments)
+    drawn = plain.train[torch.tensor([1])]
+    assert bytes(drawn["input_ids"][0, :9].sub(3).tolist()) == b"the cat 1" and drawn["input_ids"][0, 9] == 1
+    words = own.tokenizer(tmp_path / "words")
+    data = load_dataset("translation", {**arguments, "tokenizer": str(words)})
+    made, drawn = load_tokenizer(str(words)), data.train[torch.tensor([1])]
+    assert data.model == {"vocab": len(made)} and len(data.train) == len(plain.train) == 36
+    real = drawn["attention_mask"].bool()
+    assert made.decode(drawn["input_ids"][real]) == "the cat 1"
+    assert (drawn["input_ids"][~real] == made.pad_token_id).all() and (drawn["labels"] == -100).any()
+    assert made.decode(drawn["labels"][drawn["labels"] >= 0]) == "the dog 1 sat"
+
+
+def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"data.tokenizer .*none is no directory, and nothing the hub gives us"
+    ) as raised:
+        load_dataset("text", {"tokenizer": str(tmp_path / "none")})
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,108 @@
+"""Streams: a batch is a function of step and part, positions are exact, and nothing held out is trained on."""
+
+import json
+
+import pytest
+import torch
+
+import own
+from detonation.data import batch, load_dataset
+from detonation.data.dataset import Streamed
+
+pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return own.json_lines(tmp_path / "rows.jsonl", count=300)
+
+
+def loaded(source, **arguments):
+    return load_dataset("text", {"source": str(source), "streaming": True, "context": 16, **arguments})
+
+
+def drawn(data, step, part=0, parts=2, size=3):
+    return batch(data.train, seed=0, step=step, part=part, parts=parts, size=size)["input_ids"]
+
+
+def test_a_batch_is_a_function_of_step_and_part_alone(source):
+    data, other = loaded(source), loaded(source)
+    assert isinstance(data.train, Streamed)
+    forward = [drawn(data, step) for step in range(30)]  # more than one epoch
+    assert len({ids.numpy().tobytes() for ids in forward}) > 20
+    for step in (0, 25, 3):
+        assert torch.equal(drawn(other, step), forward[step])
+    assert not torch.equal(drawn(data, 0, part=1), forward[0])
+
+
+def test_the_parts_have_all_documents_but_those_held_out_and_begin_again(source):
+    data = loaded(source)
+    texts = [json.loads(line)["text"].encode() for line in source.read_text().splitlines()]
+    per_part = [
+        bytes(torch.cat([drawn(data, step, part) for step in range(200)]).flatten().tolist()) for part in (0, 1)
+    ]
+    found = [set(part.split(b"\n\n")[:-1]) for part in per_part]
+    assert found[0] | found[1] == set(texts[200:]) and not found[0] & found[1]
+    held_out = bytes(data.validation.ids.flatten().tolist())
+    assert held_out.startswith(b"\n\n".join(texts[:3]))
+    assert per_part[0].count(texts[200] + b"\n\n") > 1  # the next epoch
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["bytes", "tokens"])
+@pytest.mark.parametrize("step", [1, 8, 40])
+def test_a_position_continues_exactly_and_reads_nothing_again(source, tmp_path, words, step):
+    arguments = {"tokenizer": str(own.tokenizer(tmp_path / "words"))} if words else {}
+    data, later = loaded(source, **arguments), loaded(source, **arguments)
+    for before in range(step):
+        drawn(data, before)
+    position = json.loads(json.dumps(data.train.position(0, 2)))
+    expected = [drawn(data, after) for after in range(step, step + 40)]
+    read = []
+    ids = later.train._ids
+    later.train._ids = lambda row: read.append(row) or ids(row)
+    later.train.go_to(0, 2, position)
+    assert torch.equal(drawn(later, step), expected[0])
+    drawn(later, 0)  # as a measurement does
+    read.clear()
+    assert torch.equal(drawn(later, step + 1), expected[1])
+    assert len(read) <= 10
+    assert all(torch.equal(drawn(later, step + i), expected[i]) for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        {},
+        {"at": 1},
+        {"at": "x"},
+        [],
+        {"at": 1, "epoch": 0, "given": 0, "before": 3},
+        {"at": 1, "epoch": 0, "given": 10**15, "before": None},
+    ],
+)
+def test_a_strangers_position_is_one_line(source, position):
+    with pytest.raises(ValueError, match="is no position in these data"):
+        loaded(source).train.go_to(0, 2, position)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (None, {}, "sotu-sample is read as a whole: leave data.streaming out"),
+        ("a.txt", {"split": "train"}, "split is for sources hf:NAME"),
+        ("a.pdf", {}, r"a stream reads files of one suffix, of \.jsonl, \.csv, \.parquet, \.txt"),
+        ("a.jsonl", {"column": "body"}, "no column body; there are id, text"),
+        ("a.jsonl", {"context": 99_999}, "a context of at most that"),
+    ],
+)
+def test_what_cannot_be_streamed_is_one_line(tmp_path, make, arguments, message):
+    if make:
+        own.json_lines(tmp_path / make)
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / make if make else "sotu-sample", **arguments)
+
+
+def test_a_stream_that_is_all_held_out_ends_with_one_line(tmp_path):
+    data = loaded(own.json_lines(tmp_path / "few.jsonl", count=20))
+    with pytest.raises(ValueError, match=r"no documents beside those that are held out: leave data.streaming out"):
+        drawn(data, 0)
