@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
+import worlds
 from commands import free_port
 from detonation.cluster.init import gpus_for, launch_position
 from detonation.cluster.machine import devices
@@ -182,3 +183,36 @@ def test_a_mismatch_of_decoding_names_the_gpu_and_its_arithmetic(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert selftest_conditions(torch.device("cuda", 0)).endswith("gpu=NVIDIA H200, cuda=13.0, fp32 products in none")
+
+
+def alone():
+    """What `init_mesh` makes of a process without a launcher."""
+    mesh = dt.init_mesh(device="cpu")
+    shape = tuple(mesh.shape)
+    dt.leave()
+    return shape
+
+
+def test_without_a_launcher_a_process_is_a_world_of_one_and_says_so(monkeypatch, caplog):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert alone() == (1, 1) and "this process is a world of one" in caplog.text
+    with pytest.raises(ValueError, match="2 replicas x 4 shards are 8 ranks, the world has 1"):
+        dt.init_mesh(2, 4, device="cpu")
+    dt.leave()
+
+
+def shapes(mesh, local):
+    """The meshes of calls that leave something out, in a world whose nodes have `local` ranks."""
+    found = []
+    os.environ |= {"RANK": str(torch.distributed.get_rank()), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": str(local)}
+    for asked in ({}, {"replicas": 4}, {"shards": 4}, {"replicas": 2, "shards": 2}):
+        found.append(tuple(dt.init_mesh(**asked, device="cpu").shape))
+    with pytest.raises(ValueError, match="3 replicas x 1 shards are 3 ranks, the world has 4"):
+        dt.init_mesh(replicas=3, device="cpu")
+    return found
+
+
+@pytest.mark.parametrize("local", [2, 4])
+def test_what_is_left_out_of_a_mesh_comes_from_the_launcher(local):
+    assert worlds.run_alone(shapes, 2, 2, local) == [[(4 // local, local), (4, 1), (1, 4), (2, 2)]] * 4

@@ -1,12 +1,14 @@
 """The process group that a rank joins at the position that its launcher gave it, and the device that it takes."""
 
 import gc
+import logging
 import os
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
@@ -23,6 +25,7 @@ from detonation.cluster.processes.rendezvous import (
 )
 from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
 
+_log = logging.getLogger("detonation")
 COLLECTIVE_TIMEOUT_S = 300.0
 """How long a rank waits for a rank that is alive: to compile, to load, to save. The transfer time comes on top."""
 
@@ -72,13 +75,15 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
 def join_world(asked: str | None = None) -> torch.device:
     """Joins the default process group of a launcher's world unless there is one; returns this rank's device.
 
+    Without a launcher the process is a world of one.
+
     The group carries tensors of the CPU and of the device. A GPU that the caller made current stays current.
 
     Args:
         asked: the device's type; None chooses.
 
     Raises:
-        ValueError: there is no launcher, or as `meet`.
+        ValueError: as `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -91,8 +96,14 @@ def join_world(asked: str | None = None) -> torch.device:
             torch.cuda.set_device(device)
         return device
     if position is None:
-        raise ValueError("no process group and no launcher: start with torchrun, or initialise torch.distributed")
-    store, device = meet(position, asked=asked)
+        _log.warning("no launcher and no process group: this process is a world of one; torchrun starts more")
+        device = choose_device(os.environ, look_for_gpus(), None, asked)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        position = LaunchPosition(0, 1, 0, 1)
+        store: Store = HashStore()
+    else:
+        store, device = meet(position, asked=asked)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,

@@ -1,5 +1,6 @@
 """The device mesh of replicas and shards, and the model laid out on it."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,18 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
+from detonation.cluster.machine.position import launch_position
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
 
 
-def init_mesh(replicas: int, shards: int, device: str | None = None, timeout_s: float | None = None) -> DeviceMesh:
+def init_mesh(
+    replicas: int | None = None, shards: int | None = None, device: str | None = None, timeout_s: float | None = None
+) -> DeviceMesh:
     """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of one replica.
 
-    Uses the process group that exists, or initialises one from the environment of a launcher such as torchrun.
+    Uses the process group that exists, or initialises one from the environment of a launcher such as torchrun. Without
+    either this process is a world of one.
 
     Args:
-        replicas: copies of the model, usually the number of nodes.
-        shards: ranks that share one copy, usually the accelerators of a node.
+        replicas: copies of the model, usually the number of nodes; as many as the ranks make when left out.
+        shards: ranks that share one copy, usually the accelerators of a node; when left out the ranks of a node, or as
+            many as `replicas` leave.
         device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in sight.
 
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process groups; above 0. By
@@ -30,13 +36,14 @@ def init_mesh(replicas: int, shards: int, device: str | None = None, timeout_s: 
     A rank that stands still for 30 s in a step to which others have not come logs who they are.
 
     Raises:
-        ValueError: replicas * shards is not the number of ranks, there is neither process group nor launcher, or a GPU
-            is in sight that this rank cannot take (only `device="cpu"` trains on the CPU then).
+        ValueError: replicas * shards is not the number of ranks, shards are left out and the launcher does not say how
+            many ranks a node has, or a GPU is in sight that this rank cannot take (only `device="cpu"` trains on the
+            CPU then).
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> mesh = dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> mesh = dt.init_mesh(device="cpu")  # 1 replica x 1 shard
         >>> mesh.mesh_dim_names
         ('replicate', 'shard')
         >>> dt.leave()
@@ -47,6 +54,9 @@ def init_mesh(replicas: int, shards: int, device: str | None = None, timeout_s: 
         timeout_s = GROUP_TIMEOUT_S
     taken = join_world(device)
     world = dist.get_world_size()
+    if shards is None:
+        shards = _ranks_of_a_node(world) if replicas is None else world // max(1, replicas)
+    replicas = world // max(1, shards) if replicas is None else replicas
     if replicas < 1 or shards < 1 or replicas * shards != world:
         raise ValueError(f"{replicas} replicas x {shards} shards are {replicas * shards} ranks, the world has {world}")
     mesh = init_device_mesh(taken.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
@@ -54,6 +64,14 @@ def init_mesh(replicas: int, shards: int, device: str | None = None, timeout_s: 
         set_group_timeouts(timeout_s)
     watch_waiting()
     return mesh
+
+
+def _ranks_of_a_node(world: int) -> int:
+    position = launch_position(os.environ)
+    ranks = 1 if world == 1 else position.local_world_size if position else None
+    if ranks is None:
+        raise ValueError("the launcher does not say how many ranks a node has: give shards, or set LOCAL_WORLD_SIZE")
+    return ranks
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> nn.Module:
