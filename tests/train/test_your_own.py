@@ -191,7 +191,7 @@ def test_the_help_lists_registered_schemes(verb, registered, installed, recipe, 
         ("model.name=own_parts:Lin", "own_parts:Lin: module own_parts has no function 'Lin'"),
         ("model.name=own_parts:NUMBER", "own_parts:NUMBER is 3, must be a function"),
         ("model.name=own_parts:nothing", "model own_parts:nothing makes a dict, must make a torch.nn.Module"),
-        ("model.name=Lin", "unknown model 'Lin'. Valid: olmo2, t5, vit; or package.module:function"),
+        ("model.name=Lin", "unknown model 'Lin'. Valid: olmo2, olmoe, t5, vit; or package.module:function"),
         (
             "model.name=torch.nn:Identity",
             "model torch.nn:Identity cannot take the batches of the data points: missing a required argument: 'input'",

@@ -23,7 +23,7 @@ _TABLES: Mapping[str, type] = {
 }
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _CHOOSERS = {
-    "model": 'a model: olmo2, t5, vit, hf:DIRECTORY or hf:ID of transformers, or "package.module:function"',
+    "model": 'a model: olmo2, olmoe, t5, vit, hf:DIRECTORY or hf:ID of transformers, or "package.module:function"',
     "data": 'the kind of data: text, images, translation, or "package.module:function"',
     "scheme": 'a scheme, "auto", or "package.module:function"',
 }
