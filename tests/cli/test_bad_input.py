@@ -45,8 +45,14 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=adm", "unknown optimizer 'adm'. Valid: ASGD,"),  # the name before what it lacks
         ("optimizer.name=lbfgs", "optimizer LBFGS cannot be used: it evaluates the loss several"),
         ("optimizer.name=sgd", "optimizer.lr is missing: give it in [optimizer]"),
-        ("model.name=vit", "model vit is for images, but the data sotu-sample are text: take olmo2 or olmoe, or other data"),
-        ("model.name=t5", "model t5 is for translation, but the data sotu-sample are text: take olmo2 or olmoe, or other data"),
+        (
+            "model.name=vit",
+            "model vit is for images, but the data sotu-sample are text: take olmo2 or olmoe, or other data",
+        ),
+        (
+            "model.name=t5",
+            "model t5 is for translation, but the data sotu-sample are text: take olmo2 or olmoe, or other data",
+        ),
         ("model.name=hf:nowhere/at/all", "hf:nowhere/at/all is no directory with a config.json, and no model that the"),
         (
             "model.name=gpt2",
