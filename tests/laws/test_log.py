@@ -184,6 +184,23 @@ def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
     assert digest(again.parameters()) == digest(model.parameters())
 
 
+def test_other_parameters_begin_another_file_and_end_a_replay(tmp_path):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    optimizer.record(dt.UpdateLog(tmp_path))
+    advance(model, optimizer, 0, range(2))
+    next(model.parameters()).requires_grad_(False)
+    before = digest(model.parameters())
+    for step in range(2, 4):
+        model(batch(0, step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 2)]
+    again, replaying = started(LoopbackCommunicator(2), dt.demo())
+    assert dt.replay(tmp_path, replaying, to=2) == 2 and digest(again.parameters()) == before
+    with pytest.raises(ValueError, match="was written with parameters"):
+        dt.replay(tmp_path, replaying)
+
+
 def test_rotating_removes_what_checkpoints_have(tmp_path):
     model, optimizer = started(LoopbackCommunicator(2), dt.demo())
     log = dt.UpdateLog(tmp_path)

@@ -1,5 +1,6 @@
 """The reader of a log: a tape that plays back what was recorded."""
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
 
 
 class Playback:
-    """Plays back the log of one rank in `directory`, from after `first` steps on, in the place of an exchange.
+    """Plays back the log of one rank in `directory`, after `first` and up to `to` steps, in the place of an exchange.
 
     Raises:
         DamagedLog: Later, where the log is damaged, or lacks what an optimizer asks for.
@@ -37,15 +38,15 @@ class Playback:
 
     plays = True
 
-    def __init__(self, directory: Path, optimizer: Replicated, first: int) -> None:
-        self._rank, self.first = optimizer.coordinates.name, first
+    def __init__(self, directory: Path, optimizer: Replicated, first: int, to: int | None = None) -> None:
+        self._rank, self.first, self._to = optimizer.coordinates.name, first, math.inf if to is None else to
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
         if not usable:
             known = f"the log of {self._rank} in {directory} begins after {files[0][0]} steps" if files else ""
             none = f"there is no log of {self._rank} in {directory}"
             raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
-        self._files = [(begun, path) for begun, path in files if begun >= usable[-1]]
+        self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
         self._identity = identity(optimizer)
         self._records = self._read()
         self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)
@@ -64,11 +65,11 @@ class Playback:
             del self._messages[place, step]
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def next_end(self, to: int | None = None) -> LogRecord | None:
+    def next_end(self) -> LogRecord | None:
         """What ends the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
         while not self._ends and self._load():
             pass
-        if not self._ends or (to is not None and self._ends[0].step > to):
+        if not self._ends or self._ends[0].step > self._to:
             return None
         return self._ends.popleft()
 

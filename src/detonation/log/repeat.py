@@ -15,7 +15,8 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
 
     The weights and the state of the base optimizer that replicas agree on are then those of training, bit for bit.
     Under schemes that exchange parameters that is so where a round ends, and for what the replicas agreed on last.
-    Memory private to a replica, as that of error feedback, is not in a log.
+    Memory private to a replica, as that of error feedback, is not in a log. Where other parameters are trained from a
+    step on, replay ends before it, and goes on from a checkpoint after it.
 
     One process per shard replays; no other replica is needed: replicate the optimizer over a `LoopbackCommunicator`
     with as many replicas as there were, and load a checkpoint, or begin with the weights of the start.
@@ -54,10 +55,10 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         raise ValueError(f"to is {to}, but {optimizer.step_count} steps were taken: load an earlier checkpoint")
     if len(optimizer.levels) > 1:
         raise ValueError("a log has one level of replication, not several")
-    reader = Playback(Path(directory), optimizer, optimizer.step_count)
+    reader = Playback(Path(directory), optimizer, optimizer.step_count, to)
     optimizer.record(reader)
     try:
-        while (end := reader.next_end(to)) is not None:
+        while (end := reader.next_end()) is not None:
             _repeat(end, optimizer)
     finally:
         optimizer.record(None)

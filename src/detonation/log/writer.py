@@ -1,6 +1,7 @@
 """`UpdateLog`: every agreed update of a rank, appended to files."""
 
 import ctypes
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +91,7 @@ class UpdateLog:
         if not self._records:
             return
         with self._forgiving():
-            if optimizer.levels is not self._levels:  # another scheme, or the first step
+            if optimizer.build() is not self._levels:  # another setting, other parameters, or the first step
                 self.close()
             if self._file < 0:
                 self._open(optimizer, steps - (kind == STEP))
@@ -145,7 +146,7 @@ class UpdateLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-        self._levels = optimizer.levels
+        self._levels = optimizer.build()
         self._options, self._length = [{} for _ in optimizer.param_groups], 0
         about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
         self._append([noted(START, first, about)])
@@ -179,6 +180,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
     ((axis, scheme),) = optimizer.levels
     rank = optimizer.coordinates
     arguments = {name: str(value) for name, value in scheme.arguments.items()}
+    layouts = [(slot.name, tuple(slot.shape)) for each in optimizer.build() for slot in each.layout.slots]
     return {
         "replicas": axis.size(),
         "shards": rank.shards,
@@ -187,6 +189,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
         "seed": optimizer.settings.seed,
         "clip": optimizer.settings.clip,
         "optimizer": type(optimizer.base).__name__,
+        "parameters": f"{len(layouts)}, {hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]}",
     }
 
 
