@@ -21,6 +21,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def fails(capsys, monkeypatch, tmp_path):
     """Runs `detonation train RECIPE arguments...` in an empty directory; returns its one line of error."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # which asks a hub that is away for long
 
     def run(*arguments, recipe="quick-lm", code=2):
         assert run_command(["train", str(RECIPES / f"{recipe}.toml"), *arguments]) == code
