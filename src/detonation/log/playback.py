@@ -66,7 +66,7 @@ class Playback:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def next_end(self) -> LogRecord | None:
-        """What ends the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
+        """The end of the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
         while not self._ends and self._load():
             pass
         if not self._ends or self._ends[0].step > self._to:

@@ -53,8 +53,6 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     """
     if to is not None and to < optimizer.step_count:
         raise ValueError(f"to is {to}, but {optimizer.step_count} steps were taken: load an earlier checkpoint")
-    if len(optimizer.levels) > 1:
-        raise ValueError("a log has one level of replication, not several")
     reader = Playback(Path(directory), optimizer, optimizer.step_count, to)
     optimizer.record(reader)
     try:

@@ -140,15 +140,13 @@ class UpdateLog:
                     os.ftruncate(self._file, self._length)
 
     def _open(self, optimizer: Replicated, first: int) -> None:
-        if len(optimizer.levels) > 1:
-            raise ValueError("an update log takes one level of replication, not several: record without it")
         rank = optimizer.coordinates
+        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         self._levels = optimizer.build()
         self._options, self._length = [{} for _ in optimizer.param_groups], 0
-        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
         self._append([noted(START, first, about)])
 
     def _write(self, messages: Sequence[tuple[int, int, Readback]], end: LogRecord) -> None:
@@ -167,7 +165,8 @@ class UpdateLog:
 
     def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The options of each parameter group that were not written yet."""
-        now = [{key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))} for group in groups]
+        plain = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        now = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
         before, self._options = [*self._options, *[{}] * (len(now) - len(self._options))], now
         return [
             {k: v for k, v in mine.items() if k not in old or old[k] != v}
@@ -176,7 +175,9 @@ class UpdateLog:
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
-    """What a run must share with a log, to replay it."""
+    """The settings that a run must share with a log, to replay it. Raises `ValueError` for several levels."""
+    if len(optimizer.levels) > 1:
+        raise ValueError("an update log takes one level of replication, not several: record without it")
     ((axis, scheme),) = optimizer.levels
     rank = optimizer.coordinates
     arguments = {name: str(value) for name, value in scheme.arguments.items()}

@@ -36,6 +36,12 @@ def head_width(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
+def require_even(head_dim: int, heads: int, hidden_size: int) -> None:
+    """Raises `ValueError` where attention heads have an odd width, which rotary positions cannot turn."""
+    if head_dim % 2:
+        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {head_dim} wide: rotary positions need even")
+
+
 def fp32_logits(head: nn.Module) -> None:
     """Makes `head` return fp32, so that the loss of a bf16 model is fp32, too. Changes `head`."""
     head.register_forward_hook(_to_fp32)

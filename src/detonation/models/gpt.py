@@ -2,7 +2,13 @@
 
 from torch import nn
 
-from detonation.models.adapters import head_width, require_dropout, require_positive, transformers_or_error
+from detonation.models.adapters import (
+    head_width,
+    require_dropout,
+    require_even,
+    require_positive,
+    transformers_or_error,
+)
 
 
 def olmo2(
@@ -44,8 +50,7 @@ def olmo2(
     require_dropout(dropout)
     if heads % groups:
         raise ValueError(f"key_value_heads {groups} does not divide heads {heads}: each serves an equal group")
-    if head_dim % 2:
-        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {head_dim} wide: rotary positions need even")
+    require_even(head_dim, heads, hidden_size)
     transformers = transformers_or_error()
     config = transformers.Olmo2Config(
         vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,

@@ -4,7 +4,13 @@ from typing import Any
 
 from torch import nn
 
-from detonation.models.adapters import head_width, require_dropout, require_positive, transformers_or_error
+from detonation.models.adapters import (
+    head_width,
+    require_dropout,
+    require_even,
+    require_positive,
+    transformers_or_error,
+)
 
 
 def olmoe(
@@ -51,8 +57,7 @@ def olmoe(
         raise ValueError(f"active {active} is above experts {experts}: a token goes to some of the experts")
     if balance < 0:
         raise ValueError(f"balance must be at least 0, not {balance}")
-    if head_dim % 2:
-        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {head_dim} wide: rotary positions need even")
+    require_even(head_dim, heads, hidden_size)
     transformers = transformers_or_error()
     config = transformers.OlmoeConfig(
         vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,

@@ -33,7 +33,7 @@ _LARGE_BYTES = 2**31
 
 @dataclass(frozen=True)
 class _Found:
-    """What lies in the directory: paths as the recipe spells them, "" for nothing; `column` of rows."""
+    """A finding in the directory: paths as the recipe spells them, "" for nothing; `column` of rows."""
 
     task: str = ""
     source: str = ""
@@ -115,7 +115,7 @@ def _task_of(folder: Path) -> str:
 
 
 def _data(directory: Path, folders: list[Path]) -> Iterator[_Found]:
-    """What could be trained on, in the order of the folders."""
+    """The data that could be trained on, in the order of the folders."""
     for folder in folders:
         if is_saved(folder):
             yield _Found("text", str(folder))
