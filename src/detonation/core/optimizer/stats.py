@@ -13,7 +13,7 @@ from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import arguments_text, collective_for, dense_bytes, message_bytes
+from detonation.core.schemes.traffic import arguments_text, collective_for, dense_bytes, mean_bytes
 
 
 class Stats:
@@ -98,9 +98,8 @@ def described(trained: TrainedParameters, levels: Sequence[tuple[Axis, Scheme]],
         sent, ways = 0.0, []
         for part, n in split_by_sharding(parameters, intra_node) if scheme.signal != "nothing" else []:
             layout = scheme.codec.layout({name: tuple(local(p).shape) for name, p in part.items()})
-            fragments = scheme.divide(layout)
-            sent += sum(message_bytes(scheme, each, axis.size(), n) for each in fragments) / scheme.round.every
-            ways += [_WAYS[collective_for(scheme, each, axis.size(), n)] for each in fragments]
+            sent += mean_bytes(scheme, layout, axis.size(), n)
+            ways += [_WAYS[collective_for(scheme, each, axis.size(), n)] for each in scheme.divide(layout)]
         share = f", {sent / full:.2%} of full synchronisation" if full else ""
         lines[-1] += f"{sent:,.0f} bytes per step by {' and '.join(dict.fromkeys(ways))}{share}" if ways else "nothing"
     return "\n".join(lines)

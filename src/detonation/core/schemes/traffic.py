@@ -128,6 +128,12 @@ def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: in
     return sum(exchange_bytes(way, scheme, count, replicas, local_ranks, bare) for count in rows)
 
 
+def mean_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> float:
+    """Bytes per step that one rank sends, as the mean over a round."""
+    parts = scheme.divide(layout)
+    return sum(message_bytes(scheme, part, replicas, local_ranks, bare) for part in parts) / scheme.round.every
+
+
 def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> list[Bucket]:
     """The buckets in which `layout` is sent while backward computes, or at the end of a round.
 
@@ -156,8 +162,7 @@ def require_below_dense(scheme: Scheme, layout: Layout, replicas: int, local_ran
 
     Headers do not count: they matter only for models of a few hundred parameters.
     """
-    whole = sum(message_bytes(scheme, part, replicas, local_ranks, bare=True) for part in scheme.divide(layout))
-    ours = whole / scheme.round.every
+    ours = mean_bytes(scheme, layout, replicas, local_ranks, bare=True)
     dense = dense_bytes(layout.numel, replicas, local_ranks)
     if ours > dense:
         raise LargerThanDense(

@@ -2,7 +2,7 @@
 
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import dense_bytes, message_bytes
+from detonation.core.schemes.traffic import dense_bytes, mean_bytes
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.sizes import shard_shapes
 
@@ -36,6 +36,6 @@ def misfits(config: Config) -> list[str]:
 def _share(config: Config, chosen: Scheme, replicas: int) -> float:
     """The bytes per step of `chosen`, as a share of those of full synchronisation."""
     layouts = [chosen.codec.layout(shapes) for shapes in shard_shapes(config)]
-    sent = sum(message_bytes(chosen, part, replicas) for layout in layouts for part in chosen.divide(layout))
+    sent = sum(mean_bytes(chosen, layout, replicas) for layout in layouts)
     dense = sum(dense_bytes(layout.numel, replicas) for layout in layouts)
-    return sent / chosen.round.every / dense if dense else 0.0
+    return sent / dense if dense else 0.0
