@@ -8,6 +8,8 @@ from detonation.core.schemes import traffic
 
 SCHEMES = [
     dt.full(),
+    dt.loco(),
+    dt.loco("sign"),
     dt.demo(),
     dt.demo(precision="bf16"),
     dt.demo(precision="sign"),

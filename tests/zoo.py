@@ -13,6 +13,8 @@ SCHEMES = {
     "full": dt.full(),
     "full-bf16": dt.full(precision="bf16"),
     "none": dt.none(),
+    "loco": dt.loco(),
+    "loco-sign-owner": dt.loco("sign", decay=0.9, link="owner"),
     "demo": dt.demo(topk=4, chunk=16),
     "demo-senders-bf16": dt.demo(topk=2, chunk=64, precision="bf16", aggregate="mean_nonzero"),
     "demo-alpha": dt.demo(topk=3, chunk=10, decay=0.9, alpha=0.2),

@@ -37,6 +37,7 @@ from detonation.core.schemes.gradients import demo as demo
 from detonation.core.schemes.gradients import demo_published as demo_published
 from detonation.core.schemes.gradients import distro as distro
 from detonation.core.schemes.gradients import full as full
+from detonation.core.schemes.gradients import loco as loco
 from detonation.core.schemes.gradients import none as none
 from detonation.core.schemes.parameters import diloco as diloco
 from detonation.core.schemes.parameters import eager_diloco as eager_diloco

@@ -6,7 +6,8 @@ from detonation.choices import entry_points
 
 SCHEME_NAMES = (
     "decoupled_adamw", "demo", "demo_diloco", "demo_published", "diloco", "distro", "eager_diloco", "full", "local_sgd",
-    "muloco", "none", "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco", "striding",
+    "loco", "muloco", "none", "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco",
+    "striding",
 )  # fmt: skip
 """The schemes of this library; here too, because `--help` must not wait for torch."""
 

@@ -75,6 +75,31 @@ def full(precision: str = "fp32") -> GradientScheme:
 
 
 @register
+def loco(precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: LinkKind = "auto") -> GradientScheme:
+    """`full` in few bits with error feedback: every coordinate at every step, its rounding error in the next one.
+
+    For optimizers that need dense gradients, as AdamW and Muon do. The rounding errors add up to nothing: with decay 1
+    the updates of many steps have the sum of the gradients. The paper averages the error over steps and keeps it in 8
+    bits; here it is kept in fp32, as it is.
+
+    Args:
+        precision: One of "bf16", "int8", "4bit", "2bit", "sign".
+        decay: Of the rounding error, from 0 (lost) to 1.
+        delay, link: As in `demo`; look-ahead needs an optimizer without state, and is off.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> loco("4bit").feedback.decay, loco("4bit").codec.selection
+        (1.0, Everything())
+
+    Reference: Xie et al., LoCo, arXiv 2407.04480; 1-bit Adam, arXiv 2102.02888.
+    """
+    return momentum(Identity(), Everything(), decay, precision=precision, delay=delay, lookahead=False, link=link)
+
+
+@register
 def none() -> Scheme:
     """Exchanges nothing: every replica trains alone, as under FSDP inside its node.
 
