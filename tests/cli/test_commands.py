@@ -148,3 +148,15 @@ def test_help_does_not_wait_for_torch(arguments):
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert "usage: detonation" in done.stdout
+
+
+def test_a_plan_without_a_recipe_needs_no_torch():
+    """Its import takes over a second; the plan is arithmetic. An error in one line needs torch and still comes."""
+    ask = ["plan", "--parameters", "1.2b", "--link", "100mbit,20ms", "--step-time"]
+    check = f"""
+import sys
+from detonation.cli.command import run_command
+assert run_command({ask} + ["0.3"]) == 0 and "torch" not in sys.modules
+assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "random_sign" in done.stdout and done.stderr == "error: --step-time is 0.0, but must be above 0\n"

@@ -23,17 +23,17 @@ def test_packed_numbers_come_back_and_leave_no_gap(count, width, seed):
     numbers = torch.randint(0, 2**width, (count,), generator=torch.Generator().manual_seed(seed))
     packed = pack(numbers, width)
     assert packed.dtype == torch.uint8 and len(packed) == packed_bytes(count, width) == -(-count * width // 8)
-    assert torch.equal(unpack(packed, count, width), numbers)
+    assert torch.equal(unpack(packed, count, width, torch.int64), numbers)
 
 
 @pytest.mark.parametrize("width", [1, 6, 7, 12, 16])
 def test_compiled_packing_gives_the_same_bytes(width, monkeypatch):
     numbers = torch.randint(0, 2**width, (5003,), generator=torch.Generator().manual_seed(0))
     packed = pack(numbers, width)
-    assert torch.equal(unpack(packed, 5003, width), numbers)
+    assert torch.equal(unpack(packed, 5003, width, torch.int64), numbers)
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert torch.equal(pack(numbers, width), packed)
-    assert torch.equal(unpack(packed, 5003, width), numbers)
+    assert torch.equal(unpack(packed, 5003, width, torch.int64), numbers)
 
 
 @pytest.mark.parametrize("chunk, k", [(64, 32), (16, 9), (256, 200)])
@@ -42,10 +42,10 @@ def test_compiled_bitmaps_give_the_same_bytes(chunk, k, monkeypatch):
     indices = torch.rand(800, chunk, generator=generator).argsort(1)[:, :k].sort(1).values
     encoded = codec.encode(indices)
     assert torch.equal(encoded, torch.cat([codec.encode(some) for some in indices.split(8)]))
-    assert torch.equal(codec.decode(encoded, 800), indices)
+    assert torch.equal(codec.decode(encoded, 800, torch.int64), indices)
     monkeypatch.setattr(kernel_library, "load_library", lambda: None)
     assert torch.equal(codec.encode(indices), encoded)
-    assert torch.equal(codec.decode(encoded, 800), indices)
+    assert torch.equal(codec.decode(encoded, 800, torch.int64), indices)
 
 
 @given(rows=st.integers(0, 20), chunk=st.integers(1, 300), share=st.floats(0, 1), seed=st.integers(0, 99))
@@ -56,7 +56,7 @@ def test_indices_come_back_in_the_fewest_bytes(rows, chunk, share, seed):
     codec = IndexCoding(chunk, k)
     indices = indices.sort(1).values
     encoded = codec.encode(indices)
-    assert torch.equal(codec.decode(encoded, rows), indices)
+    assert torch.equal(codec.decode(encoded, rows, torch.int64), indices)
     assert len(encoded) == codec.nbytes(rows)
     bits = min(chunk, k * (chunk - 1).bit_length()) * rows
     assert codec.nbytes(rows) == -(-bits // 8)
@@ -81,7 +81,7 @@ def test_several_messages_are_encoded_as_each_by_itself(name, chunk, k, compiled
     indices = torch.rand(3, rows, chunk).argsort(2)[..., :k].sort(2).values
     packed = coding.encode(indices)
     assert torch.equal(packed, torch.stack([coding.encode(each) for each in indices]))
-    assert torch.equal(coding.decode(packed, rows), indices)
+    assert torch.equal(coding.decode(packed, rows, torch.int64), indices)
 
 
 def test_every_precision_is_in_the_table_of_laws():

@@ -24,6 +24,7 @@ from detonation.cli.arguments import (
     Train,
     Verify,
 )
+from detonation.cli.lazy import lazy_import
 
 _R = TypeVar("_R")
 SHORTCUTS = {
@@ -111,8 +112,9 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
 
 
 def _plan(verb: Plan) -> dict[str, Any]:
-    from detonation.report.plan_table import show_plan
-    from detonation.train.verbs.plan import Question, plan
+    with lazy_import("torch"):  # without a recipe a plan is arithmetic, and the import of torch takes over a second
+        from detonation.report.plan_table import show_plan
+        from detonation.train.verbs.plan import Question, plan
 
     found = plan(requested(Question, verb))
     show_plan(found, sys.stderr if verb.json else sys.stdout)

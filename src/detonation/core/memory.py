@@ -1,13 +1,18 @@
 """Memory: the part of a replica's signals that it has not sent yet."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.flat.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Memory:
         self._layout, self._device = layout, device
         self._views = [] if layout.tiled else layout.views(self.residual)
 
-    def of_rows(self, layout: Layout, first: int) -> "Memory":
+    def of_rows(self, layout: Layout, first: int) -> Memory:
         """The rows from `first` on as a memory with this `layout`, sharing them."""
         return Memory(layout, self.feedback, self._device, self.residual[first : first + layout.rows])
 

@@ -1,5 +1,7 @@
 """Compiles the kernels with g++ on first use, caches the library per user, and calls it through ctypes."""
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import logging
@@ -10,12 +12,14 @@ import subprocess
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from detonation.kernels.cache import cached
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KERNEL_CHUNKS = (16, 32, 64, 128, 256)
 """Chunk lengths for which the DCT kernels are compiled."""
@@ -65,7 +69,7 @@ class Library:
         self,
         residual: Tensor,
         gradients: Sequence[Tensor | None],
-        numel: "ctypes.Array[ctypes.c_int64]",
+        numel: ctypes.Array[ctypes.c_int64],
         decay: float,
         release: float,
         k: int,
@@ -97,7 +101,7 @@ class Library:
     def release(
         self,
         residual: Tensor,
-        numel: "ctypes.Array[ctypes.c_int64]",
+        numel: ctypes.Array[ctypes.c_int64],
         share: float,
         values: Tensor,
         indices: Tensor,

@@ -1,14 +1,18 @@
 """Aggregations: how the coefficients that several replicas sent become one update."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from detonation.core.codec.indices import PackedIndices, narrow
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ONE_PASS_CHUNK = 256
 """The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit vectors."""
@@ -140,7 +144,7 @@ def _added(values: Tensor | Sequence[Tensor]) -> Tensor:
     """The sum of whole rows."""  # per replica [rows, k] -> [rows, k]
     if len(values) == 1:
         return values[0]
-    if isinstance(values, Tensor) and values.device.type != "cpu":
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         return values.sum(0)
     total = values[0] + values[1]
     for value in values[2:]:
@@ -172,7 +176,7 @@ class Coefficients:
     values: Tensor
     indices: Tensor | PackedIndices | None
 
-    def part(self, first: int, end: int) -> "Coefficients":
+    def part(self, first: int, end: int) -> Coefficients:
         """The coefficients of the rows from `first` to below `end`."""
         indices = None if self.indices is None else narrow(self.indices)[..., first:end, :]
         return Coefficients(self.values[:, first:end], indices)
@@ -180,7 +184,7 @@ class Coefficients:
     @property
     def shared(self) -> bool:
         """True if all replicas sent the same coefficients."""
-        return self.indices is None or (isinstance(self.indices, Tensor) and self.indices.dim() == 2)
+        return self.indices is None or (isinstance(self.indices, torch.Tensor) and self.indices.dim() == 2)
 
     def is_sparse(self, chunk: int) -> bool:
         """True for few coefficients of each row, of which each replica chose its own."""
@@ -231,7 +235,7 @@ class Received:
     release: Callable[[], None] | None = None
 
     @classmethod
-    def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> "Received":
+    def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> Received:
         """Messages that are decoded already.
 
         Shapes: as in `Coefficients`.

@@ -1,16 +1,19 @@
 """Bases: orthonormal transforms of each chunk, before coefficients are selected."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from detonation.core.codec.aggregate import weighted_sum
 
-_ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Basis(Protocol):
@@ -105,9 +108,12 @@ def _waves(size: int, device: torch.device) -> Tensor:
     return dct_matrix(size, device).T.contiguous()
 
 
+@lru_cache
+def _one_dnn() -> Callable[..., Tensor] | None:
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
+
+
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """`one @ other.T`, on a CPU by oneDNN: MKL, the default of torch, has half the throughput on AMD processors."""
-    if _ONE_DNN is None or one.device.type != "cpu" or not one.numel() or not other.numel():
-        return one @ other.T
-    product: Tensor = _ONE_DNN(one, other, None, "none", [], "")
-    return product
+    product = _one_dnn() if one.device.type == "cpu" and one.numel() and other.numel() else None
+    return product(one, other, None, "none", [], "") if product else one @ other.T

@@ -1,20 +1,25 @@
 """A codec is basis x selection x precision: pure functions between a flat matrix and the message that is sent."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.codec.aggregate import Aggregation, Coefficients, Received
 from detonation.core.codec.basis import Basis
 from detonation.core.codec.indices import IndexCoding, PackedIndices, narrow
-from detonation.core.codec.precision import Float, Precision
+from detonation.core.codec.precision import FP32, Float, Precision
 from detonation.core.codec.selection import Selection
 from detonation.core.flat.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Codec:
         known = None if shared is None else narrow(shared)
         return self.arrived(lines[:, :nbytes], rows, known, aggregation).received(self.unit)
 
-    def arrived(self, body: Tensor, rows: int, shared: Tensor | None, aggregation: Aggregation) -> "Arrived":
+    def arrived(self, body: Tensor, rows: int, shared: Tensor | None, aggregation: Aggregation) -> Arrived:
         """The messages of all replicas, to check and to read.
 
         Args:
@@ -176,7 +181,7 @@ class Codec:
         return Arrived(self, body, rows, shared, aggregation)
 
     def _encoded(self, selected: Selected, negative_zeros: bool) -> Message:
-        exact = selected.owned and self.precision == Float(torch.float32)
+        exact = selected.owned and self.precision == FP32
         values = selected.values if exact else self.precision.encode(selected.values, negative_zeros)
         if self.selection.shared or selected.indices is None:
             return Message(values)
@@ -246,7 +251,7 @@ class Arrived:
         starts = [0, *accumulate(lengths)]
         parts = [self.body[:, at + a : at + b] for at, a, b in zip(starts, begins, ends, strict=False)]
         if isinstance(precision, Float):
-            size, values = precision.dtype.itemsize, parts[0]
+            size, values = precision.size, parts[0]
             if values.storage_offset() % size or values.stride(0) % size:
                 values = values.contiguous()
             return values.view(precision.dtype).view(len(self.body), end - first, k)

@@ -1,14 +1,19 @@
 """Indices: the encoding of the positions of a message's coefficients, in a size that is known in advance."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.compute import kernel_library
 from detonation.core.compute.bitmap import bitmap_faults, index_faults, mark, marked_indices, packed_faults
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class IndexCoding:
         """Bytes of the indices of `rows` rows."""
         return packed_bytes(rows, self.chunk) if self.bitmap else packed_bytes(rows * self.k, self.width)
 
-    def encode(self, indices: "Tensor | PackedIndices") -> Tensor:
+    def encode(self, indices: Tensor | PackedIndices) -> Tensor:
         """Encodes the indices of each message.
 
         Shapes: `[..., rows, k]` integer -> `[..., nbytes]` uint8.
@@ -54,7 +59,7 @@ class IndexCoding:
             return torch.empty(*messages, 0, dtype=torch.uint8, device=indices.device)
         return pack(indices.reshape(*messages, rows * k), self.width)
 
-    def decode(self, encoded: Tensor, rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    def decode(self, encoded: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
         """Decodes the indices of each message.
 
         Shapes: `[..., nbytes]` uint8 -> `[..., rows, k]` of `dtype`.
@@ -66,7 +71,7 @@ class IndexCoding:
             return torch.zeros(shape, dtype=dtype, device=encoded.device)
         return unpack(encoded, rows * self.k, self.width, dtype).view(shape)
 
-    def faults(self, packed: "PackedIndices") -> Tensor:
+    def faults(self, packed: PackedIndices) -> Tensor:
         """Checks that `encode` can produce the indices of each message.
 
         Shapes: -> `[messages]` int64: 0 without a fault, 1 for an index that is not below `chunk`, 2 for indices of a
@@ -95,7 +100,7 @@ class PackedIndices:
         """
         return self.coding.decode(self.encoded, self.rows, self.coding.dtype)
 
-    def part(self, first: int, end: int) -> "Tensor | PackedIndices":
+    def part(self, first: int, end: int) -> Tensor | PackedIndices:
         """The indices of the rows from `first`, a multiple of 8, to below `end`.
 
         A bitmap takes eight times its size when it is decoded, so that it is decoded part by part.

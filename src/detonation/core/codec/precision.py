@@ -1,13 +1,18 @@
 """Precisions: how the coefficients of a message are encoded."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
+from detonation.core.codec.zeros import is_negative
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Precision(Protocol):
@@ -57,11 +62,16 @@ class Precision(Protocol):
 
 @dataclass(frozen=True)
 class Float:
-    """Values in a floating-point type."""
+    """Values in a floating-point type of torch, of `size` bytes; named, so that bytes are known without torch."""
 
-    dtype: torch.dtype
+    name: str
+    size: int
     summable: bool = True
     block: ClassVar[int] = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.name)  # type: ignore[no-any-return]
 
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         # [..., rows, k] fp32 -> [..., rows, k] of `dtype`
@@ -74,7 +84,7 @@ class Float:
         return (self.nbytes(rows, k),)
 
     def nbytes(self, rows: int, k: int) -> int:
-        return rows * k * self.dtype.itemsize
+        return rows * k * self.size
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[None, Tensor]:  # [..., rows, k] of `dtype`
         return None, torch.linalg.vector_norm(encoded, dim=(-2, -1), dtype=torch.float32)
@@ -102,7 +112,7 @@ class BlockCodebook:
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         messages, count = encoded.shape[:-1], rows * k
-        codes = unpack(encoded[..., : packed_bytes(count, self.width)], count, self.width)
+        codes = unpack(encoded[..., : packed_bytes(count, self.width)], count, self.width, torch.int64)
         missing = -count % self.block
         blocks = (torch.nn.functional.pad(codes, (0, missing)) if missing else codes).reshape(-1, self.block)
         values = self.levels(self._statistics(encoded, count)).gather(1, blocks)
@@ -160,7 +170,7 @@ class Sign(BlockCodebook):
 
     def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         magnitude = blocks.abs().sum(1, keepdim=True) / real.sum(1, keepdim=True)
-        return _negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
+        return is_negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
 
     def levels(self, statistics: Tensor) -> Tensor:
         return torch.cat([statistics, -statistics], 1)
@@ -180,7 +190,7 @@ class TwoBit(BlockCodebook):
     def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         size, count = blocks.abs(), real.sum(1, keepdim=True)
         deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / count.sqrt()
-        large, negative = size > deviation, _negative(blocks, deviation, negative_zeros)
+        large, negative = size > deviation, is_negative(blocks, deviation, negative_zeros)
         tails = blocks * large  # summed line by line: scatter_add would add in any order on an accelerator
         over, under = (part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0)))
         signs = tails.sign()
@@ -255,9 +265,11 @@ _FIXED_POINT = 4096
 """Units in the width of a bin: the sum of a block is at most 2**41 of them, and fp64 holds each up to 2**53."""
 
 
+FP32 = Float("float32", 4)
+
 PRECISIONS: dict[str, Precision] = {
-    "fp32": Float(torch.float32),
-    "bf16": Float(torch.bfloat16),
+    "fp32": FP32,
+    "bf16": Float("bfloat16", 2),
     "int8": Int8(),
     "4bit": E3M0(),
     "2bit": TwoBit(),
@@ -286,15 +298,3 @@ def _line(blocks: Tensor, messages: torch.Size) -> Tensor:
     """The blocks of each message, joined to one line."""  # [blocks of all messages, ...] -> [..., n]
     count = messages.numel()
     return blocks.reshape(*messages, blocks.numel() // count if count else 0)
-
-
-def _negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
-    """True where a value is sent as a negative number; the rounding error of values of size `scale` counts as zero.
-
-    A row of a memory that gets no more signals never returns to 0: first the rounding errors of the basis stay, then
-    denormal numbers, which no decay makes smaller.
-
-    Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
-    """
-    zero = scale * 2**-18
-    return blocks <= zero if negative_zeros else blocks < -zero

@@ -3,17 +3,21 @@
 A *shared* selection is a pure function of (seed, step, rows): every replica knows it, so no indices are sent.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from detonation.core.compute.bitpack import signed
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS, topk_indices
 from detonation.core.flat.layout import CACHE_BLOCK
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Selection(Protocol):
@@ -35,7 +39,7 @@ class Selection(Protocol):
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
 
-    def for_rows(self, first: int, rows: int) -> "Selection":
+    def for_rows(self, first: int, rows: int) -> Selection:
         """The selection for a bucket that begins at row `first` of a flat of `rows` rows."""
         ...
 
@@ -52,7 +56,7 @@ class Everything:
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         return _same_for_all_rows(torch.zeros(1, dtype=torch.int64, device=coefficients.device), coefficients)
 
-    def for_rows(self, first: int, rows: int) -> "Everything":
+    def for_rows(self, first: int, rows: int) -> Everything:
         return self
 
 
@@ -84,7 +88,7 @@ class TopK:
             return topk_indices(coefficients, self.topk, max(1, CACHE_BLOCK // self.chunk))
         return coefficients.abs().topk(self.topk, dim=1, sorted=False).indices.sort(1).values
 
-    def for_rows(self, first: int, rows: int) -> "TopK":
+    def for_rows(self, first: int, rows: int) -> TopK:
         return self
 
 
@@ -119,7 +123,7 @@ class Rotation:
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
 
-    def for_rows(self, first: int, rows: int) -> "Rotation":
+    def for_rows(self, first: int, rows: int) -> Rotation:
         return self
 
 
@@ -145,7 +149,7 @@ class Random(Rotation):
         choices = _choices(self.rows or len(coefficients), seed, cycle, device)
         return table[choices[self.first : self.first + len(coefficients)].long()]
 
-    def for_rows(self, first: int, rows: int) -> "Random":
+    def for_rows(self, first: int, rows: int) -> Random:
         return replace(self, first=first, rows=rows)
 
 

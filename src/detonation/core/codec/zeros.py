@@ -1,5 +1,12 @@
 """Zeros in a message: the sign with which a precision without a code for zero sends them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
@@ -29,3 +36,15 @@ def zeros_are_negative(sending: int, replica: int = 0, replicas: int = 1, cancel
     """
     opposed = replica % 2 == 1 and (cancel or replica < replicas - 1)
     return ((sending // 2 * _GOLDEN >> 63) + sending + opposed) % 2 == 1
+
+
+def is_negative(blocks: Tensor, scale: Tensor, negative_zeros: bool) -> Tensor:
+    """True where a value is sent as a negative number; the rounding error of values of size `scale` counts as zero.
+
+    A row of a memory that gets no more signals never returns to 0: first the rounding errors of the basis stay, then
+    denormal numbers, which no decay makes smaller.
+
+    Shapes: `[blocks, block]` and `[blocks, 1]` fp32 -> `[blocks, block]` bool.
+    """
+    zero = scale * 2**-18
+    return blocks <= zero if negative_zeros else blocks < -zero

@@ -1,10 +1,16 @@
 """Bitmaps of the indices of rows, and the validation of received indices."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import pack, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SOME_ROWS = 2048
 """Rows per pass on a CPU, as many as stay in a cache."""

@@ -1,13 +1,17 @@
 """Bit packing: small whole numbers without gaps, in a number of bytes that is known in advance."""
 
+from __future__ import annotations
+
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from detonation.core.compute import kernel_library
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -37,12 +41,12 @@ def pack(numbers: Tensor, width: int) -> Tensor:
                 return kernel.pack(wide, width, nbytes)
             packed = [kernel.pack(line, width, nbytes) for line in wide.view(math.prod(wide.shape[:-1]), count)]
             return torch.stack(packed).view(*wide.shape[:-1], nbytes)
-    filled = pad(numbers, (0, -count % 8)) if count % 8 else numbers
+    filled = torch.nn.functional.pad(numbers, (0, -count % 8)) if count % 8 else numbers
     octets = _pack(filled.reshape(-1), width)
     return octets.view(*numbers.shape[:-1], filled.shape[-1] // 8 * width)[..., : packed_bytes(count, width)]
 
 
-def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.int64) -> Tensor:
+def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `pack`.
 
     Shapes: `[..., packed_bytes(count, width)]` uint8 -> `[..., count]` of `dtype`.
@@ -57,7 +61,7 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype = torch.in
                 kernel.unpack(line, count, width, found)
             return numbers.to(dtype)
     missing = -(-count // 8) * width - packed.shape[-1]
-    octets = pad(packed, (0, missing)) if missing else packed
+    octets = torch.nn.functional.pad(packed, (0, missing)) if missing else packed
     return _unpack(octets.reshape(-1), width).view(*shape, -(-count // 8) * 8)[..., :count].to(dtype)
 
 
@@ -71,7 +75,7 @@ def _pack(numbers: Tensor, width: int) -> Tensor:  # [n] integer -> [n * width /
         words = words.bitwise_right_shift(shift).bitwise_and_(high).bitwise_or_(stays)
     if lane == 8:
         unit = math.gcd(width, 8)
-        return words.view(_UNITS[unit]).view(-1, 8 // unit)[:, : width // unit].contiguous().view(-1).view(torch.uint8)
+        return words.view(_unit(unit)).view(-1, 8 // unit)[:, : width // unit].contiguous().view(-1).view(torch.uint8)
     first, second = torch.split(words.view(-1, 2), 1, 1)
     begins, ends = (first | second << 4 * width), second << 64 - 4 * width
     octets = torch.cat([begins.view(torch.uint8), ends.view(torch.uint8)[:, 16 - width :]], 1)
@@ -95,8 +99,8 @@ def _unpack(octets: Tensor, width: int) -> Tensor:  # [n * width / 8] uint8 -> [
         return octets
     if width < 8:
         lane, unit = 8, math.gcd(width, 8)
-        units = (octets.clone() if octets.storage_offset() % unit else octets).view(_UNITS[unit])
-        words = pad(units.view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
+        units = (octets.clone() if octets.storage_offset() % unit else octets).view(_unit(unit))
+        words = torch.nn.functional.pad(units.view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
     else:
         lane, octets = 16, octets.view(-1, width)  # four numbers are in the first eight bytes, four in the last
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)
@@ -107,8 +111,9 @@ def _unpack(octets: Tensor, width: int) -> Tensor:  # [n * width / 8] uint8 -> [
     return words.view(torch.uint8 if lane == 8 else torch.uint16).view(-1)
 
 
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type of each size in bytes."""
+def _unit(size: int) -> torch.dtype:
+    """The integer type of `size` bytes."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
 
 @lru_cache(maxsize=16)

@@ -1,13 +1,17 @@
 """Checksums of messages, computed on the device that holds their bytes."""
 
+from __future__ import annotations
+
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from detonation.core.compute import kernel_library
 from detonation.core.compute.bitpack import signed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LINE_BYTES = 4096
 """The bytes of a line: messages are summed line by line and column by column, without a temporary of their size."""
@@ -44,7 +48,7 @@ def checksums(messages: Tensor, skipped: int = -1) -> Tensor:
     if not messages.shape[1]:
         return torch.zeros(len(messages), dtype=torch.int64, device=messages.device)
     missing = -messages.shape[1] % LINE_BYTES
-    padded = pad(messages, (0, missing)) if missing else messages.contiguous()
+    padded = torch.nn.functional.pad(messages, (0, missing)) if missing else messages.contiguous()
     lines = padded.view(torch.int32).view(len(messages), -1, _WORDS)
     sums = torch.cat([lines.sum(1, dtype=torch.int32), lines.sum(2, dtype=torch.int32)], 1)
     if skipped >= 0:

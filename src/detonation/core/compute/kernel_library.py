@@ -1,8 +1,13 @@
 """Access to the compiled kernels: no other module of the package imports `detonation.kernels`."""
 
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from detonation.kernels.native import KERNEL_CHUNKS, Library, SignRate, load_library
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["KERNEL_CHUNKS", "WORTH_A_CALL", "Library", "SignRate", "library_for", "load_library"]
 

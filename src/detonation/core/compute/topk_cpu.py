@@ -5,16 +5,21 @@ many lines: repeated maxima for a small k, a sorting network for a larger one. T
 that is allocated once, because at the size of a cache a call costs as much as its arithmetic.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Call = tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]
+    """An operation, its two operands, and its output."""
 
 TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
 FEW = 8
-
-Call = tuple[Callable[..., Tensor], Tensor, Tensor, Tensor]
-"""An operation, its two operands, and its output."""
 
 
 class TopKFinder:

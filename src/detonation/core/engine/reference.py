@@ -9,7 +9,7 @@ from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, Rec
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import narrow
-from detonation.core.codec.precision import Float
+from detonation.core.codec.precision import FP32
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
 from detonation.core.memory import Memory
@@ -31,7 +31,7 @@ class ReferenceEngine:
         self._some = cached if on_cpu else block_rows or max(1, layout.rows)  # rows that are worked on at once
         self._few = 0 if on_cpu else codec.selection.chunk // 4  # coefficients of a row that are read at once
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
-        self._exact = codec.precision == Float(torch.float32) or not (memory and memory.feedback.error_feedback)
+        self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as every receiver decodes them."""
         self.releases_at_once = memory is None

@@ -1,15 +1,20 @@
 """Flat: the local shards of many parameters seen as one `[rows, chunk]` matrix."""
 
+from __future__ import annotations
+
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from detonation.core.flat.tiles import Tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FragmentUnit = Literal["parameter", "block"]
 
@@ -33,7 +38,7 @@ class Slot:
     @cached_property
     def numel(self) -> int:
         """The number of coordinates without the padding."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Layout:
     tile: int = 0
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], chunk: int, tile: int = 0) -> "Layout":
+    def of(cls, shapes: Mapping[str, Sequence[int]], chunk: int, tile: int = 0) -> Layout:
         """The layout of local shards with these `shapes`, by parameter name, in the order given.
 
         >>> Layout.of({"weight": (3, 30), "bias": (3,)}, chunk=64).rows
@@ -59,14 +64,14 @@ class Layout:
         slots, row = [], 0
         for name, shape in shapes.items():
             tiles = Tiles.of(shape, tile)
-            rows = tiles.rows if tiles else -(-torch.Size(shape).numel() // chunk)
+            rows = tiles.rows if tiles else -(-math.prod(shape) // chunk)
             slots.append(Slot(name, tuple(shape), row, rows, tiles))
             row += rows
         return cls(chunk, tuple(slots), tile)
 
     def fragments(
         self, count: int, unit: FragmentUnit = "parameter", sizes: Mapping[str, int] | None = None
-    ) -> list["Layout"]:
+    ) -> list[Layout]:
         """The layouts of `count` parts of nearly equal size: none exceeds the mean by more than the largest unit.
 
         The units go to the lightest fragment, the largest first, and in the order of the model where they are equally
@@ -98,7 +103,7 @@ class Layout:
             shapes[fragment_of[_unit_of(slot.name, unit)]][slot.name] = slot.shape
         return [Layout.of(each, self.chunk, self.tile) for each in shapes]
 
-    def only(self, slot: Slot) -> "Layout":
+    def only(self, slot: Slot) -> Layout:
         """The layout of one of its parameters alone."""
         return Layout(self.chunk, (replace(slot, row=0),), self.tile)
 

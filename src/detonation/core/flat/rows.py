@@ -1,15 +1,18 @@
 """Buckets: runs of rows of a flat, and the pieces of parameters that lie in them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from detonation.core.flat.layout import Layout
 
-T = TypeVar("T", Tensor, Tensor | None)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    T = TypeVar("T", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class Bucket:
     is_whole: bool = False
 
     @classmethod
-    def whole(cls, layout: Layout) -> "Bucket":
+    def whole(cls, layout: Layout) -> Bucket:
         """All rows of `layout`."""
         return cls(0, layout, tuple(Span(i, 0, slot.numel) for i, slot in enumerate(layout.slots)), is_whole=True)
 
     @classmethod
-    def of(cls, layout: Layout, first: int, end: int) -> "Bucket":
+    def of(cls, layout: Layout, first: int, end: int) -> Bucket:
         """The rows of `layout` from `first` to below `end`."""
         pieces: list[Span] = []
         shapes: dict[str, tuple[int, ...]] = {}

@@ -1,11 +1,16 @@
 """Tiles: a matrix cut into squares, each of which is a row of the flat."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Tiles:
     side: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], side: int) -> "Tiles | None":
+    def of(cls, shape: Sequence[int], side: int) -> Tiles | None:
         """The tiles of a parameter, folded to [first, rest]; None for one that does not fill a single tile.
 
         >>> Tiles.of((65, 64), 64).rows, Tiles.of((128, 3, 5, 5), 64).rows, Tiles.of((63, 999), 64)

@@ -1,12 +1,17 @@
 """The header: 64 bytes before every gathered message, with its schema, its sender and its checksum."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.compute.checksum import checksums
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = int.from_bytes(b"DeToNAT", "little")
 VERSION = 3
@@ -46,7 +51,7 @@ class Header:
         Shapes: -> `[8]` int64.
         """
         origin = self.sender << 32 | self.place
-        if device.type == "cpu" and not isinstance(self.status, Tensor):
+        if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
             content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
             return torch.tensor(content, dtype=torch.int64, device="cpu")
         words = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device).clone()
@@ -103,7 +108,7 @@ def put(place: Tensor, value: int | Tensor) -> None:
 
     Shapes: `[]`.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         place.copy_(value)
     else:
         place.fill_(value)
