@@ -88,7 +88,7 @@ def test_another_optimizer_keeps_nothing_of_the_first():
     [
         (["train.stps=3"], r"unknown key of \[train\] 'stps', did you mean 'steps'\? Valid: accumulate"),
         (["trian.steps=3"], r"unknown table of the recipe 'trian', did you mean 'train'\?"),
-        (["train.steps=0"], r"train\.steps is 0, but must be at least 1"),
+        (["train.steps=0"], r"train\.steps is 0, but must be at least 1, or train.epochs above 0"),
         (["train.steps=many"], r"train\.steps is 'many', but must be a whole number"),
         (["train.steps=true"], r"train\.steps is True, but must be a whole number"),
         (["train.autocast=fp8"], r"train\.autocast is 'fp8', but must be '' or 'bf16'"),

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
+from detonation.cluster.layers import layers_of
 from detonation.cluster.machine.position import launch_position
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
@@ -109,7 +109,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     same_weights(model, mesh["shard"])
     policy = mixed_precision or MixedPrecisionPolicy()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for unit in [*_layers(model), model]:
+    for unit in [*layers_of(model), model]:
         uses_in_unit = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
         own_parameters = bool(uses_in_unit) and all(uses[p] == count for p, count in uses_in_unit.items())
         if unit is model or own_parameters:
@@ -118,15 +118,6 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
                 sharded.set_force_sum_reduction_for_comms(True)
     same_weights(model, mesh["replicate"])
     return model
-
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of every outermost `nn.ModuleList`."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _layers(child)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from detonation.choices import find_function
+from detonation.cluster.layers import checkpoint_activations, compile_layers
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.core.agreement.safety import Safety
@@ -27,7 +29,7 @@ from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.world import Ranks, World
 from detonation.train.recipe import optimizers
-from detonation.train.recipe.schema import Choice, Config, LevelConfig, require
+from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
 from detonation.train.recipe.tables import REPLICATE
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
@@ -87,11 +89,23 @@ def check_config(config: Config) -> Config:
         inspect.signature(made.forward).bind(**loaded.validation[torch.tensor([0])])
     except TypeError as error:
         raise ValueError(f"model {model.name} cannot take the batches of the data {loaded.name}: {error}") from error
+    _with_layers(made, config.train)
     needed = config.train.batch_size * config.mesh.replicas * config.mesh.shards
     if not isinstance(loaded.train, Streamed) and needed > len(loaded.train):
         sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
         raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {len(loaded.train)}")
-    return replace(config, model=model, levels=levels)
+    return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))
+
+
+def _with_steps(config: Config, loaded: Data) -> TrainConfig:
+    """[train] with the steps that its epochs take, unless it says how many steps."""
+    train = config.train
+    if train.steps:
+        return train
+    if isinstance(loaded.train, Streamed):
+        raise ValueError("train.epochs of a stream are unknown, because its length is: set train.steps")
+    examples = train.batch_size * train.accumulate * config.mesh.replicas * config.mesh.shards
+    return replace(train, steps=max(1, math.ceil(train.epochs * len(loaded.train) / examples)))
 
 
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
@@ -101,8 +115,7 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         axis: In the place of the one that joins the replicas, of a run with one level.
     """
     mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type)
-    torch.manual_seed(config.seed)
-    model = build_model(config.model.name, config.model.arguments).to(device)
+    model = seeded_model(config).to(device)
     shard(model, mesh)
     base = optimizers.build_optimizer(config.optimizer, model)
     joined = axes(config, mesh) if axis is None else [axis]
@@ -110,6 +123,20 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     clip = config.train.clip or None
     optimizer = replicate(base, model, levels=levels, clip=clip, seed=config.seed, safety=safety(config))
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
+
+
+def seeded_model(config: Config) -> nn.Module:
+    """The model of `config` with its first weights, whose layers run as [train] says."""
+    torch.manual_seed(config.seed)
+    return _with_layers(build_model(config.model.name, config.model.arguments), config.train)
+
+
+def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
+    if train.compile:
+        compile_layers(model, train.compile)
+    if train.checkpoint_activations:
+        checkpoint_activations(model)
+    return model
 
 
 def check_levels(levels: Sequence[LevelConfig]) -> tuple[LevelConfig, ...]:

@@ -82,7 +82,7 @@ def _groups(chosen: OptimizerConfig, model: torch.nn.Module) -> list[dict[str, A
 
 
 def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """The factor of lr at step 0 .. steps - 1; never 0 at the first step, `floor` at the last.
+    """The factor of lr at step 0 .. steps - 1; never 0 at the first step; `floor` at the last of "linear" and "cosine".
 
     >>> [round(lr_factor(ScheduleConfig("linear", warmup=2, floor=0.0), 5)(step), 2) for step in range(5)]
     [0.5, 1.0, 0.67, 0.33, 0.0]
@@ -91,10 +91,13 @@ def lr_factor(schedule: ScheduleConfig, steps: int) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < schedule.warmup:
             return (step + 1) / schedule.warmup
+        if schedule.name == "constant":
+            return 1.0
+        if schedule.name == "step":
+            return schedule.gamma ** sum(step >= milestone * steps for milestone in schedule.milestones)
         after = max(schedule.warmup - 1, 0)
         progress = min((step - after) / max(steps - 1 - after, 1), 1.0)
-        falls = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-        share = falls[schedule.name]
-        return 1.0 if schedule.name == "constant" else schedule.floor + (1 - schedule.floor) * share
+        share = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return schedule.floor + (1 - schedule.floor) * share
 
     return factor

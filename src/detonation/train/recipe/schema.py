@@ -49,18 +49,25 @@ class ScheduleConfig:
     """The schedule of lr: rises linearly over `warmup` steps, then falls to `floor` * lr at the last step.
 
     Args:
-        name: "cosine", "linear" or "constant".
+        name: "cosine", "linear", "step" (falls at the `milestones` only) or "constant".
         warmup: Steps of the rise.
-        floor: The part of lr that is left at the last step, from 0 to 1.
+        floor: The part of lr that is left at the last step, from 0 to 1; for "cosine" and "linear".
+        milestones: Shares of the run after which "step" multiplies lr by `gamma`, rising, each above 0 and below 1.
+        gamma: The factor at each milestone, above 0 and below 1.
     """
 
     name: str = "cosine"
     warmup: int = 0
     floor: float = 0.1
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.name not in ("constant", "cosine", "linear"):
-            raise unknown("schedule", self.name, ("constant", "cosine", "linear"))
+        if self.name not in ("constant", "cosine", "linear", "step"):
+            raise unknown("schedule", self.name, ("constant", "cosine", "linear", "step"))
+        rising = list(self.milestones) == sorted({*self.milestones}) and all(0 < m < 1 for m in self.milestones)
+        require(rising, "schedule.milestones", list(self.milestones), "rising numbers above 0 and below 1")
+        require(0 < self.gamma < 1, "schedule.gamma", self.gamma, "above 0 and below 1")
         require(self.warmup >= 0, "schedule.warmup", self.warmup, "at least 0")
         require(0 <= self.floor <= 1, "schedule.floor", self.floor, "within [0, 1]")
 
@@ -70,13 +77,17 @@ class TrainConfig:
     """The training loop: its length, its batches, and its checks.
 
     Args:
-        steps: Steps of the optimizer.
         batch_size: Examples per process and micro-batch.
+        steps: Steps of the optimizer; 0 for as many as `epochs` take.
+        epochs: Passes over the training examples, in the place of `steps`; the run keeps the steps that they take.
         accumulate: Micro-batches per step.
         init_from: Directory of a run, a checkpoint or an exported model whose weights the run begins with; the
             optimizer and the memories of the replicas are new. "" begins with those of the model.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
         autocast: "bf16" computes forward and backward in it; "" in the precision of the weights.
+        checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in backward: less memory
+            for about a third more time.
+        compile: A backend of torch.compile for the layers, such as "inductor"; "" runs them as they are.
         log_every: Steps between lines on the screen.
         validate_every: Steps between validations; 0 validates at the end only.
         validation_batches: Batches of `batch_size` that a validation takes.
@@ -92,12 +103,15 @@ class TrainConfig:
         ValueError: A value is out of range.
     """
 
-    steps: int
     batch_size: int
+    steps: int = 0
+    epochs: float = 0.0
     accumulate: int = 1
     init_from: str = ""
     clip: float = 0.0
     autocast: str = ""
+    checkpoint_activations: bool = False
+    compile: str = ""
     log_every: int = 10
     validate_every: int = 0
     validation_batches: int = 16
@@ -110,7 +124,10 @@ class TrainConfig:
     log_updates: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "log_every", "validation_batches", "keep"):
+        require(self.steps >= 0, "train.steps", self.steps, "at least 1, or 0 with epochs")
+        require(0 <= self.epochs < math.inf, "train.epochs", self.epochs, "at least 0")
+        require(self.steps > 0 or self.epochs > 0, "train.steps", self.steps, "at least 1, or train.epochs above 0")
+        for name in ("batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         at_end = "at least 0 (0 = only at the end)"
         require(self.validate_every >= 0, "train.validate_every", self.validate_every, at_end)

@@ -13,12 +13,11 @@ from detonation.checkpoint.initial_weights import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.core.optimizer.replicate import replicate
-from detonation.models import build_model
 from detonation.plan.cost import Cost
 from detonation.train.auto.asked import Auto
 from detonation.train.auto.predict import predict
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import Session, check_config, load_data, safety, scheme_of
+from detonation.train.loop.session import Session, check_config, load_data, safety, scheme_of, seeded_model
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.world import Alone
 from detonation.train.output import directory, metrics, trackers
@@ -103,8 +102,7 @@ def batch_share(config: Config, total: int) -> Config:
 
 def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     """The session of one virtual replica: a model, a memory and data of its own."""
-    torch.manual_seed(config.seed)
-    model = build_model(config.model.name, config.model.arguments)
+    model = seeded_model(config)
     if config.train.init_from:
         load_weights(Path(config.train.init_from), model)
     base = optimizers.build_optimizer(config.optimizer, model)
