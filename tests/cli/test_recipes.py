@@ -47,7 +47,7 @@ def test_a_name_that_is_no_recipe_gets_the_names_of_those_that_are(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert run_command(["train", "quick"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: cannot read the recipe 'quick': No such file") and "quick-lm, t5-trans" in error
+    assert error.startswith("error: cannot read the recipe 'quick': No such file") and "quick-lm, t5-base" in error
 
 
 def test_flags_stand_for_settings_and_set_counts_more():
@@ -82,7 +82,9 @@ def test_every_key_is_listed_with_its_meaning(capsys):
     assert without == set()
     lines = "\n".join(key_lines())
     assert (
-        "  steps (integer) required" in lines and "  keep (integer) = 3" in lines and "    topk (integer) = 4" in lines
+        "  batch_size (integer) required" in lines
+        and "  keep (integer) = 3" in lines
+        and "    topk (integer) = 4" in lines
     )
     assert run_command(["recipes", "--keys"]) == 0
     assert capsys.readouterr().out == lines + "\n"

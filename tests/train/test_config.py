@@ -38,12 +38,16 @@ def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
     assert from_table(tomllib.loads(tomli_w.dumps(to_table(config)))) == config
 
 
-def test_there_are_six_recipes():
+def test_there_are_ten_recipes():
     assert [path.stem for path in RECIPES] == [
         "moe-lm",
+        "olmo2-1b",
         "quick-lm",
+        "t5-base-opus",
+        "t5-small-opus",
         "t5-translation",
         "three-tiers",
+        "vit-b-cifar100",
         "vit-cifar10",
         "vit-fashion",
     ]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from detonation.cluster.blocks import layers_of
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
-from detonation.cluster.layers import layers_of
 from detonation.cluster.machine.position import launch_position
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device

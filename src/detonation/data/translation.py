@@ -70,6 +70,7 @@ class TranslationPairs:
     """Sentence pairs that fit; a batch is two rectangles of ids."""
 
     def __init__(self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = "") -> None:
+        self.tokenizer = tokenizer
         columns = [[pair[side] for pair in pairs] for side in (0, 1)]
         sides = _tokens(columns, tokenizer) if tokenizer else [_byte_ids(column) for column in columns]
         fit = torch.tensor(
@@ -84,6 +85,15 @@ class TranslationPairs:
 
     def __len__(self) -> int:
         return len(self.source.ends)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The sentence of target `ids`, up to the id for its end; ids without a text are left out."""
+        if self.tokenizer:
+            made = load_tokenizer(self.tokenizer)
+            end = ids.index(made.eos_token_id) if made.eos_token_id in ids else len(ids)
+            return str(made.decode(ids[:end], skip_special_tokens=True))
+        end = ids.index(END) if END in ids else len(ids)
+        return bytes(i - OFFSET for i in ids[:end] if OFFSET <= i < OFFSET + 256).decode(errors="replace")
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
         ids, mask = self.source.ids(indices)

@@ -21,6 +21,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("training loss", f"{summary['train_loss']:.4f}"),
         ("validation loss", f"{summary['val_loss']:.4f}{_bigram(summary)}"),
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
+        ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
         (
             f"{_predicted(summary)}time in steps",
             f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms",

@@ -35,6 +35,7 @@ def tiles(run: Run) -> str:
     shown = [
         (f"{summary['val_loss']:.4f}", "validation loss"),
         *([(f"{summary['val_accuracy']:.1%}", "validation accuracy")] if "val_accuracy" in summary else []),
+        *([(f"{summary['val_bleu']:.2f}", "BLEU")] if "val_bleu" in summary else []),
         (size_text(summary["bytes_sent_per_step"]), f"sent per step{_less(summary)}"),
         (duration(summary["seconds"] / summary["steps"]), "per step, on average"),
         *([(f"{share:.1%}", "of the time waiting for the network")] if share is not None else []),

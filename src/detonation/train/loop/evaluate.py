@@ -1,13 +1,15 @@
-"""Validation: loss and accuracy on held-out examples, the same for every run of a recipe."""
+"""Validation: loss, accuracy and BLEU on held-out examples, the same for every run of a recipe."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from detonation.core.optimizer.trained import reshard
 from detonation.data import batches, predictions
+from detonation.data.translation import TranslationPairs
 from detonation.train.loop.session import Session
 
 
@@ -41,6 +43,48 @@ def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tens
     if session.data.kind == "images" and logits is not None:
         right = float((logits.argmax(-1) == batch["labels"]).sum())
     return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
+
+
+@torch.no_grad()
+def translate(session: Session) -> dict[str, float]:
+    """The `val_bleu` of greedy translations of held-out sentences, from 0 to 100. Collective; ranks share them.
+
+    Each id takes a whole forward pass, so that all ranks make as many, in which FSDP gathers weights.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    pairs, train, bleu = session.data.validation, session.config.train, BLEU()
+    assert isinstance(pairs, TranslationPairs)
+    session.model.eval()
+    counts = torch.zeros(10, dtype=torch.int64, device=session.device)  # right and all 1- to 4-grams, and two lengths
+    wanted = min(train.bleu_sentences, len(pairs))
+    for first in range(0, wanted, train.batch_size * session.world_size):
+        mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
+        batch = to(pairs[torch.tensor([*mine] or [0])], session.device)  # a rank without a sentence takes part
+        ids = _greedy(session, batch)
+        if mine:
+            found = bleu.corpus_score(
+                [pairs.text(row) for row in ids.tolist()],
+                [[pairs.text([i for i in row if i >= 0]) for row in batch["labels"].tolist()]],
+            )
+            counts += torch.tensor([*found.counts, *found.totals, found.sys_len, found.ref_len], device=session.device)
+    session.model.train()
+    reshard(session.model)
+    total = torch.tensor(session.world.all_gather(counts)()).sum(0).tolist()
+    score = BLEU.compute_bleu(total[:4], total[4:8], total[8], total[9], smooth_method="exp")
+    return {"val_bleu": float(score.score)}
+
+
+def _greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
+    """The likeliest ids, one after the other, as many as the labels have."""  # [B, target_length]
+    model: Any = session.model
+    ids = torch.full_like(batch["labels"][:, :1], model.config.decoder_start_token_id)
+    given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    for _ in range(batch["labels"].shape[1]):
+        with autocast(session):
+            scores = model(**given, decoder_input_ids=ids).logits[:, -1]
+        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
+    return ids[:, 1:]
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -14,7 +15,7 @@ from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.core.optimizer.trained import reshard
 from detonation.data import batch
-from detonation.train.loop.evaluate import autocast, to, validate
+from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.output.metrics import Record
 
@@ -65,13 +66,14 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         waited = session.optimizer.stats.waited_s - waited
         now = session.optimizer.stats.bytes_sent_by_level
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
-        held_out: dict[str, float] = {}
+        held_out: dict[str, Any] = {}
         if step + 1 == train.steps or (train.validate_every and (step + 1) % train.validate_every == 0):
             with session.optimizer.agreed_weights():
                 held_out = validate(session)
+                if step + 1 == train.steps and train.bleu_sentences:
+                    held_out |= translate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
-        found = (held_out.get("val_loss"), held_out.get("val_accuracy"))
-        report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, *found))
+        report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out))
         if asked and step + 1 < until:
             raise Stopped(asked, step + 1)
 

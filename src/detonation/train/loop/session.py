@@ -1,6 +1,7 @@
 """The session of one rank: model, optimizer and data, made from the configuration in the same order on all ranks."""
 
 import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from detonation.choices import find_function
-from detonation.cluster.layers import checkpoint_activations, compile_layers
+from detonation.cluster.blocks import checkpoint_activations, compile_layers
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.core.agreement.safety import Safety
@@ -26,6 +27,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
+from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.world import Ranks, World
 from detonation.train.recipe import optimizers
@@ -94,7 +96,19 @@ def check_config(config: Config) -> Config:
     if not isinstance(loaded.train, Streamed) and needed > len(loaded.train):
         sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
         raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {len(loaded.train)}")
+    if config.train.bleu_sentences:
+        check_translates(made, loaded)
     return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))
+
+
+def check_translates(model: Any, data: Data) -> None:
+    """Raises `ValueError` where no BLEU can be computed."""
+    if not isinstance(data.validation, TranslationPairs):
+        raise ValueError(f"train.bleu_sentences is for translations, but the data {data.name} are {data.kind}")
+    if getattr(getattr(model, "config", None), "decoder_start_token_id", None) is None:
+        raise ValueError("train.bleu_sentences needs a model with config.decoder_start_token_id, as transformers' have")
+    if not importlib.util.find_spec("sacrebleu"):
+        raise ValueError("train.bleu_sentences needs sacrebleu: pip install 'detonation-torch[metrics]'")
 
 
 def _with_steps(config: Config, loaded: Data) -> TrainConfig:

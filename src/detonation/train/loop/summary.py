@@ -48,6 +48,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "train_loss": statistics.fmean(record.loss for record in records[-_LATEST:]),
         "val_loss": last.val_loss,
         **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
+        **({} if last.val_bleu is None else {"val_bleu": last.val_bleu}),
         **({} if bigram is None else {"bigram_loss": bigram}),
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),

@@ -40,6 +40,7 @@ class Record:
     levels: dict[str, int] = field(default_factory=dict)
     val_loss: float | None = None
     val_accuracy: float | None = None
+    val_bleu: float | None = None
     grad_norm: float | None = None
     memory: int | None = None
     mfu: float | None = None

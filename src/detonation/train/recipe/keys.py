@@ -164,7 +164,7 @@ def _meanings(source: Any) -> dict[str, str]:
 
 
 def _kind(hint: Any) -> str:
-    if hint == tuple[str, ...]:
+    if hint in (tuple[str, ...], tuple[float, ...]):
         return "array"
     plain = [each for each in get_args(hint) if each is not types.NoneType] if get_args(hint) else [hint]
     return _TYPES.get(plain[0], "string")

@@ -91,6 +91,8 @@ class TrainConfig:
         log_every: Steps between lines on the screen.
         validate_every: Steps between validations; 0 validates at the end only.
         validation_batches: Batches of `batch_size` that a validation takes.
+        bleu_sentences: Held-out sentences that the end of the run translates, greedily, for `val_bleu`; 0 for none.
+            Needs sacrebleu.
         checkpoint_every: Steps between checkpoints; 0 saves at the end only.
         keep: Checkpoints that stay, the newest.
         non_finite: "stop" the run where a replica's gradient is not finite, or "skip" its contribution.
@@ -115,6 +117,7 @@ class TrainConfig:
     log_every: int = 10
     validate_every: int = 0
     validation_batches: int = 16
+    bleu_sentences: int = 0
     checkpoint_every: int = 0
     keep: int = 3
     non_finite: str = "stop"
@@ -129,6 +132,7 @@ class TrainConfig:
         require(self.steps > 0 or self.epochs > 0, "train.steps", self.steps, "at least 1, or train.epochs above 0")
         for name in ("batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        require(self.bleu_sentences >= 0, "train.bleu_sentences", self.bleu_sentences, "at least 0 (0 = none)")
         at_end = "at least 0 (0 = only at the end)"
         require(self.validate_every >= 0, "train.validate_every", self.validate_every, at_end)
         require(self.checkpoint_every >= 0, "train.checkpoint_every", self.checkpoint_every, at_end)
