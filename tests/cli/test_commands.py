@@ -160,3 +160,12 @@ assert run_command({ask} + ["0.3"]) == 0 and "torch" not in sys.modules
 assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert "random_sign" in done.stdout and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_word():
+    """As in `detonation recipes --keys | head`."""
+    command = [sys.executable, "-m", "detonation", "recipes", "--keys"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.returncode == 141

@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import signal
 import sys
 from typing import Any
 
@@ -26,7 +28,9 @@ _INTERFACE: dict[str, Any] = {
 
 
 def run_command(arguments: list[str] | None = None) -> int:
-    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, 2 for bad input, 130 for Ctrl-C.
+    """Runs one command line; returns 0 (also if stopped on request), 1 for a failure, or 2 for bad input.
+
+    130 is for Ctrl-C, and 141 where nobody reads the output any more.
 
     A rank under a launcher does not return: see `end_now`.
     """
@@ -66,13 +70,24 @@ def _print_completion(shell: str) -> int:
 def _run(verb: Any) -> int:
     try:
         result = VERBS[type(verb)](verb)
+        if verb.json and result is not None:
+            print(json.dumps(result))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return fail("interrupted", 130, verb.json)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            return 128 + signal.SIGPIPE
         return explain(verb, error)
-    if verb.json and result is not None:
-        print(json.dumps(result))
     return 1 if result is not None and result.get("good") is False else 0
+
+
+def _reader_is_gone() -> bool:
+    """True where stdout is a pipe that nobody reads any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _under_launcher() -> bool:
