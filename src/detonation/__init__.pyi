@@ -51,6 +51,10 @@ from detonation.core.schemes.rotating import slicing as slicing
 from detonation.core.schemes.rotating import striding as striding
 from detonation.core.schemes.scheme import Scheme as Scheme
 from detonation.core.schemes.traffic import LargerThanDense as LargerThanDense
+from detonation.core.shard.units import resync_weights as resync_weights
+from detonation.core.shard.units import shard_bytes_sent as shard_bytes_sent
+from detonation.core.shard.wire import ShardWire as ShardWire
+from detonation.core.shard.wire import shard_wire as shard_wire
 from detonation.integrations.ddp import CommHook as CommHook
 from detonation.integrations.ddp import comm_hook as comm_hook
 from detonation.log.records import DamagedLog as DamagedLog

@@ -152,7 +152,8 @@ def test_help_does_not_wait_for_torch(arguments):
 
 def test_a_plan_without_a_recipe_needs_no_torch():
     """Its import takes over a second; the plan is arithmetic. An error in one line needs torch and still comes."""
-    ask = ["plan", "--parameters", "1.2b", "--link", "100mbit,20ms", "--step-time"]
+    nodes = ["--shards", "2", "--shard-nodes", "2"]
+    ask = ["plan", "--parameters", "1.2b", "--link", "100mbit,20ms", *nodes, "--step-time"]
     check = f"""
 import sys
 from detonation.cli.command import run_command

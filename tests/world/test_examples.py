@@ -1,4 +1,4 @@
-"""The examples run in a world of four ranks, placed as torchrun places them."""
+"""The examples run in a world of as many ranks as their first line says, placed as torchrun places them."""
 
 import os
 import re
@@ -17,15 +17,15 @@ from pathlib import Path
 import torch.distributed.fsdp  # once, for all ranks
 
 gc.freeze()  # to look for garbage in what is imported would copy all of it in each rank
-ranks = []
-for rank in range(4):
+ranks, world = [], sys.argv[2]
+for rank in range(int(world)):
     ranks.append(os.fork())
     if not ranks[-1]:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         runpy.run_path(sys.argv[1])
         threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
         # caches of torch.distributed.tensor keep the groups of a sharded model until the process ends
-        sharded = any(name in sys.argv[1] for name in ("fsdp2", "lightning"))
+        sharded = any(name in sys.argv[1] for name in ("fsdp2", "lightning", "axes"))
         left = not sharded and any("gloo" in name for name in threads)
         sys.exit(f"threads are left: {threads}" if left else 0)
 sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
@@ -46,7 +46,8 @@ def test_an_example_is_short_its_replicas_end_equal_and_the_network_is_quiet_at_
     if "lightning" in path.stem:
         pytest.importorskip("lightning", reason="the extra lightning is not installed")
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command, env = [sys.executable, "-c", RANKS, str(path)], {**os.environ, **meeting}
+    ranks = re.search(r"--nproc-per-node (\d+)", path.read_text())[1]
+    command, env = [sys.executable, "-c", RANKS, str(path), ranks], {**os.environ, **meeting}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     before, after = (float(loss) for loss in done.stdout.split("loss ")[1].split(",")[0].split(" -> "))

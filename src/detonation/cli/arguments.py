@@ -183,6 +183,8 @@ class Plan(Common):
     """Accelerators in a node; the recipe's or the profile's, or 1, when left out."""
     parameters: Annotated[str | None, _shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
+    shard_nodes: _Integer = None
+    """Nodes that the shards of one copy lie on; shows what crosses the links between them, too."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     `synchronize()`, and differ as soon as replicas have trained on.
 
     Args:
-        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it.
+        mesh: the mesh ("replicate", "shard") over all ranks, as `init_mesh` makes it, or one with more axes. Without an
+            axis "replicate" the first one joins the replicas.
 
     Returns:
         The sha256 in hex, which depends on the number of shards, and True where all replicas are equal.
@@ -38,6 +39,8 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)
     digests = [bytes(b.tolist()) for b in gathered]
-    replicas = [[digests[rank] for rank in row] for row in mesh.mesh.tolist()]
+    names = mesh.mesh_dim_names or ()
+    rows = mesh.mesh.movedim(names.index("replicate") if "replicate" in names else 0, 0).flatten(1)
+    replicas = [[digests[rank] for rank in row] for row in rows.tolist()]
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)

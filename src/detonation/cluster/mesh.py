@@ -7,13 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from detonation.cluster.blocks import layers_of
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.cluster.machine.position import launch_position
+from detonation.cluster.shard_links import shard_links
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
+from detonation.core.shard.units import join_units
+from detonation.core.shard.wire import ShardWire
 
 
 def init_mesh(
@@ -74,7 +77,12 @@ def _ranks_of_a_node(world: int) -> int:
     return ranks
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPolicy | None = None) -> nn.Module:
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    wire: ShardWire | None = None,
+) -> nn.Module:
     """Shards `model` in place within each replica (FSDP2 on `mesh["shard"]`) and makes all replicas equal. Collective.
 
     Every rank ends up with its shard of the weights of rank 0. Each element of an outermost `nn.ModuleList` (the layers
@@ -84,12 +92,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     Args:
         mesh: the mesh of `init_mesh`.
         mixed_precision: as in `torch.distributed.fsdp.fully_shard`.
+        wire: made by `shard_wire`, where the shards of a replica lie on several nodes: compresses what they exchange.
 
     Returns:
         `model` itself.
 
     Raises:
-        ValueError: the mesh has no axis "replicate" or no axis "shard".
+        ValueError: the mesh has no axis "replicate" or no axis "shard", or its shards do not lie on several nodes of
+            equally many ranks, as a `wire` needs.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -106,9 +116,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
     names = mesh.mesh_dim_names or ()
     if not {"replicate", "shard"} <= {*names}:
         raise ValueError(f'the mesh has the axes {names}: pass the whole mesh, ("replicate", "shard"), as of init_mesh')
+    links = shard_links(mesh, wire) if wire else None
     same_weights(model, mesh["shard"])
     policy = mixed_precision or MixedPrecisionPolicy()
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    units: list[FSDPModule] = []
     for unit in [*layers_of(model), model]:
         uses_in_unit = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
         own_parameters = bool(uses_in_unit) and all(uses[p] == count for p, count in uses_in_unit.items())
@@ -116,6 +128,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, mixed_precision: MixedPrecisionPol
             sharded = fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
             if mesh.device_type == "cpu":  # gloo averages by summing first; some versions summed only
                 sharded.set_force_sum_reduction_for_comms(True)
+            units.append(sharded)
+    if wire and links:
+        join_units(model, units, wire, *links)
     same_weights(model, mesh["replicate"])
     return model
 

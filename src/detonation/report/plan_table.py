@@ -17,6 +17,14 @@ HEADS = (
     "state per rank",
     "loss against AdamW in full; measured with",
 )
+SHARD_HEADS = (
+    "weights, gradients between nodes",
+    "step, nothing hidden",
+    "of it transfer",
+    "sent per node and step",
+    "held by the shard wire",
+    "per rank with AdamW in fp32",
+)
 SHOWN = 8
 """Rows in a terminal; --json and the page have all of them."""
 
@@ -37,9 +45,37 @@ def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def shard_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One row of texts per shard wire, in the order of `SHARD_HEADS`; none for copies that lie on one node."""
+    return [
+        (
+            cost["precisions"],
+            duration(cost["total_s"]),
+            duration(cost["transfer_s"]),
+            size_text(cost["bytes_sent"]),
+            size_text(cost["wire_bytes"]),
+            size_text(cost["memory_bytes"]),
+        )
+        for cost in plan.get("shard_wires", [])
+    ]
+
+
 def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints the best ranked schemes, the reason for the first, and the first choice on other links."""
+    """Prints the best ranked schemes, the reason for the first, and the first choice on other links.
+
+    Of copies that lie on several nodes the costs of their shard wires come first, and nothing else where there is one.
+    """
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    if shards := shard_rows(plan):
+        table = Table(*SHARD_HEADS, width=None if console.is_terminal else 140)
+        for row in shards:
+            table.add_row(*map(printable, row))
+        console.print(
+            f"a copy on {plan['shard_nodes']} nodes, {plan['shards']} shards, {plan['parameters']:,} parameters"
+        )
+        console.print(table)
+        if plan["replicas"] == 1:
+            return
     table = Table(*HEADS, width=None if console.is_terminal else 140)
     ranked = plan_rows(plan)
     for row in ranked[:SHOWN]:

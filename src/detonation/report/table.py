@@ -32,12 +32,19 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
         ("full synchronisation", f"{size_text(summary['bytes_full_sync_per_step'])} per step"),
         ("reduction", factor(less)),
+        ("sent between its nodes", _shard_wire(summary)),
         ("skipped", _skipped(summary.get("skipped", {}))),
         ("refused", f"{summary['refused']:,} messages" if summary.get("refused") else ""),
         ("replicas equal", "yes, bitwise" if summary["replicas_equal"] else "no"),
         ("fingerprint", summary["fingerprint"][:16]),
     ]
     return [(label, text) for label, text in rows if text]
+
+
+def _shard_wire(summary: dict[str, Any]) -> str:
+    if "shard_wire" not in summary:
+        return ""
+    return f"{size_text(summary['shard_bytes_per_step'])} per step: {summary['shard_wire']}"
 
 
 def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:

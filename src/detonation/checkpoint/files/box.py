@@ -26,6 +26,14 @@ class Box:
         return cls(tuple(tensor.shape), tuple(chunk.offsets), tuple(tensor.to_local().shape))
 
     @classmethod
+    def of_shard(cls, tensor: Tensor, shard: int, shards: int) -> "Box":
+        """The box of another rank's part of a parameter that FSDP2 deals out in equal runs of first indices."""
+        first, *rest = tensor.shape
+        each = -(-first // shards)
+        size = max(0, min(each, first - shard * each))
+        return cls(tuple(tensor.shape), (min(first, shard * each), *[0] * len(rest)), (size, *rest))
+
+    @classmethod
     def from_json(cls, value: Any) -> "Box":
         """The box that a shard file spells as [whole, offset, shape]. Raises `CorruptCheckpoint`."""
         if isinstance(value, list) and len(value) == 3 and all(isinstance(part, list) for part in value):

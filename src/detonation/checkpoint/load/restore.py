@@ -10,11 +10,13 @@ from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
 from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
 from detonation.checkpoint.load.elastic import Elastic, owned_rows
+from detonation.checkpoint.load.shard_residuals import SHARD, merge_shard_state
 from detonation.checkpoint.rank_state import frozen_weights, generators, groups, run_identity, weights
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
+from detonation.core.shard.units import load_shard_state
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
@@ -56,10 +58,12 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     optimizer.build(parameters_of(keys))
     if isinstance(source, ShardReader):
         _load_local_state(source, optimizer)
+        load_shard_state(model, {k.removeprefix(SHARD): source.tensor(k) for k in source.keys if k.startswith(SHARD)})
         for key, generator in generators(model).items():
             generator.set_state(source.tensor(key))
         return "exactly as saved"
     dropped = _merge_local_state(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
+    dropped += merge_shard_state(saved, model, own)
     return _merge_policy(manifest.replicas, manifest.shards, own) + dropped
 
 

@@ -12,6 +12,7 @@ from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.rank_state import frozen_weights, generators, groups, plain, weights
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.shard.units import shard_state
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
                 else:
                     values[full_key] = plain(full_key, value)
         found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
+        wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
+        found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
         tensors = {key: _copy(tensor) for key, tensor in found.items()}
         tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
         wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
@@ -84,7 +87,7 @@ def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
 
 
 def _parameter_of(key: str) -> str:
-    """The parameter in a key: model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name>."""
+    """The parameter in a key: model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name> or shard.0..."""
     part, _, rest = key.partition(".")
     if part == "optimizer":
         return rest.rpartition(".")[0]

@@ -18,6 +18,7 @@ from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError
 from detonation.core.replicator.pending import LookAhead, Pending, step_on
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
+from detonation.core.shard.moves import WEIGHT_MOVES
 
 
 class GradientReplicator(Replicator):
@@ -91,10 +92,12 @@ class GradientReplicator(Replicator):
     def enter_agreed(self) -> None:
         if self._lookahead:
             self._lookahead.back()
+            WEIGHT_MOVES()
 
     def leave_agreed(self) -> None:
         if self._lookahead:
             self._lookahead.move(self._own_updates.arrived())
+            WEIGHT_MOVES()
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.core.optimizer.trained import reshard
+from detonation.core.shard.units import shard_bytes_sent
 from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
@@ -51,7 +53,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         Unsafe: On all ranks, where the optimizer refuses to go on.
     """
     train = session.config.train
-    schedule = scheduler(session, done)
+    schedule, shard_sent = scheduler(session, done), shard_bytes_sent(session.model)
     for step in range(done, until):
         began = time.perf_counter()
         before, waited = session.optimizer.stats.bytes_sent_by_level, session.optimizer.stats.waited_s
@@ -73,7 +75,11 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
                 if step + 1 == train.steps and train.bleu_sentences:
                     held_out |= translate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
-        report(Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out))
+        record = Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out)
+        if session.config.mesh.shard_wire:
+            shard_sent, before_it = shard_bytes_sent(session.model), shard_sent
+            record = replace(record, shard_bytes_sent=session.world.over_shards(shard_sent - before_it))
+        report(record)
         if asked and step + 1 < until:
             raise Stopped(asked, step + 1)
 

@@ -130,7 +130,7 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     """
     mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type)
     model = seeded_model(config).to(device)
-    shard(model, mesh)
+    shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
     joined = axes(config, mesh) if axis is None else [axis]
     levels = list(zip(joined, map(scheme_of, config.levels), strict=True))

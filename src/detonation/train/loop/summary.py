@@ -21,6 +21,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
 
     `train_loss` is the mean of the last 20 steps; `seconds` is the time spent in steps, without validation.
     `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
+    `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `adapted_to` is the last scheme of a run that followed its link.
     """
@@ -59,10 +60,21 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),
+        **_shard_wire(session, records),
         **asdict(counted(session, before)),
         "replicas_equal": equal,
         "fingerprint": fingerprint,
     }
+
+
+def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
+    """The precisions between the nodes of one replica, and the bytes that it sent between them per step."""
+    wire = session.config.mesh.shard_wire
+    if wire is None:
+        return {}
+    sent = sum(record.shard_bytes_sent or 0 for record in records) / len(records)
+    described = f"weights {wire.weights}, gradients {wire.gradients} over {wire.nodes} nodes"
+    return {"shard_wire": described, "shard_bytes_per_step": sent}
 
 
 def portion(session: Session) -> Portion:

@@ -6,6 +6,7 @@ from typing import Any
 
 from detonation.choices import unknown
 from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.shard.wire import ShardWire
 
 Table = dict[str, Any]
 
@@ -156,15 +157,25 @@ class MeshConfig:
         shards: Parts of each copy, usually the accelerators of a node.
         link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
         namespaces: Each node is a network namespace of this machine; the kernel, not the ranks, emulates `link`.
+        shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link between nodes.
+        shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
+        shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or "fp32".
+        shard_rotate: Rotate blocks of gradients by a Hadamard matrix before they are quantized.
+        shard_resync_every: Exchanges of weights after which one is exact; 0 only at the start.
 
     Raises:
-        ValueError: A value is out of range, or `namespaces` is set without `link`.
+        ValueError: A value is out of range, `namespaces` is set without `link`, or a setting would be ignored.
     """
 
     replicas: int = 2
     shards: int = 2
     link: str = ""
     namespaces: bool = False
+    shard_nodes: int = 1
+    shard_weights: str = "fp32"
+    shard_gradients: str = "fp32"
+    shard_rotate: bool = False
+    shard_resync_every: int = 0
 
     def __post_init__(self) -> None:
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
@@ -177,11 +188,31 @@ class MeshConfig:
             self.link,
             "a rate such as '100mbit' with namespaces (--link)",
         )
+        fits = self.shard_nodes >= 1 and self.shards % self.shard_nodes == 0
+        require(fits, "mesh.shard_nodes", self.shard_nodes, f"a divisor of the {self.shards} shards")
+        if self.shard_nodes > 1:
+            self.shard_wire  # noqa: B018  (refuses what it cannot be)
+        for key in _SHARD_KEYS if self.shard_nodes == 1 else ():
+            default = type(self).__dataclass_fields__[key].default
+            allowed = f"{default!r} with mesh.shard_nodes = 1, where nothing crosses a link"
+            require(getattr(self, key) == default, f"mesh.{key}", getattr(self, key), allowed)
+
+    @property
+    def shard_wire(self) -> ShardWire | None:
+        """The compression between the nodes of one copy; None where a copy lies on one node."""
+        if self.shard_nodes == 1:
+            return None
+        kinds = self.shard_weights, self.shard_gradients
+        return ShardWire(*kinds, self.shard_nodes, self.shard_resync_every, self.shard_rotate, self.emulated)
 
     @property
     def emulated(self) -> str:
         """The link speed that the ranks themselves emulate."""
         return "" if self.namespaces else self.link
+
+
+_SHARD_KEYS = ("shard_weights", "shard_gradients", "shard_rotate", "shard_resync_every")
+"""Keys of [mesh] that say something about copies on several nodes only."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ def run_task(task: RunTask) -> Table:
     """
     _check_directory(task)
     keep_to_one_interface(os.environ, True, task.request.interface)
-    nodes = task.config.levels[-1].replicas
+    shard_nodes = task.config.mesh.shard_nodes
+    nodes = task.config.levels[-1].replicas if shard_nodes == 1 else task.config.mesh.replicas * shard_nodes
     try:
         return dict(on_ranks(train_on_rank, task, train_afresh, task.request, task.config.mesh, nodes)[0])
     finally:

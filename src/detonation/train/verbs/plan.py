@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from detonation.core.schemes.registry import scheme, schemes
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work
 from detonation.plan.search import candidate_settings, options
+from detonation.plan.shard_cost import SHARD_NODE, shard_costs
 from detonation.train.recipe.schema import Config, require
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
@@ -29,6 +30,7 @@ class Question:
     replicas: int | None = None
     shards: int | None = None
     parameters: str | None = None
+    shard_nodes: int | None = None
 
 
 def plan(question: Question) -> dict[str, Any]:
@@ -48,8 +50,14 @@ def plan(question: Question) -> dict[str, Any]:
     if config is not None and config.scheme.name not in known:
         chosen = config.levels[-1].scheme
         candidates = [*candidates, scheme(chosen.name, chosen.arguments)]
-    found = options(candidates, work, network)
-    return advise(found, work, network)
+    found = advise(options(candidates, work, network), work, network)
+    nodes = question.shard_nodes or (config.mesh.shard_nodes if config else 1)
+    if nodes > 1:
+        costs = shard_costs(
+            work.shards, nodes, work.compute_s, _between_nodes(question, profile, network.shards, nodes)
+        )
+        found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
+    return found
 
 
 def count(text: str) -> int:
@@ -89,7 +97,7 @@ def _config(question: Question, profile: Profile | None) -> Config:
     replicas, shards = question.replicas, question.shards
     if profile is not None:
         replicas, shards = profile.replicas, profile.shards
-    mesh = {"replicas": replicas, "shards": shards}
+    mesh = {"replicas": replicas, "shards": shards, "shard_nodes": question.shard_nodes}
     return check_config(standing(read_layers(question.recipe, question.overrides, mesh=mesh)))
 
 
@@ -102,6 +110,19 @@ def _network(question: Question, profile: Profile | None, config: Config | None)
     require(replicas >= 1, "--replicas", replicas, "at least 1")
     require(shards >= 1, "--shards", shards, "at least 1")
     return Network.of_link_speed(LinkSpeed.parse(question.link), replicas, shards)
+
+
+def _between_nodes(question: Question, profile: Profile | None, shards: int, nodes: int) -> Network:
+    """The network between the nodes that the shards of one replica lie on."""
+    require(shards % nodes == 0 and nodes <= shards, "--shard-nodes", nodes, f"a divisor of the {shards} shards")
+    if profile is None:
+        return Network.of_link_speed(LinkSpeed.parse(question.link or ""), nodes, shards // nodes)
+    if SHARD_NODE not in profile.axes:
+        known = ", ".join(profile.axes)
+        raise ValueError(
+            f"{question.profile} measured {known}: probe a recipe with mesh.shard_nodes = {nodes}, or say --link"
+        )
+    return Network(nodes, shards // nodes, profile.axes[SHARD_NODE].operations)
 
 
 def _work(question: Question, profile: Profile | None, config: Config | None, shards: int) -> Work:

@@ -11,10 +11,11 @@ from detonation.cluster.init import LaunchPosition, launch_position, local_devic
 from detonation.cluster.mesh import init_mesh
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Compute, Profile
+from detonation.cluster.shard_links import split_shards
 from detonation.cluster.under_launcher import run_under_launcher
 from detonation.core.schemes.registry import schemes
 from detonation.train.auto.asked import standing
-from detonation.train.loop.session import Session, between_replicas, check_config, start_session
+from detonation.train.loop.session import Session, between_replicas, check_config, slowed, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output.environment import environment
 from detonation.train.recipe.layers import Layers, fill_mesh, read_layers
@@ -61,7 +62,9 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
     if place is None:
         compute_with_one_thread()
         task = _prepare(request, None)
-        ranks = on_ranks(probe_on_rank, task, probe_afresh, request, task.mesh, nodes=task.mesh.replicas)
+        ranks = on_ranks(
+            probe_on_rank, task, probe_afresh, request, task.mesh, nodes=task.mesh.replicas * task.mesh.shard_nodes
+        )
         return Profile.of(ranks[0])
     profile = run_under_launcher(place, lambda: Profile.of(probe_on_rank(_prepare(request, place))), fail)
     return profile if place.rank == 0 else None
@@ -94,6 +97,9 @@ def probe_on_rank(task: ProbeTask) -> Table:
         "replicate": probe_axis(between_replicas(mesh, task.mesh.emulated), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
     }
+    if (nodes := task.mesh.shard_nodes) > 1:
+        between = slowed(split_shards(mesh, nodes)["shard_node"], task.mesh.emulated)
+        axes["shard_node"] = probe_axis(between, device, _AXIS_S)
     compute = None
     if task.config is not None and task.layers is not None:
         compute = _compute(start_session(task.config, device), task.name, task.layers)

@@ -1,0 +1,117 @@
+"""The all-gather of weights between nodes: quantized differences to a reference copy that all nodes hold alike."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from detonation.core.link.link import Link
+from detonation.core.shard.integers import BlockIntegers
+from detonation.core.shard.moves import WEIGHT_MOVES, watch_optimizers
+
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class DifferenceGather(AllGather):
+    """The all-gather of one FSDP unit, whose shards lie on several nodes.
+
+    After an optimizer step each rank sends the difference between its shard and the reference to the other nodes, once.
+    All ranks add the same bytes to the same reference, so their copies stay bitwise equal. The output is the
+    reference, gathered inside the node; where no step was taken nothing else is sent.
+
+    reference: `[nodes, n]`, the shards of the ranks with this rank's place in their node, as all know them; None until
+    the first gather, which is exact.
+
+    Args:
+        link: Between the nodes.
+        local: The ranks of this node; None for one.
+        codec: Of differences; None sends the weights as they are.
+        resync_every: Exchanges after which one is exact; 0 for never.
+        is_trained: False where no step can move the weights.
+        version: Of this rank's weights: another number where they were written to.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        local: dist.ProcessGroup | None,
+        codec: BlockIntegers | None,
+        resync_every: int,
+        is_trained: Callable[[], bool],
+        version: Callable[[], int],
+    ) -> None:
+        self._link, self._local, self._codec = link, local, codec
+        self._resync_every, self._is_trained, self._version = resync_every, is_trained, version
+        self.reference: Tensor | None = None
+        self._exchanges = 0  # since the last exact one
+        self._seen = self._seen_version = -1
+        watch_optimizers()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        # [S * n], [n]: the input is a part of the output, which is therefore written last
+        reference = self.reference
+        if reference is None or reference.shape[1] != len(input_tensor) or reference.dtype != input_tensor.dtype:
+            reference = self.reference = self._exact(input_tensor)
+        elif self._seen != WEIGHT_MOVES.count and self._is_trained():
+            self._exchange(reference, input_tensor)
+        elif self._seen == WEIGHT_MOVES.count and self._seen_version != self._version():
+            raise RuntimeError(
+                "weights were changed, and by no optimizer, so that this rank alone knows of it: call "
+                "detonation.resync_weights(model) on all ranks after changing them"
+            )
+        self._seen, self._seen_version = WEIGHT_MOVES.count, self._version()
+        if self._local is None:
+            output_tensor.copy_(reference.view(-1))
+            return
+        size = self._local.size()
+        gathered = reference.new_empty(size, *reference.shape)
+        _all_gather_single(gathered.view(-1), reference.view(-1), group=self._local)
+        output_tensor.view(len(reference), size, -1).copy_(gathered.transpose(0, 1))
+
+    def forget(self) -> None:
+        """Makes the next exchange exact: the weights were replaced."""
+        self.reference = None
+
+    def counts(self) -> Tensor:
+        """The exchanges since the last exact one, and whether a step was taken since the last gather.
+
+        Shapes: -> `[2]` int64.
+        """
+        return torch.tensor([self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu")
+
+    def restore(self, own: Tensor, counts: Tensor) -> None:
+        """Continues from a saved reference, of which `own` is this rank's part. Collective.
+
+        Shapes: `[n]`, and `[2]` int64 as of `counts`.
+        """
+        self.reference = self._exact(own)
+        self._exchanges, stepped = map(int, counts.tolist())
+        self._seen, self._seen_version = -1 if stepped else WEIGHT_MOVES.count, self._version()
+
+    def _exchange(self, reference: Tensor, own: Tensor) -> None:
+        """Brings the reference up to date, in place."""
+        self._exchanges += 1
+        if self._codec is None or self._exchanges == self._resync_every or not own.is_floating_point():
+            reference.copy_(self._exact(own))
+            return
+        difference = own.float() - reference[self._link.replica].float()
+        arriving = self._link.all_gather(self._codec.encode(difference))
+        for row, message in zip(reference, arriving(), strict=True):
+            # one node after another, so that the decoded numbers of one shard exist at a time
+            row.copy_(row.float().add_(self._codec.decode(message, len(own))))
+        arriving.release()
+
+    def _exact(self, own: Tensor) -> Tensor:
+        """The shards of all nodes as they are."""  # [n] -> [nodes, n]
+        self._exchanges = 0
+        arriving = self._link.all_gather(own.contiguous().view(torch.uint8))
+        exact = arriving().clone().view(own.dtype)
+        arriving.release()
+        return exact

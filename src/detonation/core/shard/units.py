@@ -1,0 +1,219 @@
+"""The FSDP units of a model whose shards lie on several nodes: their collectives, counts and state."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from detonation.core.compute.checksum import checksum
+from detonation.core.flat.tensors import local
+from detonation.core.link.link import Link
+from detonation.core.shard.all_gather import DifferenceGather
+from detonation.core.shard.integers import BlockIntegers
+from detonation.core.shard.moves import WEIGHT_MOVES
+from detonation.core.shard.reduce_scatter import ErrorFeedbackReduce
+from detonation.core.shard.wire import WIDTHS, ShardWire
+
+_UNIT = "_detonation_shard_unit"
+_log = logging.getLogger("detonation")
+
+
+class ShardUnit:
+    """The collectives of one FSDP unit between nodes.
+
+    Args:
+        module: An FSDP unit; gets this as an attribute.
+        parameters: Its own parameters by name, in the order of FSDP2, without those of the units inside.
+        link: Between the nodes.
+        in_node: The ranks of this node; None for one.
+    """
+
+    def __init__(
+        self,
+        module: FSDPModule,
+        parameters: dict[str, nn.Parameter],
+        wire: ShardWire,
+        link: Link,
+        in_node: dist.ProcessGroup | None,
+    ) -> None:
+        self.wire, self.link, self.parameters = wire, link, parameters
+        codec = BlockIntegers(WIDTHS[wire.weights]) if WIDTHS[wire.weights] else None
+        self.gather = DifferenceGather(link, in_node, codec, wire.resync_every, self._is_trained, self._version)
+        module.set_custom_all_gather(self.gather)
+        self.reduce: ErrorFeedbackReduce | None = None
+        if WIDTHS[wire.gradients]:
+            codec = BlockIntegers(WIDTHS[wire.gradients], wire.rotate)
+            self.reduce = ErrorFeedbackReduce(link, in_node, codec, self._trained_sizes)
+            module.set_custom_reduce_scatter(self.reduce)
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13: equal sizes at every step
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        setattr(module, _UNIT, self)
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of the state by `<kind>.<parameter>`: the reference of its shard, and its residual.
+
+        The counts of exchanges have the name of the first parameter.
+
+        Shapes: -> reference: the local shape; residual: `[nodes - 1, padded]`; counts: `[2]` int64.
+        """
+        found: dict[str, Tensor] = {}
+        reference, sizes = self.gather.reference, self.sizes()
+        if reference is not None and reference.shape[1] == sum(sizes.values()):
+            found[f"counts.{next(iter(sizes))}"] = self.gather.counts()
+            pieces = torch.split(reference[self.link.replica], [*sizes.values()])
+            for (name, parameter), piece in zip(self.parameters.items(), pieces, strict=True):
+                found[f"reference.{name}"] = piece[: local(parameter).numel()].view(local(parameter).shape)
+        if self.reduce is not None:
+            found |= {f"residual.{name}": piece for name, piece in self.reduce.by_parameter().items()}
+        return found
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Continues from the result of `state`; from exact weights and no residual where it does not fit. Collective.
+
+        Shapes: as `state`.
+        """
+        self.gather.forget()
+        counts, own = saved.get(f"counts.{next(iter(self.parameters))}"), []
+        for name, parameter in self.parameters.items():
+            # frozen weights may be left out of a checkpoint: nothing moves them, so nodes hold them exactly
+            piece = saved.get(f"reference.{name}", None if parameter.requires_grad else local(parameter.detach()))
+            if piece is not None and piece.shape == local(parameter).shape:
+                own.append(_padded(piece.to(local(parameter).device), padded_numel(parameter)))
+        types = {piece.dtype for key, piece in saved.items() if key.startswith("reference.")}
+        if counts is not None and len(own) == len(self.parameters) and len(types) == 1:
+            self.gather.restore(torch.cat([piece.to(next(iter(types))) for piece in own]), counts)
+        if self.reduce is not None:
+            residual = {k.removeprefix("residual."): piece for k, piece in saved.items() if k.startswith("residual.")}
+            self.reduce.load(residual)
+
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters.values())
+
+    def _version(self) -> int:
+        return sum(getattr(parameter, "_local_tensor", parameter)._version for parameter in self.parameters.values())
+
+    def sizes(self) -> dict[str, int]:
+        """The numbers of one rank's shard of each parameter, as FSDP2 pads it."""
+        return {name: padded_numel(parameter) for name, parameter in self.parameters.items()}
+
+    def _trained_sizes(self) -> dict[str, int]:
+        return {name: size for name, size in self.sizes().items() if self.parameters[name].requires_grad}
+
+
+def padded_numel(parameter: Tensor) -> int:
+    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard.
+
+    Shapes: any; of a parameter that is tensor-parallel, too, the part of one such rank is cut into shards.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    names, sizes = parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape
+    axis = names.index("shard") if "shard" in names else 0
+    cuts: list[int | None] = [getattr(placement, "dim", None) for placement in parameter.placements]
+    part = [*parameter.shape]
+    for cut, size in (each for n, each in enumerate(zip(cuts, sizes, strict=True)) if n != axis):
+        if cut is not None:
+            part[cut] //= size
+    if (cut := cuts[axis]) is not None:
+        part[cut] = -(-part[cut] // sizes[axis])
+    return math.prod(part)
+
+
+def join_units(
+    model: nn.Module, modules: Sequence[FSDPModule], wire: ShardWire, link: Link, in_node: dist.ProcessGroup | None
+) -> None:
+    """Gives each FSDP unit of `model` its collectives between nodes.
+
+    Args:
+        modules: The units, those inside of others first.
+        link: Between the nodes.
+        in_node: The ranks of this node; None for one.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in modules:
+        own = [parameter for parameter in cast(nn.Module, module).parameters() if id(parameter) in names]
+        if own:  # FSDP2 makes no messages for the others
+            ShardUnit(module, {names.pop(id(parameter)): parameter for parameter in own}, wire, link, in_node)
+    model.register_load_state_dict_post_hook(lambda loaded, _: resync_weights(loaded))  # type: ignore[no-untyped-call]
+
+
+def resync_weights(model: nn.Module) -> None:
+    """Makes the next exchange of weights between nodes exact, after they were changed by something else than a step.
+
+    All ranks call it. `model.load_state_dict` and `load_checkpoint` do; a model without a shard wire needs none.
+
+    Example:
+        >>> resync_weights(nn.Linear(2, 2))
+    """
+    for unit in shard_units(model):
+        unit.gather.forget()
+
+
+def shard_units(model: nn.Module) -> list[ShardUnit]:
+    """The units of `model` with a shard wire, in the order of its modules."""
+    found = (getattr(module, _UNIT, None) for module in model.modules())
+    return [unit for unit in found if isinstance(unit, ShardUnit)]
+
+
+def shard_bytes_sent(model: nn.Module) -> int:
+    """Bytes that this rank has sent to other nodes of its replica, as its shard wire counts them; 0 without one.
+
+    Gradients in fp32 go through torch's own reduce-scatter and are not counted.
+
+    Example:
+        >>> shard_bytes_sent(nn.Linear(2, 2))
+        0
+    """
+    return sum(link.bytes_sent for link in {unit.link for unit in shard_units(model)})
+
+
+def shard_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of all units on this rank, by `<kind>.<parameter>`; see `ShardUnit.state`.
+
+    Shapes: local shapes.
+    """
+    return {key: tensor for unit in shard_units(model) for key, tensor in unit.state().items()}
+
+
+def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective.
+
+    Shapes: as `shard_state`.
+    """
+    for unit in shard_units(model):
+        unit.load({key: tensor for key, tensor in saved.items() if key.partition(".")[2] in unit.parameters})
+
+
+@torch.no_grad()
+def mend_references(model: nn.Module) -> None:
+    """Compares the references of all nodes, and makes the next exchange of those that differ exact. Collective.
+
+    Weights lie in the shards, so a reference that memory or network damaged costs no more than an exact exchange. Also
+    announces a move of the weights: who calls this may have completed rounds, or repaired weights.
+
+    Sends 8 bytes per unit, which do not count as sent.
+    """
+    units = [unit for unit in shard_units(model) if unit.gather.reference is not None]
+    if not units:
+        return
+    WEIGHT_MOVES()
+    sums = torch.stack([checksum(cast(Tensor, unit.gather.reference)) for unit in units])
+    table = units[0].link.collect(sums)  # [nodes, units]
+    for unit, differs in zip(units, (table != table[0]).any(0).tolist(), strict=True):
+        if differs:
+            unit.gather.forget()
+            _log.warning(
+                "nodes held different references of %s: the next exchange is exact", next(iter(unit.parameters))
+            )
+
+
+def _padded(shard: Tensor, size: int) -> Tensor:  # local shape -> [size]
+    return torch.nn.functional.pad(shard.reshape(-1), (0, size - shard.numel()))

@@ -1,0 +1,79 @@
+"""`shard_wire`: how the shards of one replica exchange weights and gradients where they lie on several nodes."""
+
+from dataclasses import dataclass
+
+from detonation.choices import unknown
+from detonation.core.link.link_speed import LinkSpeed
+
+WIDTHS = {"fp32": 0, "8bit": 8, "4bit": 4}
+"""Bits per number of each precision between nodes; 0 for the numbers as they are."""
+
+
+@dataclass(frozen=True)
+class ShardWire:
+    """The choice that `shard_wire` makes."""
+
+    weights: str = "4bit"
+    gradients: str = "4bit"
+    nodes: int | None = None
+    resync_every: int = 0
+    rotate: bool = False
+    link: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in (("weights", self.weights), ("gradients", self.gradients)):
+            if value not in WIDTHS:
+                raise unknown(f"precision of {name}", value, WIDTHS)
+        if self.nodes is not None and self.nodes < 2:
+            raise ValueError(f"nodes is {self.nodes}, must be at least 2: on one node leave the shard wire out")
+        if self.resync_every < 0:
+            raise ValueError(f"resync_every is {self.resync_every}, must be at least 0 (0 = at the start only)")
+        if self.resync_every and self.weights == "fp32":
+            raise ValueError("resync_every is set, but weights='fp32' are exact at every exchange: leave it out")
+        if self.rotate and self.gradients == "fp32":
+            raise ValueError("rotate is set, but gradients='fp32' are not quantized: leave it out")
+        if self.link:
+            LinkSpeed.parse(self.link)
+
+
+def shard_wire(
+    weights: str = "4bit",
+    gradients: str = "4bit",
+    nodes: int | None = None,
+    resync_every: int = 0,
+    rotate: bool = False,
+    link: str = "",
+) -> ShardWire:
+    """Compresses the traffic of `shard` between nodes, for a model that is larger than one node.
+
+    Weights: each node keeps a reference copy of the gathered weights, split over its ranks. After a step each rank
+    sends the quantized difference between its shard and the reference, once; every rank applies the same differences to
+    the reference, so that gathered weights are bitwise equal on all ranks. A rounding error stays in the next
+    difference and does not grow. Gathers in between (backward, evaluation, further micro-batches) stay in the node.
+
+    Gradients: summed inside the node as they are, then quantized and sent to the node of their owner. Each rank adds
+    the rounding error to its next gradients (error feedback).
+
+    Args:
+        weights: "4bit" or "8bit" differences in blocks of 128 with a bf16 scale, or "fp32": the weights as they are.
+        gradients: "4bit" or "8bit" with error feedback, or "fp32": torch's own reduce-scatter.
+        nodes: nodes that the shards of a replica lie on, at least 2; by default as the launcher says.
+        resync_every: exchanges of weights after which the reference becomes exact again; 0 does so at the start only.
+        rotate: gradients are rotated by a Hadamard matrix per block first, which spreads outliers over the block.
+        link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
+
+    Raises:
+        ValueError: a precision that is not known, a number out of range, or a setting that would be ignored.
+
+    Memory per rank, for P parameters in S shards on N nodes of L ranks: the reference takes P / L numbers of the type
+    that is gathered, the error feedback 4 P (N - 1) / S bytes.
+
+    Example:
+        >>> import detonation as dt
+        >>> dt.shard_wire(weights="8bit", nodes=2).gradients
+        '4bit'
+
+    Reference:
+        Jia et al., SDP4Bit (arXiv 2410.15526); Wang et al., ZeRO++ (arXiv 2306.10209).
+    """
+    return ShardWire(weights, gradients, nodes, resync_every, rotate, link)
