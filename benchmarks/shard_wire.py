@@ -31,6 +31,7 @@ WIRES = {
     "FSDP2": (),
     "4bit, 4bit": ("mesh.shard_weights=4bit", "mesh.shard_gradients=4bit"),
     "4bit, 4bit rotated": ("mesh.shard_weights=4bit", "mesh.shard_gradients=4bit", "mesh.shard_rotate=true"),
+    "4bit, 8bit": ("mesh.shard_weights=4bit", "mesh.shard_gradients=8bit"),
     "8bit, 8bit": ("mesh.shard_weights=8bit", "mesh.shard_gradients=8bit"),
 }
 SEEDS = (1, 2, 3)
