@@ -55,6 +55,10 @@ from detonation.core.shard.units import resync_weights as resync_weights
 from detonation.core.shard.units import shard_bytes_sent as shard_bytes_sent
 from detonation.core.shard.wire import ShardWire as ShardWire
 from detonation.core.shard.wire import shard_wire as shard_wire
+from detonation.feed.follower import Follower as Follower
+from detonation.feed.follower import LostFeed as LostFeed
+from detonation.feed.follower import follow as follow
+from detonation.feed.publisher import Feed as Feed
 from detonation.integrations.ddp import CommHook as CommHook
 from detonation.integrations.ddp import comm_hook as comm_hook
 from detonation.log.records import DamagedLog as DamagedLog

@@ -15,31 +15,10 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log.records import MESSAGE, whole_records
 from detonation.log.writer import logged_bytes
-from zoo import SCHEMES, Plain, batch, built
+from steps import LOGGED, STEPS, advance, bases, started
+from zoo import Plain, batch, built
 
-REPLICAS, STEPS = 4, 8
-LOGGED = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
-
-
-def bases(scheme, parameters):
-    """An optimizer with momentum and options that change, where the scheme takes one."""
-    lookahead = getattr(scheme, "lookahead", False)
-    return dt.SignSGD(parameters, lr=1e-2) if lookahead else torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.9))
-
-
-def started(communicator, scheme):
-    model = built(Plain)
-    return model, dt.replicate(bases(scheme, model.parameters()), model, communicator, scheme, clip=0.5)
-
-
-def advance(model, optimizer, replica, steps):
-    for step in steps:
-        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
-        model(batch(replica, step, 32)).mean().backward()
-        if step == 3:
-            next(model.parameters()).grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+REPLICAS = 4
 
 
 def agreed(model, optimizer):

@@ -2,53 +2,12 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from detonation.cli.names import MODEL_NAMES, OPTIMIZER_NAMES, registered_schemes
-
-
-def _shown(metavar: str | None = None) -> Any:
-    """The look of an argument whose text names its default."""
-    return arg(metavar=metavar, help_behavior_hint="")
-
-
-def _with_schemes(metavar: str) -> Any:
-    """The look of an argument that names schemes; they are listed when the help is shown."""
-    return arg(metavar=metavar, help_behavior_hint=lambda _: f"Schemes: {registered_schemes()}.")
-
-
-_Flag = Annotated[bool, _shown()]
-_Integer = Annotated[int | None, _shown("INT")]
-_Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Common:
-    json: _Flag = False
-    """Print exactly one JSON object last on stdout; the lines for people go to stderr."""
-    debug: _Flag = False
-    """Show tracebacks and the warnings of the libraries underneath."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shortcuts(Common):
-    """Flags for the settings that change most; --set has all of them."""
-
-    scheme: Annotated[str | None, _with_schemes("NAME")] = None
-    """The same as --set scheme.name=NAME, with the settings that the recipe has tuned for it; auto measures the links
-    and chooses, package.module:function is yours."""
-    steps: _Integer = None
-    """The same as --set train.steps=INT."""
-    lr: Annotated[float | None, _shown("NUMBER")] = None
-    """The same as --set optimizer.lr=NUMBER."""
-    model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint=f"Models: {', '.join(MODEL_NAMES)}.")] = None
-    """The same as --set model.name=NAME; hf:DIRECTORY and hf:ID are of transformers, package.module:function yours."""
-    data: Annotated[str | None, _shown("SOURCE")] = None
-    """The same as --set data.source=SOURCE: a name of detonation fetch, a file, a directory, or hf:ID of the hub."""
-    init_from: Annotated[str | None, _shown("DIR")] = None
-    """The same as --set train.init_from=DIR: begin with the weights of a run, a checkpoint or an exported model."""
+from detonation.cli.common import Common, Flag, Integer, Sets, Shortcuts, shown, with_schemes
+from detonation.cli.names import OPTIMIZER_NAMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,29 +20,31 @@ class Train(Shortcuts):
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
     """The recipe: a TOML file, or a name of detonation recipes."""
-    set: Annotated[_Sets, arg(help_behavior_hint=f"Optimizers: {', '.join(OPTIMIZER_NAMES)}.")] = ()
+    set: Annotated[Sets, arg(help_behavior_hint=f"Optimizers: {', '.join(OPTIMIZER_NAMES)}.")] = ()
     """Override any key of the recipe: --set train.steps=100 scheme.topk=1; detonation recipes --keys lists all keys."""
-    replicas: _Integer = None
+    replicas: Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
-    shards: _Integer = None
+    shards: Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    out: Annotated[Path | None, _shown("DIR")] = None
+    out: Annotated[Path | None, shown("DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
-    resume: _Flag = False
+    resume: Flag = False
     """Continue the run in --out from its newest whole checkpoint, exactly; or with other --replicas and --shards."""
-    checkpoint_every: _Integer = None
+    checkpoint_every: Integer = None
     """Write a checkpoint every so many steps, beside training; only at the end when left out."""
-    keep: _Integer = None
+    keep: Integer = None
     """How many checkpoints stay, the newest; 3 when left out."""
-    stop_after: _Integer = None
+    stop_after: Integer = None
     """Stop after so many steps with the state saved, as a preemption would."""
     logger: UseAppendAction[tuple[str, ...]] = ()
     """Send each step to a tracker too: tensorboard, trackio, wandb or package.module:function; several may be given."""
-    log: _Flag = False
+    log: Flag = False
     """Keep the agreed update of each step since the last checkpoints, for detonation replay."""
-    interface: Annotated[str, _shown("NAME")] = ""
+    publish: Annotated[str | None, shown("HOST:PORT")] = None
+    """Serve the weights in training there, for detonation follow; needs a token in DETONATION_TOKEN."""
+    interface: Annotated[str, shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
 
@@ -98,15 +59,15 @@ class Simulate(Shortcuts):
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
     """The recipe: a TOML file, or a name of detonation recipes."""
-    set: _Sets = ()
+    set: Sets = ()
     """Override the recipe: --set train.steps=100 scheme.name=random_sign"""
-    replicas: _Integer = None
+    replicas: Integer = None
     """Copies of the model; the recipe's when left out."""
-    total_batch: _Integer = None
+    total_batch: Integer = None
     """Examples per step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
-    profile: Annotated[Path | None, _shown("FILE")] = None
+    profile: Annotated[Path | None, shown("FILE")] = None
     """Of `detonation probe RECIPE --replicas 2 --shards 1`: predicts the seconds of a step on that cluster."""
-    out: Annotated[Path | None, _shown("DIR")] = None
+    out: Annotated[Path | None, shown("DIR")] = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
@@ -120,19 +81,19 @@ class Compare(Common):
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
     """The recipe; each scheme has the settings that it is tuned to there."""
-    schemes: Annotated[str, _with_schemes("NAME,NAME,...")] = ""
+    schemes: Annotated[str, with_schemes("NAME,NAME,...")] = ""
     """The schemes to compare, two at least, such as full,demo,random,diloco; package.module:function for your own."""
-    set: _Sets = ()
+    set: Sets = ()
     """Override the recipe, as in train."""
-    replicas: _Integer = None
+    replicas: Integer = None
     """Copies of the model (nodes); the recipe's when left out."""
-    shards: _Integer = None
+    shards: Integer = None
     """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    namespaces: _Flag = False
+    namespaces: Flag = False
     """Give each node a network namespace; the kernel slows their links down to --link. Needs Linux and root."""
-    out: Annotated[Path | None, _shown("DIR")] = None
+    out: Annotated[Path | None, shown("DIR")] = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
 
@@ -144,15 +105,15 @@ class Probe(Common):
     detonation probe quick-lm --out profile.json
     """
 
-    recipe: Positional[Annotated[Path | None, _shown("[RECIPE]")]] = None
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
-    set: _Sets = ()
+    set: Sets = ()
     """Override the recipe, as in train."""
-    replicas: _Integer = None
+    replicas: Integer = None
     """Copies of the model (nodes); 2 when left out everywhere."""
-    shards: _Integer = None
+    shards: Integer = None
     """Parts that each copy is cut into (accelerators in a node); 2 when left out everywhere."""
-    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
@@ -167,23 +128,23 @@ class Plan(Common):
     detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
-    recipe: Positional[Annotated[Path | None, _shown("[RECIPE]")]] = None
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
-    set: _Sets = ()
+    set: Sets = ()
     """Override the recipe, as in train."""
-    profile: Annotated[Path | None, _shown("FILE")] = None
+    profile: Annotated[Path | None, shown("FILE")] = None
     """Links and steps as detonation probe measured them."""
-    link: Annotated[str | None, _shown("RATE[,LATENCY]")] = None
+    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
     """Links of this speed, such as 100mbit,20ms, instead of a profile."""
-    step_time: Annotated[float | None, _shown("SECONDS")] = None
+    step_time: Annotated[float | None, shown("SECONDS")] = None
     """Forward and backward of one step; the profile's when left out."""
-    replicas: _Integer = None
+    replicas: Integer = None
     """Copies of the model (nodes); the recipe's or the profile's, or 2, when left out."""
-    shards: _Integer = None
+    shards: Integer = None
     """Accelerators in a node; the recipe's or the profile's, or 1, when left out."""
-    parameters: Annotated[str | None, _shown("COUNT")] = None
+    parameters: Annotated[str | None, shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
-    shard_nodes: _Integer = None
+    shard_nodes: Integer = None
     """Nodes that the shards of one copy lie on; shows what crosses the links between them, too."""
 
 
@@ -194,11 +155,11 @@ class Report(Common):
     Examples: detonation report runs/first, or detonation report runs/slow/*/ --out slow.html
     """
 
-    directories: Positional[Annotated[tuple[Path, ...], _shown("DIR...")]] = dataclasses.field(kw_only=True)
+    directories: Positional[Annotated[tuple[Path, ...], shown("DIR...")]] = dataclasses.field(kw_only=True)
     """Run directories."""
-    out: Annotated[Path | None, _shown("FILE")] = None
+    out: Annotated[Path | None, shown("FILE")] = None
     """The page; DIR/report.html for one run and report.html for several when left out. PNGs lie beside it."""
-    plan: Annotated[Path | None, _shown("FILE")] = None
+    plan: Annotated[Path | None, shown("FILE")] = None
     """Show this plan too, as detonation plan --json printed it; a run that scheme auto chose shows its own."""
 
 
@@ -218,7 +179,7 @@ class Export(Common):
     """A run directory, or one checkpoint."""
     out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
     """The directory for the model, new or empty."""
-    trust_code: _Flag = False
+    trust_code: Flag = False
     """Run the code of a model that the checkpoint names as package.module:function."""
 
 
@@ -231,11 +192,34 @@ class Replay(Common):
 
     directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
     """A run directory."""
-    to: _Integer = None
+    to: Integer = None
     """The step; the last of the log when left out. The log has those since the last two checkpoints."""
-    out: Annotated[Path | None, _shown("DIR")] = None
+    out: Annotated[Path | None, shown("DIR")] = None
     """Write a checkpoint of that step there, for detonation export, or for train --out DIR --resume."""
-    trust_code: _Flag = False
+    trust_code: Flag = False
+    """Run the code that the run names as package.module:function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow(Common):
+    """Hold the weights of a run that trains elsewhere (train --publish), step by step and bit for bit.
+
+    It is no replica: it sends nothing, and training does not wait for it. Needs the token of the run in
+    DETONATION_TOKEN, or in the file that DETONATION_TOKEN_FILE names. Example:
+    detonation follow 10.10.0.1:7000 --out runs/standby
+    """
+
+    address: Positional[Annotated[str, arg(metavar="HOST:PORT")]] = dataclasses.field(kw_only=True)
+    """Where the run publishes its weights; or one for each shard, separated by commas."""
+    out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
+    """A run directory for checkpoints of one replica, for detonation export, or for train --out DIR --resume."""
+    every: Annotated[int, arg(metavar="INT")] = 100
+    """Steps between checkpoints."""
+    keep: Annotated[int, arg(metavar="INT")] = 3
+    """How many checkpoints stay, the newest."""
+    to: Integer = None
+    """Stop at this step; the end of the run when left out."""
+    trust_code: Flag = False
     """Run the code that the run names as package.module:function."""
 
 
@@ -243,7 +227,7 @@ class Replay(Common):
 class Fetch(Common):
     """Download data sets to this machine."""
 
-    names: Positional[Annotated[tuple[str, ...], _shown("NAME...")]] = dataclasses.field(kw_only=True)
+    names: Positional[Annotated[tuple[str, ...], shown("NAME...")]] = dataclasses.field(kw_only=True)
     """Data sets, such as fashion-mnist, cifar10, sotu, shakespeare, bible-en-es."""
 
 
@@ -254,9 +238,9 @@ class Recipes(Common):
     Examples: detonation recipes quick-lm, or detonation recipes --keys
     """
 
-    name: Positional[Annotated[str | None, _shown("[NAME]")]] = None
+    name: Positional[Annotated[str | None, shown("[NAME]")]] = None
     """The recipe to print."""
-    keys: _Flag = False
+    keys: Flag = False
     """Print every key of a recipe with its type, default and meaning; with --json as a JSON schema."""
 
 
@@ -267,7 +251,7 @@ class Init(Common):
     Examples: detonation init, or detonation init corpus --out corpus.toml
     """
 
-    directory: Positional[Annotated[Path, _shown("[DIRECTORY]")]] = Path()
+    directory: Positional[Annotated[Path, shown("[DIRECTORY]")]] = Path()
     """Where to look for a model of transformers, a tokenizer, texts, pairs and images; this directory when left out."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("recipe.toml")
     """The recipe; a file that exists is left as it is."""
@@ -288,6 +272,7 @@ Verb = (
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Export, subcommand("export")]
     | Annotated[Replay, subcommand("replay")]
+    | Annotated[Follow, subcommand("follow")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Recipes, subcommand("recipes")]
     | Annotated[Init, subcommand("init")]

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from detonation.choices import unknown
 from detonation.cli.answers import explain, say
 from detonation.cli.arguments import (
-    Common,
     Compare,
     Env,
     Export,
     Fetch,
+    Follow,
     Init,
     Plan,
     Probe,
@@ -24,6 +24,7 @@ from detonation.cli.arguments import (
     Train,
     Verify,
 )
+from detonation.cli.common import Common
 from detonation.cli.lazy import lazy_import
 
 _R = TypeVar("_R")
@@ -168,6 +169,14 @@ def _replay(verb: Replay) -> dict[str, Any]:
     return found
 
 
+def _follow(verb: Follow) -> dict[str, Any]:
+    from detonation.train.verbs.follow import Following, follow_run
+
+    found = follow_run(requested(Following, verb))
+    say(verb, f"step {found['step']}, fingerprint {found['fingerprint'][:16]}, checkpoint: {found['checkpoint']}")
+    return found
+
+
 def _fetch(verb: Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
     from detonation.data.download.fetch import fetch
@@ -236,6 +245,7 @@ VERBS: dict[type, Any] = {
     Verify: _verify,
     Export: _export,
     Replay: _replay,
+    Follow: _follow,
     Fetch: _fetch,
     Recipes: _recipes,
     Init: _init,

@@ -1,6 +1,7 @@
-"""The reader of a log: a tape that plays back what was recorded."""
+"""Players: tapes that play back what was recorded, and the reader of a log among them."""
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,63 @@ def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
     return found
 
 
-class Playback:
+class Player(ABC):
+    """Plays back records in the place of an exchange: one process is all replicas.
+
+    Raises:
+        DamagedLog: Where the records lack what an optimizer asks for.
+    """
+
+    plays = True
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)
+        self._ends: deque[LogRecord] = deque()
+
+    @abstractmethod
+    def read(self) -> LogRecord | None:
+        """The next record; None where there is none."""
+
+    def take(self, place: int, step: int) -> Tensor:
+        """The next messages of a place.
+
+        Shapes: -> `[bytes]` uint8.
+        """
+        while not self._messages[place, step]:
+            if not self._load():
+                raise DamagedLog(f"the record of step {step} has no message of place {place}: it is of another run")
+        content = self._messages[place, step].popleft().content
+        if not self._messages[place, step]:
+            del self._messages[place, step]
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def next_end(self) -> LogRecord | None:
+        """The end of the next step or call of `synchronize`; None where there is no other record."""
+        while not self._ends and self._load():
+            pass
+        return self._ends.popleft() if self._ends else None
+
+    def put(self, place: int, step: int, message: Tensor) -> None:
+        """Never called: this tape plays back."""
+        raise NotImplementedError
+
+    def end(self, what: str, optimizer: Any) -> None:
+        """Nothing is recorded."""
+        return
+
+    def _load(self) -> bool:
+        """Reads one record; false at the end."""
+        record = self.read()
+        if record is None:
+            return False
+        if record.kind == MESSAGE:
+            self._messages[record.place, record.step].append(record)
+        else:
+            self._ends.append(record)
+        return True
+
+
+class Playback(Player):
     """Plays back the log of one rank in `directory`, after `first` and up to `to` steps, in the place of an exchange.
 
     Raises:
@@ -36,9 +93,8 @@ class Playback:
         ValueError: There is no log of this rank from there on, or it is of another run.
     """
 
-    plays = True
-
     def __init__(self, directory: Path, optimizer: Replicated, first: int, to: int | None = None) -> None:
+        super().__init__()
         self._rank, self.first, self._to = optimizer.coordinates.name, first, math.inf if to is None else to
         files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
         usable = [begun for begun, _ in files if begun <= first]
@@ -49,47 +105,15 @@ class Playback:
         self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
         self._identity = identity(optimizer)
         self._records = self._read()
-        self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)
-        self._ends: deque[LogRecord] = deque()
 
-    def take(self, place: int, step: int) -> Tensor:
-        """The next messages of a place.
-
-        Shapes: -> `[bytes]` uint8.
-        """
-        while not self._messages[place, step]:
-            if not self._load():
-                raise DamagedLog(f"the log of {self._rank} has no message of step {step}: it is of another run")
-        content = self._messages[place, step].popleft().content
-        if not self._messages[place, step]:
-            del self._messages[place, step]
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    def read(self) -> LogRecord | None:
+        """The next record of a step or call of `synchronize` up to `to`."""
+        return next(self._records, None)
 
     def next_end(self) -> LogRecord | None:
         """The end of the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
-        while not self._ends and self._load():
-            pass
-        if not self._ends or self._ends[0].step > self._to:
-            return None
-        return self._ends.popleft()
-
-    def put(self, place: int, step: int, message: Tensor) -> None:
-        """Never called: this tape plays back."""
-        raise NotImplementedError
-
-    def end(self, what: str, optimizer: Any) -> None:
-        """Nothing is recorded."""
-
-    def _load(self) -> bool:
-        """Reads one record; false at the end of the log."""
-        record = next(self._records, None)
-        if record is None:
-            return False
-        if record.kind == MESSAGE:
-            self._messages[record.place, record.step].append(record)
-        else:
-            self._ends.append(record)
-        return True
+        end = super().next_end()
+        return None if end is None or end.step > self._to else end
 
     def _read(self) -> Iterator[LogRecord]:
         """All records from `first` on but those that begin files."""

@@ -55,6 +55,17 @@ def noted(kind: int, step: int, table: dict[str, Any]) -> LogRecord:
     return LogRecord(kind, 0, step, json.dumps(table, separators=(",", ":")).encode())
 
 
+def record_of(octets: memoryview) -> tuple[LogRecord, memoryview]:
+    """The record that `octets` begin with, and the octets after it. Raises `DamagedLog` where it is not whole."""
+    if len(octets) >= _HEADER.size:
+        magic, kind, place, step, count, checksum = _HEADER.unpack(octets[: _HEADER.size])
+        content, rest = octets[_HEADER.size : _HEADER.size + count], octets[_HEADER.size + count :]
+        head = zlib.crc32(octets[: _CHECKED.size])
+        if magic == _MAGIC and len(content) == count and zlib.crc32(content, head) == checksum:
+            return LogRecord(kind, place, step, content), rest
+    raise DamagedLog("a record of a step is not whole")
+
+
 def whole_records(path: Path) -> Iterator[LogRecord]:
     """Yields the records of a file up to the first that is not whole, as a crash leaves one at the end.
 

@@ -57,7 +57,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     optimizer.record(reader)
     try:
         while (end := reader.next_end()) is not None:
-            _repeat(end, optimizer)
+            repeat_step(end, optimizer)
     finally:
         optimizer.record(None)
     if to is not None and optimizer.step_count < to:
@@ -65,7 +65,11 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     return optimizer.step_count
 
 
-def _repeat(end: LogRecord, optimizer: Replicated) -> None:
+def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
+    """Takes the step that `end` ends again, or synchronizes again; the tape of `optimizer` plays its messages.
+
+    Raises `DamagedLog` where it is not the next step.
+    """
     if end.kind != STEP:
         optimizer.synchronize()
         return

@@ -1,28 +1,25 @@
 """`UpdateLog`: every agreed update of a rank, appended to files."""
 
-import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
-from detonation.core.integrity.readback import Readback
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.traffic import buckets_of, collective_for
-from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, SYNCHRONIZE, LogRecord, noted
+from detonation.log.records import LOG_VERSION, START, LogRecord, noted
+from detonation.log.step_recorder import StepRecorder
 
 SUFFIX = ".updates"
 _log = logging.getLogger("detonation")
 
 
-class UpdateLog:
+class UpdateLog(StepRecorder):
     """Records each step's messages, as all replicas received them, and the options of the optimizer at that step.
 
     A checkpoint and the log after it are any later step, bit for bit: see `replay`. The first replica records, one
@@ -54,52 +51,27 @@ class UpdateLog:
         >>> folder.cleanup()
     """
 
-    plays = False
-
     def __init__(self, directory: Path | str, fsync_every: int = 0) -> None:
         if fsync_every < 0:
             raise ValueError(f"fsync_every is {fsync_every}, must be at least 0")
+        super().__init__()
         self.directory, self._fsync_every = Path(directory), fsync_every
-        self._messages: list[tuple[int, int, Readback]] = []
-        self._unwritten: list[tuple[list[tuple[int, int, Readback]], LogRecord]] = []
-        self._records = True  # false on all replicas but the first, and after a failure
-        self._file, self._length, self._late = -1, 0, 0
-        self._options: list[dict[str, Any]] = []  # of each group, as they were written last
+        self._file, self._length = -1, 0
         self._levels: object = None  # of which the file is
-
-    def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas.
-
-        Shapes: any.
-        """
-        if self._records:
-            copied = message.contiguous()
-            if copied.device.type == "cpu" and copied.data_ptr() == message.data_ptr():
-                copied = copied.clone()
-            self._messages.append((place, step, Readback(copied)))
-            self._late = int(message.device.type != "cpu")  # messages of this step are on their way to the host
-
-    def take(self, place: int, step: int) -> Tensor:
-        """Never called: this tape records."""
-        raise NotImplementedError
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
-        self._records = self._records and optimizer.coordinates.replica == 0
-        kind, steps = STEP if what == "step" else SYNCHRONIZE, optimizer.step_count
-        messages, self._messages = self._messages, []
-        if not self._records:
+        self.records = self.records and optimizer.coordinates.replica == 0
+        messages = self.take_messages()
+        if not self.records:
             return
         with self._forgiving():
             if optimizer.build() is not self._levels:  # another setting, other parameters, or the first step
                 self.close()
             if self._file < 0:
-                self._open(optimizer, steps - (kind == STEP))
-            changed = {"groups": self._changed(optimizer.param_groups)} if kind == STEP else {}
-            self._unwritten.append((messages, noted(kind, steps, changed)))
-            while len(self._unwritten) > self._late:
-                self._write(*self._unwritten.pop(0))
-            if self._fsync_every and steps % self._fsync_every == 0:
+                self._open(optimizer, optimizer.step_count - (what == "step"))
+            self.add(messages, what, optimizer)
+            if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
                 os.fsync(self._file)
 
     def rotate(self, oldest: int = 0) -> None:
@@ -110,7 +82,7 @@ class UpdateLog:
         """
         self.close()
         files = segments(self.directory, "")
-        for rank in {rank for rank, _, _ in files} if self._records else ():
+        for rank in {rank for rank, _, _ in files} if self.records else ():
             mine = [(first, path) for other, first, path in files if other == rank]
             for (_, path), (end, _) in pairwise(mine):
                 if end <= oldest:
@@ -120,8 +92,7 @@ class UpdateLog:
         """Writes what is left, and closes the file; another step opens another."""
         if self._file >= 0:
             with self._forgiving():
-                while self._unwritten:
-                    self._write(*self._unwritten.pop(0))
+                self.flush()
                 os.fsync(self._file)
             os.close(self._file)
         self._file = -1
@@ -132,8 +103,8 @@ class UpdateLog:
         try:
             yield
         except OSError as error:
-            self._records = False
-            self._unwritten.clear()
+            self.records = False
+            self.forget()
             _log.warning("the update log in %s ends: %s; training goes on without it", self.directory, error.strerror)
             if self._file >= 0:
                 with suppress(OSError):
@@ -146,14 +117,11 @@ class UpdateLog:
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         self._levels = optimizer.build()
-        self._options, self._length = [{} for _ in optimizer.param_groups], 0
-        self._append([noted(START, first, about)])
+        self._options, self._length = [], 0
+        self.hand_on([noted(START, first, about)])
 
-    def _write(self, messages: Sequence[tuple[int, int, Readback]], end: LogRecord) -> None:
-        kept = [(place, step, copy.wait()) for place, step, copy in messages]
-        self._append([*(LogRecord(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept), end])
-
-    def _append(self, records: Sequence[LogRecord]) -> None:
+    def hand_on(self, records: Sequence[LogRecord]) -> None:
+        """Appends the records to the file."""
         parts = [memoryview(part) for record in records for part in record.parts() if len(part)]
         while parts:
             written = os.writev(self._file, parts[:512])
@@ -162,16 +130,6 @@ class UpdateLog:
             if written:
                 parts[0] = parts[0][written:]
         self._length = os.lseek(self._file, 0, os.SEEK_CUR)
-
-    def _changed(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The options of each parameter group that were not written yet."""
-        plain = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
-        now = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
-        before, self._options = [*self._options, *[{}] * (len(now) - len(self._options))], now
-        return [
-            {k: v for k, v in mine.items() if k not in old or old[k] != v}
-            for mine, old in zip(now, before, strict=True)
-        ]
 
 
 def identity(optimizer: Replicated) -> dict[str, Any]:
@@ -231,18 +189,3 @@ def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
         if first.isdecimal() and rank in ("", name):
             found.append((name, int(first), path))
     return sorted(found)
-
-
-def _octets(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the host, which must live as long."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float | str | None) and value == value  # JSON has no NaN

@@ -40,7 +40,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, An
         OSError: the disk is full or fails.
         ValueError: safetensors has no such dtype.
     """
-    return ShardSummary(*disk.write_file(path, _content(tensors, rest)))
+    return ShardSummary(*disk.write_file(path, shard_content(tensors, rest)))
 
 
 def shard_size(tensors: Mapping[str, Tensor]) -> int:
@@ -70,7 +70,7 @@ def shard_fault(path: Path, expected: ShardSummary) -> str | None:
     return None if same else f"{path.name} is damaged: its checksum differs"
 
 
-def _content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
+def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Iterator[memoryview]:
     """The bytes of a safetensors file: header length, header, tensors. Wide dtypes come first, so that all align."""
     header: dict[str, Any] = {"__metadata__": {"json": json.dumps(rest, allow_nan=False)}}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())

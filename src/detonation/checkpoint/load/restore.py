@@ -49,7 +49,14 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
             read = source.agreed(key, Box.of(tensor), manifest.alike and name in parameters)
         local(tensor).copy_(_fitting(key, local(tensor), read))
     for name, parameter in parameters.items():
-        _base_state(saved, source, optimizer, name, parameter)
+        load_base_state(
+            saved.file(0, 0) if isinstance(source, Elastic) else source,
+            source,
+            optimizer,
+            name,
+            parameter,
+            manifest.alike,
+        )
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
@@ -104,11 +111,22 @@ def _option(key: str, current: Any, saved: Any) -> Any:
     return saved
 
 
-def _base_state(
-    saved: CheckpointReader, source: Elastic | ShardReader, optimizer: Replicated, name: str, parameter: Tensor
+def load_base_state(
+    file: ShardReader,
+    source: Elastic | ShardReader,
+    optimizer: Replicated,
+    name: str,
+    parameter: Tensor,
+    alike: bool = False,
 ) -> None:
-    """Replaces the base optimizer's state of one parameter."""
-    file = source if isinstance(source, ShardReader) else saved.file(0, 0)
+    """Replaces the base optimizer's state of one parameter.
+
+    Args:
+        file: Has its keys, and its values that are no tensors.
+        alike: See `Elastic.agreed`.
+
+    Shapes: any.
+    """
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)}
     if not all(isinstance(value, int | float | None) for value in state.values()):
@@ -122,11 +140,13 @@ def _base_state(
         else:
             sharded = key in file.boxes
             if sharded and file.boxes[key].whole != tuple(parameter.shape):
-                raise ValueError(f"{key} is sharded unlike its parameter: resume with {saved.manifest.shards} shards")
-            tensor = source.agreed(key, Box.of(parameter) if sharded else None, saved.manifest.alike)
+                raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
+            tensor = source.agreed(key, Box.of(parameter) if sharded else None, alike)
             whole = tuple(parameter.shape)
         tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
-        state[key.removeprefix(prefix)] = _as_dtensor(parameter, tensor, whole) if key in file.wrapped else tensor
+        # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded since it was saved
+        wrapped = key in file.wrapped or (key in file.boxes and f"model.{name}" not in file.wrapped)
+        state[key.removeprefix(prefix)] = _as_dtensor(parameter, tensor, whole) if wrapped else tensor
     if state:
         optimizer.base.state[parameter] = state
     else:

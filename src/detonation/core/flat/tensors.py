@@ -17,6 +17,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_numel(tensor: Tensor) -> int:
+    """The elements of `tensor` over all shards: of a DTensor, or of a plain tensor that says so as `whole_numel`.
+
+    Shapes: any.
+    """
+    return int(getattr(tensor, "whole_numel", tensor.numel()))
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     """The sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device.
 

@@ -14,7 +14,7 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, norm_selftest, selftest, selftest_conditions
-from detonation.core.flat.tensors import digest, local
+from detonation.core.flat.tensors import digest, local, whole_numel
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
@@ -91,7 +91,7 @@ def build_levels(
             link, counts = routes[key]
             whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
             require_below_dense(scheme, whole, link.replicas, link.local_ranks)
-            sizes = {name: p.numel() for name, p in group.items()}  # of DTensors over all shards
+            sizes = {name: whole_numel(p) for name, p in group.items()}
             for fragment, layout in enumerate(scheme.divide(whole, sizes)):
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
                 channel = Channel(scheme, layout, link, runtime, counts, place=sum(map(len, made)))

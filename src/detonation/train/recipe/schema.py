@@ -101,6 +101,8 @@ class TrainConfig:
         on_desync: "stop" the run where replicas differ in it, or "repair" it.
         loggers: Trackers that get each step, besides `metrics.jsonl`.
         log_updates: Keep each step's agreed messages since the last two checkpoints, for `detonation replay`.
+        publish: "HOST:PORT" at which `detonation follow` finds the weights in training, shard s at PORT + s; it needs
+            a token in the environment. "" publishes nothing.
 
     Raises:
         ValueError: A value is out of range.
@@ -126,6 +128,7 @@ class TrainConfig:
     on_desync: str = "stop"
     loggers: tuple[str, ...] = ()
     log_updates: bool = False
+    publish: str = ""
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "train.steps", self.steps, "at least 1, or 0 with epochs")
@@ -269,6 +272,8 @@ class Config:
         require(
             one or not self.train.log_updates, "train.log_updates", True, "false: the log takes one level that agrees"
         )
+        publish = self.train.publish
+        require(one or not publish, "train.publish", publish, '"": a feed takes one level that agrees')
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
 
     @property

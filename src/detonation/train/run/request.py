@@ -35,6 +35,7 @@ class Request:
     interface: str = ""
     loggers: tuple[str, ...] = ()
     log: bool = False
+    publish: str | None = None
     namespaces: bool = False
     to_stderr: bool = False
 
@@ -62,6 +63,7 @@ class Request:
                 "keep": self.keep,
                 "loggers": list(self.loggers) or None,
                 "log_updates": self.log or None,
+                "publish": self.publish,
             },
         )
 

@@ -16,6 +16,8 @@ from detonation.cluster.network import namespaces
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.cluster.under_launcher import run_under_launcher
 from detonation.core.link.link_speed import LinkSpeed
+from detonation.feed.connection.listener import host_and_port
+from detonation.feed.connection.token import read_token
 from detonation.train.auto.asked import Asked, Auto
 from detonation.train.loop.session import check_config
 from detonation.train.output import directory, trackers
@@ -86,6 +88,9 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
         )
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
+    if config.train.publish:
+        host_and_port(config.train.publish)
+        read_token()
     return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ), layers)
 
 

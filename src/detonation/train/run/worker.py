@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import platform
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.link.tape import Tape
 from detonation.core.schemes.traffic import message_bytes
+from detonation.feed.publisher import Feed
+from detonation.log.step_recorder import Tapes
 from detonation.log.writer import UpdateLog
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Adapter, Followed
@@ -148,8 +152,10 @@ def _train(
     until = max(done, min(steps, stop_after or steps))
     checkpoints = open_checkpoints(session, path / directory.CHECKPOINTS)
     log, saved_at = UpdateLog(path / directory.UPDATES), 0
-    if session.config.train.log_updates:
-        session.optimizer.record(log)
+    feed = _feed(session)
+    tapes: list[Tape] = [log] if session.config.train.log_updates else []
+    if tapes or feed is not None:
+        session.optimizer.record(Tapes(tapes if feed is None else [*tapes, feed]))
 
     def followed() -> Table | None:
         return None if adapter is None else adapter.followed.table()
@@ -172,6 +178,8 @@ def _train(
     try:
         with contextlib.closing(log):
             fit(session, done, until, after_step, stop)
+        if feed is not None:
+            feed.close(ended=until == steps)
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
@@ -186,6 +194,18 @@ def _train(
     if session.rank == 0:
         directory.write_json(path / directory.SUMMARY, summary)
     return {**summary, "directory": str(path)}
+
+
+def _feed(session: Session) -> Feed | None:
+    """The feed of this rank, where the run publishes its weights: one for each shard of the first replica."""
+    address = session.config.train.publish
+    if not address:
+        return None
+    run = Texts(session.device).broadcast(secrets.token_hex(8) if session.rank == 0 else "")
+    if session.optimizer.coordinates.replica:
+        return None
+    about = {"config": to_table(session.config)}
+    return Feed(session.model, session.optimizer, address, about=about, run=run)
 
 
 def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> list[metrics.Record]:

@@ -1,0 +1,123 @@
+"""The shared secret of a feed and its followers, and the handshake in which both prove that they know it."""
+
+import hmac
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from detonation.core.errors import DetonationError
+
+TOKEN, TOKEN_FILE = "DETONATION_TOKEN", "DETONATION_TOKEN_FILE"
+SHORTEST = 16
+HANDSHAKE_S = 5.0
+"""Seconds within which a connection must prove that it knows the token."""
+_MAGIC = b"DTFEED\x00\x01"  # the last two bytes are the version of the protocol
+_NONCE = 32
+_REFUSAL = bytes(32)  # a follower must tell it from a feed that goes away
+
+
+class Refused(DetonationError, ConnectionError):
+    """The other end of a connection is no feed or follower, or has another token."""
+
+
+def read_token(env: Mapping[str, str] | None = None) -> bytes:
+    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names.
+
+    A token is never an argument of a command, which every user of a machine can read.
+
+    Args:
+        env: In the place of the environment of this process.
+
+    Raises:
+        ValueError: There is none, it is shorter than 16 bytes, or others may read its file.
+
+    Example:
+        >>> read_token({"DETONATION_TOKEN": "0123456789abcdef"})
+        b'0123456789abcdef'
+    """
+    env = os.environ if env is None else env
+    where = TOKEN
+    token = env.get(TOKEN, "").strip().encode()
+    if not token and (name := env.get(TOKEN_FILE, "")):
+        where = f"the file {name}"
+        token = _file_content(Path(name)).strip()
+    if not token:
+        raise ValueError(
+            f"a feed and its followers need a token: set {TOKEN}, or {TOKEN_FILE} to a file; make one with "
+            "openssl rand -hex 16"
+        )
+    if len(token) < SHORTEST:
+        raise ValueError(f"the token in {where} has {len(token)} bytes, must have at least {SHORTEST}")
+    return token
+
+
+def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
+    """The feed's side of the handshake; returns the key of the frames that follow.
+
+    Raises `Refused` where the other end does not know the token, and `OSError` where it is gone.
+    """
+    deadline = time.monotonic() + HANDSHAKE_S
+    mine = secrets.token_bytes(_NONCE)
+    connection.settimeout(HANDSHAKE_S)
+    connection.sendall(_MAGIC + mine)
+    answer = receive_exactly(connection, _NONCE + 32, deadline)
+    nonces = mine + answer[:_NONCE]
+    if not hmac.compare_digest(answer[_NONCE:], _proof(token, b"follower", nonces)):
+        connection.sendall(_REFUSAL)
+        raise Refused("it does not know the token")
+    connection.sendall(_proof(token, b"feed", nonces))
+    return _proof(token, b"frames", nonces)
+
+
+def prove_to_feed(connection: socket.socket, token: bytes) -> bytes:
+    """The follower's side of the handshake; returns the key of the frames that follow.
+
+    Raises `Refused` where the other end is no feed, or does not know the token, and `OSError` where it is gone.
+    """
+    deadline = time.monotonic() + HANDSHAKE_S
+    connection.settimeout(HANDSHAKE_S)
+    opening = receive_exactly(connection, len(_MAGIC) + _NONCE, deadline)
+    if opening[: len(_MAGIC)] != _MAGIC:
+        raise Refused("there is no feed of this version of detonation")
+    mine = secrets.token_bytes(_NONCE)
+    nonces = opening[len(_MAGIC) :] + mine
+    connection.sendall(mine + _proof(token, b"follower", nonces))
+    answer = receive_exactly(connection, 32, deadline)
+    if answer == _REFUSAL:
+        raise Refused("the feed has refused the token")
+    if not hmac.compare_digest(answer, _proof(token, b"feed", nonces)):
+        raise Refused("the other end does not know the token")
+    return _proof(token, b"frames", nonces)
+
+
+def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """The next `count` bytes. Raises `ConnectionError` at their end, and `TimeoutError` at the `deadline`."""
+    found = b""
+    while len(found) < count:
+        rest = deadline - time.monotonic()
+        if rest <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(rest)
+        part = connection.recv(count - len(found))
+        if not part:
+            raise ConnectionResetError("the other end has closed the connection")
+        found += part
+    return found
+
+
+def _proof(token: bytes, what: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, what + nonces, "sha256")
+
+
+def _file_content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise ValueError(f"others may read the token in {path}: chmod 600 it")
+            return file.read(4096)
+    except OSError as error:
+        raise ValueError(f"the token in {path} cannot be read: {error.strerror}") from error

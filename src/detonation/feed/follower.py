@@ -1,0 +1,297 @@
+"""`follow`: holds the exact weights of a training that runs elsewhere."""
+
+import hashlib
+import math
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from detonation.core.agreement.safety import Safety
+from detonation.core.errors import DetonationError
+from detonation.core.flat.tensors import digest, local
+from detonation.core.link.communicator import Axis
+from detonation.core.optimizer.replicated import Replicated
+from detonation.feed.connection.listener import host_and_port
+from detonation.feed.connection.token import read_token
+from detonation.feed.newcomer import joined_optimizer
+from detonation.feed.shard import MakeOptimizer, Moment, ShardFollower, moment_after
+from detonation.feed.stream import Joined, Stepped, Stream
+
+LARGEST_STATE = 24
+"""Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have 18."""
+
+
+class LostFeed(DetonationError, ConnectionError):
+    """The feed of a follower is gone for good, or was not there in time."""
+
+
+class Follower:
+    """Holds the weights of a training in a model of this process. Made by `follow`.
+
+    The model changes within `update` alone, so that it can be used between two calls as it is. Where one thread updates
+    and others use the model, all of them hold one lock.
+
+    model: As it was given to `follow`.
+    step: Of the training that the model is at; -1 before the first copy of the state.
+    """
+
+    def __init__(
+        self, model: nn.Module, address: str, token: bytes, make: MakeOptimizer | None, most_behind: int
+    ) -> None:
+        self.model, self._token, self._make, self._most_behind = model, token, make, most_behind
+        self._addresses = [host_and_port(each) for each in address.split(",")]
+        self._changed = threading.Condition()
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
+        self._shards = [ShardFollower(model, bool(meshes), make)]
+        self._streams = [self._stream(self._own_shard or 0)]
+        self._seen = self._came()
+        self.step = -1
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The values that the feed was given for its followers."""
+        return dict(self._shards[0].about.get("about", {}))
+
+    @property
+    def memory_norm(self) -> float:
+        """The norm of what the replica behind the feed had not sent yet when the last copy was made.
+
+        A newcomer has no such memory, and a replica that is lost takes about as much with it.
+        """
+        return math.hypot(*(shard.about.get("memory_norm", 0.0) for shard in self._shards))
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that came from the feed, copies of the state among them."""
+        return sum(stream.bytes_received for stream in self._streams)
+
+    @property
+    def joins(self) -> int:
+        """Copies of the state that came: one, and one more each time that the connection was lost."""
+        return self._streams[0].joins
+
+    @property
+    def behind(self) -> int:
+        """Steps that have come, and that `update` would take."""
+        with self._changed:
+            return sum(isinstance(event, Stepped) for event in self._streams[0].inbox)
+
+    @property
+    def ended(self) -> bool:
+        """True once training has come to its end, and the model is at it."""
+        with self._changed:
+            return all(stream.ended and not stream.inbox for stream in self._streams)
+
+    @property
+    def trouble(self) -> str:
+        """In words, why a connection was lost last; "" where none was."""
+        return next((stream.trouble for stream in self._streams if stream.trouble), "")
+
+    @property
+    def fingerprint(self) -> str:
+        """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of the training."""
+        digests = [bytes.fromhex(digest(shard.module.parameters())) for shard in self._shards]
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+    def update(self, to: int | None = None, wait_s: float | None = None) -> int:
+        """Takes the steps that have come; returns `step`.
+
+        Where the connection was lost, the model may go back, as training does that begins anew from a checkpoint.
+
+        Args:
+            to: Take steps up to this one, and wait for it.
+            wait_s: Seconds to wait: without `to` for anything new, 0 when left out; with `to` for that step, as long as
+                it takes when left out.
+
+        Raises:
+            LostFeed: The feed refuses this follower, or ends before `to`, or `to` has passed.
+            ValueError: The training is of another model, or this process would round otherwise.
+        """
+        deadline = None if wait_s is None and to is not None else time.monotonic() + (wait_s or 0.0)
+        while True:
+            moved = self._advance(to)
+            if to is not None and self.step > to:
+                raise LostFeed(f"training was at step {self.step} already when its state came, beyond {to}")
+            if self.step == to or (moved and to is None):
+                return self.step
+            if not self._wait(deadline, to):
+                return self.step
+
+    def join(self, axis: Axis, safety: Safety | None = None) -> Replicated:
+        """Goes on from here as a replica along `axis`: an optimizer over the parameters of the model, with the state.
+
+        Its memory is empty: what the replicas have not sent yet is theirs, and a newcomer has nothing of its own. The
+        replicas compare themselves before this returns, so all of them call `Replicated.resume_at` at this step, or
+        join as well. Do not call `update` after that, unless the optimizer is for saving alone.
+
+        Args:
+            axis: As in `replicate`.
+            safety: As in `replicate`.
+
+        Raises:
+            LostFeed: There is no state yet.
+            ValueError: The model is whole, and training has several shards: make it with `detonation.shard` first,
+                unless `axis` has one replica.
+            Mismatch: The replicas differ.
+        """
+        if self.step < 0:
+            raise LostFeed("there is no state yet to join with: call update first")
+        return joined_optimizer(self.model, self._shards, self._make, axis, safety or Safety())
+
+    def close(self) -> None:
+        """Follows no longer; the model stays where it is."""
+        for stream in self._streams:
+            stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream(self, shard: int) -> Stream:
+        size = sum(local(t).nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+        most_bytes = LARGEST_STATE * size + (64 << 20)
+        if len(self._addresses) == 1:
+            host, port = self._addresses[0]
+            port += shard
+        elif shard < len(self._addresses):
+            host, port = self._addresses[shard]
+        else:
+            raise ValueError(f"there are {len(self._addresses)} addresses, and training has {shard + 1} shards or more")
+        return Stream(host, port, self._token, most_bytes, self._most_behind, self._changed)
+
+    def _wait(self, deadline: float | None, to: int | None) -> bool:
+        """Waits for something new; false where nothing is to come in time."""
+        with self._changed:
+            for stream in self._streams:
+                if stream.refusal is not None:
+                    raise LostFeed(str(stream.refusal)) from stream.refusal
+            if all(stream.ended and not stream.inbox for stream in self._streams):
+                if to is not None:
+                    raise LostFeed(f"training has ended after {self.step} steps, before {to}")
+                return False
+            rest = None if deadline is None else deadline - time.monotonic()
+            if rest is not None and rest <= 0:
+                return False
+            seen = self._seen
+            self._changed.wait_for(lambda: self._came() != seen, 1.0 if rest is None else min(rest, 1.0))
+        return True
+
+    def _came(self) -> tuple[object, ...]:
+        """All that `_wait` waits for: events, and what ends a stream."""
+        return tuple((stream.came, stream.ended, stream.refusal) for stream in self._streams)
+
+    def _advance(self, to: int | None) -> bool:
+        """Brings all shards to the last moment that all of them can reach; true if that moved any."""
+        self._open_streams()
+        with self._changed:
+            self._seen = self._came()
+            plans = [_reachable(shard.moment, stream.inbox, to) for shard, stream in self._pairs()]
+            goal = next((m for m in reversed(plans[0]) if m is not None and all(m in plan for plan in plans)), None)
+            if goal is None:
+                for stream in self._streams:  # one of the others has come again, and is beyond these steps
+                    if len(stream.inbox) >= self._most_behind:
+                        stream.come_again()
+                return False
+            events = []
+            for plan, (_, stream) in zip(plans, self._pairs(), strict=True):
+                last = len(plan) - 1 - plan[::-1].index(goal)
+                events.append([stream.inbox.popleft() for _ in range(last)])
+            self._changed.notify_all()
+        for taken, (shard, _) in zip(events, self._pairs(), strict=True):
+            copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]
+            shard.apply(taken[copies[-1] :] if copies else taken)
+        self.step = goal[1]
+        return any(events)
+
+    def _open_streams(self) -> None:
+        """Opens the streams of the other shards, once the first one has told how many there are; closes odd ones."""
+        with self._changed:
+            joined = next((event for event in self._streams[0].inbox if isinstance(event, Joined)), None)
+        if joined is None or self._own_shard is not None:
+            return
+        shards = int(joined.about["shards"])
+        for stream in self._streams[shards:]:
+            stream.close()
+        del self._streams[shards:], self._shards[shards:]
+        for shard in range(len(self._streams), shards):
+            self._shards.append(ShardFollower(self.model, False, self._make))
+            self._streams.append(self._stream(shard))
+
+    def _pairs(self) -> list[tuple[ShardFollower, Stream]]:
+        return list(zip(self._shards, self._streams, strict=True))
+
+
+def follow(
+    model: nn.Module,
+    address: str,
+    *,
+    token: bytes | None = None,
+    optimizer: MakeOptimizer | None = None,
+    most_behind: int = 64,
+    wait: bool = True,
+    timeout_s: float = 60.0,
+) -> Follower:
+    """Holds the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
+
+    This process is no replica: it sends nothing, and training does not wait for it. It gets a copy of the state of
+    training, and then the messages of each step, which it applies with the optimizer of training. It needs the memory
+    that training needs without gradients: weights and the state of the optimizer. Shards of a replica come in streams
+    of their own, and become one model here; a model that `detonation.shard` has cut into as many gets its own stream
+    on each rank.
+
+    A connection that is lost comes again by itself, with a copy of the state as it is then.
+
+    Args:
+        model: As the trained one, with any weights; it may be in use between the calls of `Follower.update`.
+        address: "HOST:PORT" of the feed of shard 0, that of shard s being at the port + s; or the addresses of all
+            shards, separated by commas.
+        token: At least 16 bytes, in the place of that of the environment; see `Feed`.
+        optimizer: Makes the base optimizer over parameter groups, where it is neither of torch nor of this library.
+        most_behind: Steps that may wait for `Follower.update`; with more of them the feed drops this follower, which
+            comes again.
+        wait: Return when the model has the first weights.
+        timeout_s: Seconds to wait for them.
+
+    Raises:
+        LostFeed: The feed refuses the token, or no weights came in time.
+        ValueError: There is no token, the training is of another model, or this process would round otherwise.
+
+    Example:
+        >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")
+        Traceback (most recent call last):
+        ...
+        ValueError: the address is '127.0.0.1', must be HOST:PORT such as 127.0.0.1:7000
+    """
+    if most_behind < 1:
+        raise ValueError(f"most_behind is {most_behind}, must be at least 1")
+    follower = Follower(model, address, read_token() if token is None else token, optimizer, most_behind)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while wait and follower.step < 0:
+            rest = deadline - time.monotonic()
+            if rest <= 0 or (follower.update(wait_s=min(rest, 1.0)) < 0 and follower.ended):
+                raise LostFeed(f"no weights came from {address} within {timeout_s:g} s: {follower.trouble}")
+    except BaseException:
+        follower.close()
+        raise
+    return follower
+
+
+def _reachable(moment: Moment | None, inbox: Any, to: int | None) -> list[Moment | None]:
+    """The moments of a shard now, and after each of the events that wait, up to step `to`."""
+    found = [moment]
+    for event in inbox:
+        moment = moment_after(event, moment)
+        if to is not None and moment[1] > to and isinstance(event, Stepped):
+            break
+        found.append(moment)
+    return found

@@ -1,0 +1,227 @@
+"""The feed: what a rank of training sends to processes that follow it, without ever waiting for them."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from detonation.checkpoint.save.snapshot import take_snapshot
+from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.flat.tensors import local
+from detonation.core.integrity.readback import Readback
+from detonation.core.optimizer.replicated import Replicated
+from detonation.feed.connection.frames import ABOUT, BYE, FrameSocket, encoded
+from detonation.feed.connection.listener import Listener, host_and_port
+from detonation.feed.connection.token import read_token
+from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
+from detonation.feed.subscription import Subscription
+from detonation.log.records import MESSAGE, LogRecord
+from detonation.log.step_recorder import StepRecorder
+
+FAILED_S = 60.0
+"""Seconds after which a copy that failed is tried again."""
+REST = 100.0
+"""Copies of the state take at most one part in so many of the training's time."""
+_log = logging.getLogger("detonation.feed")
+
+
+class Feed(StepRecorder):
+    """Serves the weights of training to processes that follow it: a copy of the state, and then each step's messages.
+
+    Each rank of one replica, whichever, has a feed: `optimizer.record(feed)`. The rank of shard s listens at the port
+    of `address` + s. Whoever comes gets a copy of the state after the step that is under way, and from there on the
+    messages of all replicas, as they travelled. Training never waits for a follower: threads send, and one that is too
+    far behind is dropped, and comes again. Without followers a step costs nothing.
+
+    A follower needs the token of the feed (`DETONATION_TOKEN`, or a file that `DETONATION_TOKEN_FILE` names). Nothing
+    is encrypted.
+
+    Args:
+        model: The trained model.
+        optimizer: Made by `replicate`, with one level.
+        address: "HOST:PORT" of the interface to listen at; port 0 takes a free one.
+        token: At least 16 bytes, in the place of that of the environment.
+        most_behind: Steps that wait for a follower until it is dropped.
+        most_followers: Followers at a time.
+        about: JSON values for the followers, such as the configuration of the run.
+        run: A name of this start of the training, the same for all shards.
+
+    Raises:
+        ValueError: There is no token, the address is none, or the optimizer cannot be followed.
+        OSError: Nobody can listen there.
+
+    Example:
+        >>> import torch, detonation as dt
+        >>> from detonation.cluster.network.loopback import LoopbackCommunicator
+        >>> trained, served = nn.Linear(8, 1), nn.Linear(8, 1)
+        >>> adam = torch.optim.AdamW(trained.parameters())
+        >>> optimizer = dt.replicate(adam, trained, LoopbackCommunicator(2), dt.full())
+        >>> feed = dt.Feed(trained, optimizer, "127.0.0.1:0", token=b"0123456789abcdef")
+        >>> optimizer.record(feed)
+        >>> with dt.follow(served, feed.address, token=b"0123456789abcdef", wait=False) as follower:
+        ...     while follower.step < 3:
+        ...         trained(torch.ones(1, 8)).sum().backward()
+        ...         optimizer.step()
+        ...         _ = follower.update(wait_s=0.01)
+        ...     optimizer.record(None)
+        ...     feed.close()
+        ...     _ = follower.update(to=optimizer.step_count)
+        >>> torch.equal(served.weight, trained.weight)
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Replicated,
+        address: str,
+        *,
+        token: bytes | None = None,
+        most_behind: int = 64,
+        most_followers: int = 8,
+        about: Mapping[str, Any] | None = None,
+        run: str = "",
+    ) -> None:
+        super().__init__()
+        for name, value in (("most_behind", most_behind), ("most_followers", most_followers)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
+        require_followable(optimizer)
+        self._model, self._most_behind, self._most_followers = model, most_behind, most_followers
+        self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
+        self._lock = threading.Lock()  # of the two lists
+        self._coming: list[Subscription] = []
+        self._subscribed: list[Subscription] = []
+        self._levels: object = None  # of which the followers know
+        self._next_copy = 0.0
+        self._synchronized = 0  # calls of `synchronize` since the last step
+        self._sent: dict[int, bytes] = {}  # the buffers of the model, as they were sent last
+        self.records = self._closed = False
+        host, port = host_and_port(address)
+        shard = optimizer.coordinates.shard
+        self._first_shard = shard == 0
+        token = read_token() if token is None else token
+        bracketed = f"[{host}]" if ":" in host else host
+        self._listener = Listener(f"{bracketed}:{port + shard if port else 0}", token, self._admit)
+        self.address = f"{bracketed}:{self._listener.port - (shard if port else 0)}"
+        """That followers need."""
+
+    @property
+    def followers(self) -> int:
+        """The number of processes that follow, or wait for their copy."""
+        with self._lock:
+            return sum(each.alive for each in (*self._coming, *self._subscribed))
+
+    def end(self, what: str, optimizer: Replicated) -> None:
+        """Ends a step, or a call of `synchronize`."""
+        messages = self.take_messages()
+        self._synchronized = 0 if what == "step" else self._synchronized + 1
+        if not self._coming and not self._subscribed:
+            return
+        if optimizer.build() is not self._levels:
+            self._drop_all("the settings or the trained parameters have changed")
+            self._levels = optimizer.build()
+        if self._subscribed:
+            self.add(messages + self._extras(optimizer), what, optimizer)
+        if self._coming and time.monotonic() >= self._next_copy:
+            try:
+                self._let_in(optimizer)
+            except Exception as error:  # whatever it is, as a lack of memory for the copy: training goes on
+                _log.exception("no copy of the state for followers")
+                self._next_copy = time.monotonic() + FAILED_S
+                self._drop_all(f"there is no copy of the state: {error}")
+        self._sort_out()
+
+    def close(self, ended: bool = True, wait_s: float = 10.0) -> None:
+        """Sends what is left to each follower, and listens no longer.
+
+        Args:
+            ended: Whether training has come to its end; followers of another would wait for its next start.
+            wait_s: Seconds after which a follower that has not taken everything is left alone.
+        """
+        self._listener.close()
+        self.flush()
+        with self._lock:
+            self._closed = True
+            everyone = [*self._coming, *self._subscribed]
+            self._coming, self._subscribed = [], []
+        for each in everyone:
+            each.finish({"ended": ended, "reason": "training has ended" if ended else "training has stopped"})
+        deadline = time.monotonic() + wait_s
+        for each in everyone:
+            each.join(max(0.0, deadline - time.monotonic()))
+
+    def hand_on(self, records: Sequence[LogRecord]) -> None:
+        """Queues the records of one step for each follower."""
+        content = b"".join(part for record in filter(self._is_new, records) for part in record.parts())
+        for each in self._subscribed:
+            each.offer(content)
+
+    def _admit(self, connection: FrameSocket, peer: str, wanted: Mapping[str, Any]) -> None:
+        """Takes in a follower; called by the threads of the listener."""
+        kind, answer = ABOUT, dict(self._about["about"])
+        if wanted.get("want") != "about":
+            with self._lock:
+                here = sum(each.alive for each in (*self._coming, *self._subscribed))
+                if here < self._most_followers and not self._closed:
+                    self._coming.append(Subscription(connection, peer, self._most_behind))
+                    return
+            kind, answer = BYE, {"ended": False, "reason": f"it has {here} followers, and takes no more"}
+        with contextlib.suppress(OSError):
+            connection.send(kind, encoded(answer))
+        connection.close()
+
+    def _let_in(self, optimizer: Replicated) -> None:
+        """Gives those who wait a copy of the state after this step."""
+        began = time.monotonic()
+        with self._lock:
+            coming, self._coming = [each for each in self._coming if each.alive], []
+            self._subscribed += coming
+        if not coming:
+            return
+        require_followable(optimizer)  # by now the collectives are known
+        snapshot = take_snapshot(self._model, optimizer)
+        state = shared_content(snapshot)
+        about = describe_training(optimizer) | self._about | {"synchronized": self._synchronized}
+        for each in coming:
+            each.begin(about, state, snapshot, skip=self.waiting)
+        self._options = []  # all options of the groups come with the next step
+        self._sent = {}
+        now = time.monotonic()
+        self._next_copy = now + REST * (now - began)
+
+    def _sort_out(self) -> None:
+        with self._lock:
+            self._subscribed = [each for each in self._subscribed if each.alive]
+        self.records = bool(self._subscribed)
+        if not self.records:
+            self.forget()
+
+    def _drop_all(self, reason: str) -> None:
+        self.forget()
+        for each in self._subscribed:
+            each.drop(reason)
+        self._sort_out()
+
+    def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
+        """What a follower needs beside the messages: the norm for clipping, and the buffers of the model."""
+        step, found = optimizer.step_count, []
+        norm = optimizer.stats.grad_norm if optimizer.settings.clip else None
+        if norm is not None:
+            found.append((NORM, step, Readback(norm.detach().reshape(1).clone())))
+        for index, buffer in enumerate(persistent_buffers(self._model).values() if self._first_shard else ()):
+            found.append((BUFFERS + index, step, Readback(local(buffer.detach()).clone().reshape(-1))))
+        return found
+
+    def _is_new(self, record: LogRecord) -> bool:
+        """False for a buffer that has not changed since it was sent: most models have some that never do."""
+        if record.kind != MESSAGE or not BUFFERS <= record.place < NORM:
+            return True
+        content = bytes(record.content)
+        same = self._sent.get(record.place) == content
+        self._sent[record.place] = content
+        return not same

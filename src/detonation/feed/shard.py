@@ -1,0 +1,194 @@
+"""One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from detonation.checkpoint.files.reader import ShardReader
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.agreement.safety import Safety
+from detonation.core.agreement.selftest import selftest
+from detonation.core.flat.tensors import local
+from detonation.core.optim.muon import Muon
+from detonation.core.optim.signsgd import SignSGD
+from detonation.core.optimizer.replicate import replicate
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.scheme import Scheme
+from detonation.feed.shard_views import require_elementwise, shard_views
+from detonation.feed.shared_state import (
+    BUFFERS,
+    NORM,
+    load_shared_state,
+    load_weights_of,
+    options_of_group,
+    show_agreed,
+    show_own,
+)
+from detonation.feed.stream import Joined, Stepped
+from detonation.log.playback import Player
+from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
+from detonation.log.repeat import repeat_step
+from detonation.log.writer import identity
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes the base optimizer of the training over parameter groups."""
+Moment = tuple[str, int, int]
+"""The start of the training, the steps that were taken, and the calls of `synchronize` since."""
+
+
+class ReceivedSteps(Player):
+    """Plays back the records that a stream has received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[LogRecord] = deque()
+
+    def read(self) -> LogRecord | None:
+        """The next record that was received."""
+        return self.records.popleft() if self.records else None
+
+
+class ShardFollower:
+    """Repeats the steps of one shard of a training.
+
+    moment: Where it is; None before the first copy of the state.
+
+    Args:
+        model: Whole, or with parameters that are sharded as those of training are.
+        make: Makes the base optimizer; None for one of torch or of this library, by its name.
+    """
+
+    def __init__(self, model: nn.Module, sharded: bool, make: MakeOptimizer | None) -> None:
+        self._model, self._sharded, self._make = model, sharded, make
+        self.moment: Moment | None = None
+        self.about: dict[str, Any] = {}
+        self.optimizer: Replicated | None = None
+        self.module = model
+        self.saved: ShardReader | None = None
+        self._player = ReceivedSteps()
+        self._norm: Tensor | None = None
+        self._buffers: list[Tensor] = []
+
+    def apply(self, events: Sequence[Joined | Stepped]) -> None:
+        """Loads a copy of the state, or repeats steps.
+
+        Raises `ValueError` where the state is of another model, and `DamagedLog` where steps do not follow each other.
+        """
+        for event in events:
+            if isinstance(event, Joined):
+                self._load(event)
+            elif self.optimizer is not None:
+                self._repeat(event.records, self.optimizer)
+            self.moment = moment_after(event, self.moment)
+        if events and self.optimizer is not None:
+            show_agreed(self.optimizer)
+
+    @torch.no_grad()
+    def _load(self, joined: Joined) -> None:
+        about = self.about = joined.about
+        saved = self.saved = ShardReader(joined.path)
+        load_weights_of(saved, self._model)
+        trained = set(about["trained"])
+        self.module = self._model if self._sharded else shard_views(saved, self._model, trained)
+        parameters = dict(self.module.named_parameters())
+        base = base_optimizer(self._make, about, saved.groups, parameters)
+        chosen = scheme_of_training(about)
+        in_parts = about["shards"] > 1 and not self._sharded
+        self.optimizer = replicate(
+            base,
+            self.module,
+            LoopbackCommunicator(about["replicas"]),
+            chosen,
+            clip=None if in_parts else about["clip"],
+            seed=about["seed"],
+            kernels=about["kernels"],
+            safety=Safety(about["non_finite"], verify_every=0),
+        )
+        load_shared_state(saved, self.optimizer, parameters, about["step"])
+        if in_parts:
+            require_elementwise(base, parameters)
+            if about["clip"] and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
+                base.register_step_pre_hook(self._clip)
+        self._require_same(chosen)
+        self._player = ReceivedSteps()
+        self.optimizer.record(self._player)
+        self._buffers = [local(buffer) for buffer in persistent_buffers(self._model).values()]
+
+    def _require_same(self, chosen: Scheme) -> None:
+        """Raises `ValueError` where this process would not repeat the steps bit for bit."""
+        optimizer, about = self.optimizer, self.about
+        assert optimizer is not None
+        for key, here in identity(optimizer).items():
+            if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
+                raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
+        if selftest(chosen, optimizer.build()[0].channel.runtime) != about["selftest"]:
+            there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+            raise ValueError(
+                f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "
+                "the same kind of processor or accelerator, and g++ if training has it"
+            )
+
+    def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
+        extras = {r.place: r.content for r in records if r.kind == MESSAGE and r.place >= BUFFERS}
+        norm = extras.pop(NORM, None)
+        self._norm = None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
+        self._player.records.extend(r for r in records if r.kind != MESSAGE or r.place < BUFFERS)
+        show_own(optimizer)
+        while (end := self._player.next_end()) is not None:
+            repeat_step(end, optimizer)
+        for place, content in extras.items():
+            buffer = self._buffers[place - BUFFERS]
+            sent = torch.frombuffer(bytearray(content), dtype=buffer.dtype)
+            buffer.copy_(sent.view(buffer.shape))
+
+    def _clip(self, base: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Clips by the norm over all shards, as training has measured it."""
+        if self._norm is None:
+            return
+        gradients = [p.grad for group in base.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            norm = self._norm.to(gradients[0].device)
+            torch._foreach_mul_(gradients, (self.about["clip"] / (norm + 1e-6)).clamp(max=1.0))
+
+
+def moment_after(event: Joined | Stepped, before: Moment | None) -> Moment:
+    """The moment of a training after an event, and `before` it."""
+    if isinstance(event, Joined):
+        return event.about["run"], event.about["step"], event.about["synchronized"]
+    assert before is not None  # a stream begins with a copy
+    end = event.records[-1]
+    return (before[0], end.step, before[2] + 1) if end.kind == SYNCHRONIZE else (before[0], end.step, 0)
+
+
+def base_optimizer(
+    make: MakeOptimizer | None, about: dict[str, Any], saved: Sequence[Any], parameters: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
+    """The base optimizer of a training, over `parameters` in the groups of its state."""
+    groups = [
+        {"params": [parameters[name] for name in group["parameters"]], **options_of_group(group)} for group in saved
+    ]
+    return (make or _by_name(about["optimizer"]))(groups)
+
+
+def scheme_of_training(about: dict[str, Any]) -> Scheme:
+    """The scheme of a training. Raises `ValueError` for one that is not registered here."""
+    name = about["scheme"]
+    if ":" in name:
+        raise ValueError(f"training names its scheme as {name}: import and register it under a name, on both sides")
+    return scheme(name, about["arguments"])
+
+
+def _by_name(name: Sequence[str]) -> MakeOptimizer:
+    module, kind = name
+    ours: dict[str, Any] = {"SignSGD": SignSGD, "Muon": Muon}
+    found = ours.get(kind) if module.startswith("detonation.") else None
+    if module.startswith("torch.optim."):
+        found = getattr(torch.optim, kind, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=) to make it")
+    return found

@@ -1,0 +1,175 @@
+"""The state that a follower begins with: how a feed describes and writes it, and how it is put into an optimizer."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.files.manifest import CorruptCheckpoint, versions
+from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.shard_file import shard_content
+from detonation.checkpoint.load.restore import load_base_state
+from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.save.snapshot import Snapshot
+from detonation.core.agreement.selftest import selftest
+from detonation.core.flat.layout import copy
+from detonation.core.flat.tensors import local, locals_of
+from detonation.core.optimizer.replicated import Replicated
+from detonation.core.schemes.traffic import collective_for
+from detonation.feed.connection.frames import encoded, table_of
+from detonation.log.writer import identity
+
+BUFFERS, NORM = 1 << 31, (1 << 32) - 1
+"""The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
+PRIVATE = ("residual", "own_update", "server_residual", "generator")
+"""How the kinds of state begin that are the memory of one replica: they stay where they are."""
+
+
+def require_followable(optimizer: Replicated) -> None:
+    """Raises `ValueError` where the messages of `optimizer` are not all that moves the weights of its replicas."""
+    if len(optimizer.levels) > 1:
+        raise ValueError("a feed takes one level of replication, not several")
+    if optimizer.settings.intra_node is not None:
+        raise ValueError("a feed takes no intra_node: its ranks share the messages of some parameters")
+    ((_, scheme),) = optimizer.levels
+    if scheme.signal == "nothing":
+        raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
+    built = optimizer.build() if optimizer.is_built else []
+    ways = [collective_for(scheme, each.layout, each.link.replicas, each.link.local_ranks) for each in built]
+    if scheme.round.delay and "owner" in (scheme.link, *ways):
+        # a copy waits for messages in flight, which would start the second collective on this replica alone
+        raise ValueError(f"{scheme.name} with a delay and owners cannot be followed: use link='all-gather'")
+
+
+def describe_training(optimizer: Replicated) -> dict[str, Any]:
+    """All that a follower must know before it can load the state, as JSON values."""
+    ((_, scheme),) = optimizer.levels
+    replicators, settings = optimizer.build(), optimizer.settings
+    kind = type(optimizer.base)
+    described = {
+        **identity(optimizer),
+        "step": optimizer.step_count,
+        "shard": optimizer.coordinates.shard,
+        "arguments": dict(scheme.arguments),
+        "optimizer": [kind.__module__, kind.__name__],
+        "non_finite": settings.safety.non_finite,
+        "kernels": settings.kernels,
+        "trained": [slot.name for each in replicators for slot in each.layout.slots],
+        "selftest": selftest(scheme, replicators[0].channel.runtime),
+        "versions": versions(),
+        "memory_norm": memory_norm(optimizer),
+    }
+    return table_of(encoded(described))  # tuples as lists
+
+
+@torch.no_grad()
+def memory_norm(optimizer: Replicated) -> float:
+    """The norm of the signals that this replica has not sent yet, over all parameters of its shard."""
+    found = [each.channel.memory.residual for each in optimizer.build() if each.channel.memory]
+    return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in found))
+
+
+def shared_content(snapshot: Snapshot) -> list[memoryview]:
+    """The state that all replicas share, as the file of a checkpoint has it."""
+    tensors = {key: tensor for key, tensor in snapshot.tensors.items() if not _is_private(key)}
+    return list(shard_content(tensors, snapshot.rest))
+
+
+@torch.no_grad()
+def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
+    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded alike.
+
+    Raises `ValueError` where it is another model.
+    """
+    targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    for key, target in targets.items():
+        tensor, whole = saved.tensor(key), tuple(target.shape)
+        part = local(target)
+        box = saved.boxes.get(key, Box.of(target))
+        if part is target and box.whole == whole:
+            part = part_of(part, box)
+        if part.shape != tensor.shape or part.dtype != tensor.dtype:
+            here, there = f"{whole} {part.dtype}", f"{box.whole} {tensor.dtype}"
+            raise ValueError(f"{key.removeprefix('model.')} is {there} in training, is {here} here: another model")
+        part.copy_(tensor)
+    if extra := sorted(key for key in saved.keys if key.startswith("model.") and key not in targets):
+        raise ValueError(f"training has {extra[0].removeprefix('model.')}, which is not here: another model")
+
+
+def part_of(whole: Tensor, box: Box) -> Tensor:
+    """The part of a whole tensor that a box is, in the same memory.
+
+    Shapes: any -> the shape of the box.
+    """
+    for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if start + size > whole.shape[dim]:
+            start = 0  # an empty shard begins beyond the end
+            if size:
+                raise CorruptCheckpoint(f"a box ends beyond its tensor of shape {tuple(whole.shape)}")
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+@torch.no_grad()
+def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Mapping[str, Tensor], step: int) -> None:
+    """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no step.
+
+    Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
+
+    Shapes: local shapes.
+    """
+    for name, parameter in parameters.items():
+        load_base_state(saved, saved, optimizer, name, parameter)
+    for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
+        group |= options_of_group(options)
+    optimizer.build()
+    current = optimizer.local_state()
+    found = {key.removeprefix("replica."): key for key in saved.keys if key.startswith("replica.")}
+    odd = sorted(found.keys() - current.keys()) or sorted(
+        key for key in current.keys() - found.keys() if is_shared(key)
+    )
+    if odd:
+        raise ValueError(f"the state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+    for level, replicator in enumerate(optimizer.build()):
+        mine = {}
+        for key, tensor in replicator.local_state().named().items():
+            full = f"{level}.{key}"
+            mine[key] = saved.tensor(found[full]) if full in found else torch.zeros_like(tensor)
+            if mine[key].shape != tensor.shape:
+                raise ValueError(f"{full} is {tuple(mine[key].shape)} in training, is {tuple(tensor.shape)} here")
+        replicator.local_state().load(mine)
+    optimizer.resume_at(step)
+
+
+@torch.no_grad()
+def show_agreed(optimizer: Replicated) -> None:
+    """Moves the weights to those that the replicas agreed on last; `show_own` undoes it where that counts."""
+    for replicator in optimizer.build():
+        replicator.enter_agreed()
+        if replicator.scheme.signal == "parameters":
+            copy(locals_of(replicator.parameters), replicator.shared_weights())
+
+
+@torch.no_grad()
+def show_own(optimizer: Replicated) -> None:
+    """Undoes `show_agreed` before a step."""
+    for replicator in optimizer.build():
+        replicator.leave_agreed()
+
+
+def _is_private(key: str) -> bool:
+    return key.startswith("generator.") or (key.startswith("replica.") and not is_shared(key.removeprefix("replica.")))
+
+
+def is_shared(key: str) -> bool:
+    """False for the state that is one replica's own, such as 0.residual.layer.weight."""
+    return not key.partition(".")[2].startswith(PRIVATE)
+
+
+def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group, as a state has them."""
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["options"].items()}
+    return plain | {key: torch.tensor(value) for key, value in saved["tensors"].items()}

@@ -1,0 +1,178 @@
+"""The stream of one shard: a thread that receives from a feed, and comes again where the connection ends."""
+
+import shutil
+import socket
+import tempfile
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from detonation.feed.connection.frames import (
+    ABOUT,
+    BYE,
+    LONGEST_PIECE,
+    SHORT,
+    STATE,
+    STEP_DONE,
+    WANT,
+    BadFrame,
+    FrameSocket,
+    encoded,
+    records_in,
+    table_of,
+)
+from detonation.feed.connection.listener import host_and_port
+from detonation.feed.connection.token import HANDSHAKE_S, Refused, prove_to_feed
+from detonation.log.records import DamagedLog, LogRecord
+
+SILENCE_S = 30.0
+"""Seconds without a sign of life after which a feed counts as lost."""
+PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds before each attempt to connect again; the last repeats."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A copy of the state: its description, and its file, which is there as long as this object."""
+
+    about: dict[str, Any]
+    path: Path
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, shutil.rmtree, self.path.parent, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The records of one step, or of one call of `synchronize`; the last one ends it."""
+
+    records: list[LogRecord]
+
+
+def ask(connection: socket.socket, token: bytes, wanted: str) -> FrameSocket:
+    """Shows the token to a feed, and asks for its "state" or what it is "about"."""
+    frames = FrameSocket(connection, prove_to_feed(connection, token), feeds=False)
+    connection.settimeout(SILENCE_S)
+    frames.send(WANT, encoded({"want": wanted}))
+    return frames
+
+
+def read_about(address: str, token: bytes) -> dict[str, Any]:
+    """What the feed at `address` was given for its followers. Raises `Refused`, or `OSError` where there is none."""
+    host, port = host_and_port(address.split(",")[0])
+    with socket.create_connection((host, port), HANDSHAKE_S) as connection:
+        kind, content = ask(connection, token, "about").receive(SHORT)
+        if kind != ABOUT:
+            raise Refused(f"{address}: {table_of(content).get('reason')}")
+        return table_of(content)
+
+
+class Stream:
+    """Receives from the feed at `host`, `port` into `inbox`, whose changes it announces by `changed`.
+
+    Args:
+        most_bytes: Of a copy of the state, and of the records of a step.
+        most_waiting: Steps that may wait in `inbox`; the feed then has to wait, and drops this follower.
+    """
+
+    def __init__(
+        self, host: str, port: int, token: bytes, most_bytes: int, most_waiting: int, changed: threading.Condition
+    ) -> None:
+        self.host, self.port = host, port
+        self.inbox: deque[Joined | Stepped] = deque()
+        self.ended = False
+        self.refusal: Exception | None = None
+        self.trouble = ""
+        self.bytes_received = self.joins = self.came = 0
+        self._token, self._most_bytes, self._most_waiting, self._changed = token, most_bytes, most_waiting, changed
+        self._frames: FrameSocket | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the connection; the thread ends soon."""
+        self._closed.set()
+        self._hang_up()
+        with self._changed:
+            self._changed.notify_all()
+
+    def come_again(self) -> None:
+        """Drops all that waits, and the connection, for a new copy. The caller holds `changed`."""
+        self.inbox.clear()
+        self._hang_up()
+        self._changed.notify_all()
+
+    def _hang_up(self) -> None:
+        frames = self._frames  # which the thread may set to None meanwhile
+        if frames is not None:
+            frames.close()
+
+    def _run(self) -> None:
+        attempts = 0
+        while not self._closed.is_set() and not self.ended and self.refusal is None:
+            joins = self.joins
+            try:
+                self._follow()
+            except (Refused, BadFrame, DamagedLog, OSError) as error:
+                self.trouble = f"{self.host}:{self.port}: {error or type(error).__name__}"
+                if isinstance(error, Refused):
+                    self.refusal = Refused(self.trouble)
+            finally:
+                self._hang_up()
+                self._frames = None
+                with self._changed:
+                    self._changed.notify_all()
+            attempts = 0 if self.joins > joins else attempts + 1
+            if not self.ended:
+                self._closed.wait(PAUSES_S[min(attempts, len(PAUSES_S) - 1)])
+
+    def _follow(self) -> None:
+        with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
+            frames = ask(connection, self._token, "state")
+            self._frames = frames
+            about: dict[str, Any] = {}
+            while not self._closed.is_set():
+                before = frames.bytes_moved
+                kind, content = frames.receive(self._most_bytes if about else SHORT)
+                self.bytes_received += frames.bytes_moved - before
+                if kind == ABOUT:
+                    about = table_of(content)
+                    self._put(self._joined(frames, about))
+                    self.joins += 1
+                elif kind == STEP_DONE and about:
+                    self._put(Stepped(list(records_in(content))))
+                elif kind == BYE:
+                    said = table_of(content)
+                    self.ended = said.get("ended") is True
+                    self.trouble = f"{self.host}:{self.port}: {str(said.get('reason'))[:200]}"
+                    return
+                elif content:
+                    raise BadFrame(f"a frame of kind {kind} is not expected here")
+
+    def _joined(self, frames: FrameSocket, about: dict[str, Any]) -> Joined:
+        """Receives a copy of the state into a file."""
+        size = about.get("state_bytes")
+        if type(size) is not int or not 0 < size <= self._most_bytes:
+            raise Refused(f"its state has {str(size)[:30]} bytes, a model as this one at most {self._most_bytes:,}")
+        joined = Joined(about, Path(tempfile.mkdtemp(prefix="detonation-follow-")) / "state.safetensors")
+        with joined.path.open("wb") as file:
+            while size:
+                before = frames.bytes_moved
+                kind, content = frames.receive(min(LONGEST_PIECE, size))
+                self.bytes_received += frames.bytes_moved - before
+                if kind != STATE:
+                    raise BadFrame(f"a frame of kind {kind} within a state")
+                file.write(content)
+                size -= len(content)
+        return joined
+
+    def _put(self, event: Joined | Stepped) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.inbox) < self._most_waiting or self._closed.is_set())
+            self.inbox.append(event)
+            self.came += 1
+            self._changed.notify_all()

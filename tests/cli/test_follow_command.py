@@ -1,0 +1,56 @@
+"""`detonation follow`: the weights of a run elsewhere, through a restart of that run, and as a standby of it."""
+
+import json
+import os
+import signal
+
+from commands import Command, free_port, write_recipe
+
+SECRET = {"DETONATION_TOKEN": "a token for tests only"}
+
+
+def last_line(text):
+    return json.loads(text.splitlines()[-1])
+
+
+def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path):
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    train = ["train", recipe, "--shards", 2, "--out", tmp_path / "run", "--publish", address]
+    clip = ["--set", "train.clip=0.1"]
+    first = Command(tmp_path / "first", *train, "--steps", 100_000, *clip, env=SECRET)
+    first.wait_for_step(2)
+    standby = ["follow", address, "--out", tmp_path / "standby", "--every", 10, "--keep", 2]
+    follower = Command(tmp_path / "follower", *standby, env=SECRET)
+    follower.wait_for_step(2)
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait() == 0, first.stderr
+    stopped = int(next((tmp_path / "run" / "checkpoints").iterdir()).name.removeprefix("step-"))
+    more = ["--steps", stopped + 20, "--resume", "--json"]
+    second = Command(tmp_path / "second", *train, *clip, *more, env=SECRET)
+    assert second.wait() == 0, second.stderr
+    assert follower.wait() == 0, follower.stderr
+    summary, said = last_line(second.stdout), follower.stdout.splitlines()
+    assert any(line.startswith("came again, at step") for line in said)
+    assert said[-1].startswith(f"step {stopped + 20}, fingerprint {summary['fingerprint'][:16]}, checkpoint: ")
+    kept = sorted(path.name for path in (tmp_path / "standby" / "checkpoints").iterdir())
+    assert len(kept) == 2 and kept[-1] == f"step-{stopped + 20:06}"
+    more = ["train", recipe, "--replicas", 2, "--out", tmp_path / "standby", "--resume", "--steps", stopped + 22, *clip]
+    resumed = Command(tmp_path / "resumed", *more, "--json")
+    assert resumed.wait() == 0, resumed.stderr
+    assert last_line(resumed.stdout)["replicas_equal"]
+
+
+def test_a_wrong_token_or_none_is_said_in_one_line(tmp_path):
+    recipe, address = write_recipe(tmp_path / "tiny.toml"), f"127.0.0.1:{free_port()}"
+    train = ["train", recipe, "--out", tmp_path / "run", "--publish", address]
+    untold = Command(tmp_path / "untold", *train)
+    assert untold.wait() == 2 and "DETONATION_TOKEN" in untold.stderr and not (tmp_path / "run").exists()
+    trainer = Command(tmp_path / "trainer", *train, "--steps", 100_000, env=SECRET)
+    trainer.wait_for_step(2)
+    follow = ["follow", address, "--out", tmp_path / "out"]
+    other = Command(tmp_path / "other", *follow, env={"DETONATION_TOKEN": "another token, of as many"})
+    assert other.wait() == 1 and "refused the token" in other.stderr and len(other.stderr.splitlines()) == 1
+    os.kill(trainer.pid, signal.SIGTERM)
+    assert trainer.wait() == 0, trainer.stderr
+    nobody = Command(tmp_path / "nobody", *follow, env=SECRET)
+    assert nobody.wait() == 1 and "Connection refused" in nobody.stderr and not (tmp_path / "out").exists()

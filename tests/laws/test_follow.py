@@ -1,0 +1,105 @@
+"""The law of following: a process that is no replica holds what the replicas agree on, bit for bit, at every step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import detonation as dt
+import worlds
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.tensors import digest
+from steps import LOGGED, STEPS, advance, started
+from zoo import Plain, built
+
+TOKEN = b"a token for tests only"
+JOINED_AFTER = 3
+
+
+def agreed_weights(optimizer):
+    """The weights that the replicas agreed on last, by name."""
+    with optimizer.agreed_weights():
+        return {
+            slot.name: digest([tensor])
+            for each in optimizer.build()
+            for slot, tensor in zip(each.layout.slots, each.shared_weights(), strict=True)
+        }
+
+
+def held(model):
+    return {name: digest([parameter]) for name, parameter in model.named_parameters()}
+
+
+def followed(communicator, scheme):
+    """Of each step after the follower came, and of the end: whether it has the weights that the replicas have."""
+    model, optimizer = started(communicator, scheme)
+    if communicator.replica:
+        advance(model, optimizer, communicator.replica, range(STEPS))
+        optimizer.synchronize()
+        return []
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    advance(model, optimizer, 0, range(JOINED_AFTER - 1))
+    served, seen = built(Plain), []
+    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
+        while not feed.followers:
+            follower.update(wait_s=0.01)
+        for step in range(JOINED_AFTER - 1, STEPS):
+            advance(model, optimizer, 0, [step])
+            follower.update(to=step + 1)
+            seen.append(held(served) == agreed_weights(optimizer))
+        optimizer.synchronize()
+        feed.close()
+        while not follower.ended:
+            follower.update(wait_s=1)
+        seen.append(held(served) == agreed_weights(optimizer) == held(model))
+        assert follower.joins == 1 and follower.step == STEPS
+    return seen
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_a_follower_holds_the_weights_of_each_step(name):
+    scheme = LOGGED[name]
+    seen = simulate_replicas(lambda c: followed(c, scheme), 2)[0]
+    assert seen == [True] * (STEPS - JOINED_AFTER + 2)
+
+
+def followed_shards(mesh, name):
+    """A replica of shards has a feed for each; one model follows both: whether it was equal, of each step."""
+    model = dt.shard(built(Plain), mesh)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = dt.replicate(adam, model, mesh["replicate"], LOGGED[name], clip=0.01)
+    feed = None
+    if mesh.get_local_rank("replicate") == 0:
+        feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, run="first")
+        optimizer.record(feed)
+    addresses = gathered(feed.address if feed else "")[:2]
+    served, follower, seen = built(Plain), None, []
+    if mesh.get_rank() == 0:
+        follower = dt.follow(served, ",".join(addresses), token=TOKEN, wait=False)
+    for step in range(STEPS):
+        advance(model, optimizer, mesh.get_rank(), [step])
+        shards = gathered(agreed_weights(optimizer))[:2]
+        if follower is not None and follower.update(wait_s=0.0 if follower.step < 0 else 5.0) == step + 1:
+            seen.append([agreed_weights(shard.optimizer) for shard in follower._shards] == shards)
+    optimizer.synchronize()
+    if feed is not None:
+        feed.close()
+    whole, (fingerprint, _) = [p.full_tensor() for p in model.parameters()], dt.fingerprint(model, mesh)
+    if follower is not None:
+        while not follower.ended:
+            follower.update(wait_s=5)
+        seen.append(digest(whole) == digest(served.parameters()) and fingerprint == follower.fingerprint)
+        follower.close()
+    return seen
+
+
+def gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.parametrize("name", ["demo", "streaming"])
+def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name):
+    seen = worlds.run(followed_shards, 2, 2, name)[0]
+    assert len(seen) > 2 and all(seen), seen

@@ -1,0 +1,30 @@
+"""Steps that change all that may change between steps: learning rates, and a gradient that is missing."""
+
+import torch
+
+import detonation as dt
+from zoo import SCHEMES, Plain, batch, built
+
+STEPS = 8
+LOGGED = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
+
+
+def bases(scheme, parameters):
+    """An optimizer with momentum and options that change, where the scheme takes one."""
+    lookahead = getattr(scheme, "lookahead", False)
+    return dt.SignSGD(parameters, lr=1e-2) if lookahead else torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.9))
+
+
+def started(communicator, scheme):
+    model = built(Plain)
+    return model, dt.replicate(bases(scheme, model.parameters()), model, communicator, scheme, clip=0.5)
+
+
+def advance(model, optimizer, replica, steps):
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        model(batch(replica, step, 32)).mean().backward()
+        if step == 3:
+            next(model.parameters()).grad = None
+        optimizer.step()
+        optimizer.zero_grad()

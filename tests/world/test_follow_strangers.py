@@ -1,0 +1,230 @@
+"""Strangers at a feed, and followers that cannot keep up: training does not notice either."""
+
+import contextlib
+import logging
+import socket
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.feed import publisher, subscription
+from detonation.feed.connection.frames import ABOUT, STATE, WANT, BadFrame, FrameSocket, encoded
+from detonation.feed.connection.listener import MOST_STRANGERS, host_and_port
+from detonation.feed.connection.token import prove_to_feed, prove_to_follower, read_token
+
+TOKEN = b"a token for tests only"
+
+
+@pytest.fixture(autouse=True)
+def _without_rest(monkeypatch):
+    """Copies of the state follow each other at once."""
+    monkeypatch.setattr(publisher, "REST", 0.0)
+
+
+def training(size=8, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(size, size)
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, **settings)
+    optimizer.record(feed)
+    return model, optimizer, feed
+
+
+def step(model, optimizer):
+    model(torch.ones(1, model.in_features)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_training(model, optimizer, until):
+    """Steps until `until()`."""
+    while not until():
+        step(model, optimizer)
+
+
+def refused(connection):
+    """True once the feed has closed the connection."""
+    connection.settimeout(20)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n" + b" " * 64, bytes(64), b"\xff" * 100_000])
+def test_a_stranger_is_refused_and_logged_and_training_goes_on(said, caplog):
+    model, optimizer, feed = training()
+    with caplog.at_level(logging.WARNING, "detonation"), socket.create_connection(host_and_port(feed.address)) as one:
+        one.sendall(said)
+        assert refused(one)
+    assert feed.followers == 0
+    step(model, optimizer)
+    (record,) = caplog.records
+    assert record.message.startswith("refused 127.0.0.1:") and "it does not know the token" in record.message
+    assert TOKEN.decode() not in caplog.text
+    feed.close()
+
+
+def test_connections_that_say_nothing_are_few_and_a_follower_comes_in_after_them(caplog):
+    model, optimizer, feed = training()
+    silent = [socket.create_connection(host_and_port(feed.address)) for _ in range(MOST_STRANGERS)]
+    for each in silent:
+        assert each.recv(4096)  # the opening: all places are taken
+    with socket.create_connection(host_and_port(feed.address)) as more:
+        assert refused(more)
+    step(model, optimizer)
+    for each in silent:
+        each.close()
+    served = nn.Linear(8, 8)
+    with dt.follow(served, feed.address, token=TOKEN, wait=False) as follower:
+        in_training(model, optimizer, lambda: follower.update(wait_s=0.01) > 0)
+        feed.close()
+        follower.update(to=optimizer.step_count)
+        assert torch.equal(served.weight, model.weight)
+
+
+def test_another_token_is_refused_on_both_sides():
+    *_, feed = training()
+    with pytest.raises(dt.LostFeed, match="the feed has refused the token"):
+        dt.follow(nn.Linear(8, 8), feed.address, token=b"another token of a length")
+    feed.close()
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        thread = threading.Thread(target=lambda: answer_as_feed(impostor.accept()[0]))
+        thread.start()
+        with pytest.raises(dt.LostFeed, match="the other end does not know the token"):
+            dt.follow(nn.Linear(8, 8), f"127.0.0.1:{impostor.getsockname()[1]}", token=TOKEN)
+        thread.join()
+
+
+def answer_as_feed(connection):
+    with connection:
+        connection.sendall(b"DTFEED\x00\x01" + bytes(32))
+        connection.recv(64)
+        connection.sendall(b"a proof without the token, 32 b.")
+        connection.recv(1)
+
+
+@contextlib.contextmanager
+def pair():
+    """Both ends of a connection after the handshake, and their frames: the feed's first."""
+    ends, keys = socket.socketpair(), []
+    thread = threading.Thread(target=lambda: keys.append(prove_to_feed(ends[1], TOKEN)))
+    thread.start()
+    key = prove_to_follower(ends[0], TOKEN)
+    thread.join()
+    assert keys == [key]
+    with ends[0], ends[1]:
+        yield ends, FrameSocket(ends[0], key, feeds=True), FrameSocket(ends[1], key, feeds=False)
+
+
+def test_a_frame_that_is_too_long_is_refused_before_memory_is_taken():
+    with pair() as (_, feed, follower):
+        feed.send(ABOUT, b"first")
+        assert follower.receive(5) == (ABOUT, b"first")
+        feed.send(STATE, b"too long")
+        with pytest.raises(BadFrame, match="8 bytes, where at most 7"):
+            follower.receive(7)
+
+
+@pytest.mark.parametrize("tamper", ["content", "kind", "repeated", "sent back"])
+def test_a_frame_that_was_changed_repeated_or_sent_back_is_refused(tamper):
+    with pair() as (ends, feed, follower):
+        feed.send(ABOUT, b"content")
+        octets = bytearray(ends[1].recv(4096))
+        if tamper == "repeated":
+            ends[0].sendall(octets)
+            follower.receive(100)
+        octets[{"content": -1}.get(tamper, 0)] ^= 1 if tamper in ("content", "kind") else 0
+        ends[tamper == "sent back"].sendall(octets)
+        with pytest.raises(BadFrame, match="damaged"):
+            (feed if tamper == "sent back" else follower).receive(100)
+
+
+def test_a_state_beyond_all_measure_is_refused_before_memory_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def boast():
+            connection, _ = server.accept()
+            with connection:
+                frames = FrameSocket(connection, prove_to_follower(connection, TOKEN), feeds=True)
+                assert frames.receive(100)[0] == WANT
+                frames.send(ABOUT, encoded({"state_bytes": 1 << 50}))
+                connection.recv(1)
+
+        thread = threading.Thread(target=boast)
+        thread.start()
+        with pytest.raises(dt.LostFeed, match="a model as this one at most"):
+            dt.follow(nn.Linear(8, 8), f"127.0.0.1:{server.getsockname()[1]}", token=TOKEN)
+        thread.join()
+
+
+def test_a_follower_that_is_too_far_behind_is_dropped_and_comes_again(caplog, monkeypatch):
+    monkeypatch.setattr(subscription, "LEAST_WAITING", 1 << 20)
+    model, optimizer, feed = training(size=512, most_behind=2)
+    served = nn.Linear(512, 512)
+    with dt.follow(served, feed.address, token=TOKEN, wait=False, most_behind=1) as follower:
+        in_training(model, optimizer, lambda: follower.update(wait_s=0.01) > 0)
+        in_training(model, optimizer, lambda: feed.followers == 0 or follower.joins > 1)
+        assert "is too far behind" in caplog.text
+        in_training(model, optimizer, lambda: follower.update(wait_s=0.01) > 0 and follower.joins > 1)
+        feed.close()
+        while not follower.ended:
+            follower.update(wait_s=1)
+        assert follower.step == optimizer.step_count and torch.equal(served.weight, model.weight)
+
+
+def test_a_copy_that_fails_ends_the_following_and_not_the_training(monkeypatch, caplog):
+    model, optimizer, feed = training()
+    failures = []
+
+    def fails(*_):
+        failures.append(1)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(publisher, "take_snapshot", fails)
+    with dt.follow(nn.Linear(8, 8), feed.address, token=TOKEN, wait=False):
+        in_training(model, optimizer, lambda: failures)
+        step(model, optimizer)
+    assert "there is no copy of the state: no memory" in caplog.text and len(failures) == 1
+    feed.close()
+
+
+def test_a_token_is_long_and_its_file_private(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o600)
+    assert read_token({"DETONATION_TOKEN_FILE": str(path)}) == b"0123456789abcdef"
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match="others may read the token"):
+        read_token({"DETONATION_TOKEN_FILE": str(path)})
+    for env, said in (({}, "need a token"), ({"DETONATION_TOKEN": "short"}, "at least 16")):
+        with pytest.raises(ValueError, match=said):
+            read_token(env)
+
+
+def test_who_cannot_be_followed_is_told_so():
+    model = nn.Linear(8, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = dt.replicate(sgd, model, LoopbackCommunicator(2), dt.none())
+    with pytest.raises(ValueError, match="agree on nothing that could be followed"):
+        dt.Feed(model, alone, "127.0.0.1:0", token=TOKEN)
+    levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.full())]
+    with pytest.raises(ValueError, match="one level of replication"):
+        dt.Feed(model, dt.replicate(sgd, model, levels=levels), "127.0.0.1:0", token=TOKEN)
+    late = dt.scheme("random", {"delay": 1, "lookahead": False, "link": "owner"})
+    delayed = dt.replicate(sgd, model, LoopbackCommunicator(2), late)
+    with pytest.raises(ValueError, match="with a delay and owners"):
+        dt.Feed(model, delayed, "127.0.0.1:0", token=TOKEN)
+    model, optimizer, feed = training()
+    with pytest.raises(OSError, match=r"cannot listen at 127\.0\.0\.1:\d+: Address already in use"):
+        dt.Feed(model, optimizer, feed.address, token=TOKEN)
+    for other, said in ((nn.Linear(8, 9), "another model"), (nn.Linear(8, 8, bias=False), "training has bias")):
+        with pytest.raises(ValueError, match=said), dt.follow(other, feed.address, token=TOKEN, wait=False) as follower:
+            in_training(model, optimizer, lambda follower=follower: follower.update(wait_s=0.01) > 0)
+    feed.close()
