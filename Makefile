@@ -4,8 +4,10 @@
 # make lint    lint and type check
 # make docs    the site of the documentation, in site/
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
+# make gpu     checks and measures the package on a GPU, with the torch, triton and pytest that PYTHON has: no install
+#              GPU="fast twin" runs parts, GPU="--device cpu --tiny" tries the script; docs/gpu.md
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
-# All make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
+# All but gpu make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of a file stay in one process, which starts them in the order of their names.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test chaos lint docs hooks clean
+.PHONY: train test chaos gpu lint docs hooks clean
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
@@ -31,6 +33,9 @@ endif
 
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)
+
+gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(GPU)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check

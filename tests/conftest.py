@@ -4,14 +4,15 @@ import fcntl
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the tests train on the CPU, on a machine with GPUs too
+if "TEST_DEVICE" not in os.environ:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the tests train on the CPU, on a machine with GPUs too
 
 import pytest
 import torch
-from hypothesis import settings
 
 from detonation.cluster.network import namespaces
 from detonation.cluster.processes import heartbeat, heartbeat_board
@@ -20,9 +21,12 @@ torch.set_num_threads(1)
 
 # The same examples in every run: a test that fails for somebody fails for everybody. Look for new ones with
 # `pytest --hypothesis-profile=search`.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("search", deadline=None, max_examples=500)
-settings.load_profile("repeatable")
+with suppress(ImportError):  # where `make gpu` runs some of the tests, there may be torch and pytest alone
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.register_profile("search", deadline=None, max_examples=500)
+    settings.load_profile("repeatable")
 
 
 def pytest_collection_finish() -> None:

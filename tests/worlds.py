@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # FSDP2 imports it where it shards: half a second, here once and not in every rank
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import detonation.core.optimizer.replicated
 from detonation.cluster.processes.exit import die_with_parent
 
 TIMEOUT_S = 240
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -34,8 +36,10 @@ _lasting: dict[tuple[int, int], "World"] | None = None
 def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: Any) -> list[Any]:
     """What `function(mesh, *arguments)` returns on each rank of a world of replicas x shards.
 
-    An exception on any rank is an `AssertionError` with its trace.
+    An exception on any rank is an `AssertionError` with its trace. Where GPUs are too few the test is skipped.
     """
+    if DEVICE == "cuda" and shards > torch.cuda.device_count():
+        pytest.skip(f"{shards} shards need as many GPUs")
     if _lasting is None:
         return run_alone(function, replicas, shards, *arguments)
     shape = replicas, shards
@@ -144,8 +148,13 @@ def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, 
         die_with_parent(parent)
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), replicas * shards)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas * shards)
-        mesh: DeviceMesh = dt.init_mesh(replicas, shards, "cpu")
+        backend, slow = "gloo", None
+        if DEVICE == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            # NCCL takes no two ranks on one device: replicas that share one talk over gloo
+            backend, slow = "cpu:gloo,cuda:nccl", "gloo" if torch.cuda.device_count() < replicas * shards else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=replicas * shards)
+        mesh: DeviceMesh = dt.init_mesh(replicas, shards, DEVICE, slow_backend=slow)
         function, arguments = first
         while True:
             pipe.send((True, function(mesh, *arguments)))

@@ -1,5 +1,6 @@
 """What the tests share: every scheme once, models with awkward parameters, and data that differs between ranks."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,8 @@ import detonation as dt
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, aggregate
 from detonation.core.codec.codec import Codec, Message
 
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+"""Where the models and batches of the tests are; `make gpu` sets TEST_DEVICE=cuda."""
 SCHEMES = {
     "full": dt.full(),
     "full-bf16": dt.full(precision="bf16"),
@@ -114,9 +117,9 @@ def decode(
 
 def batch(rank: int, step: int, width: int) -> Tensor:
     """The batch of one rank at one step: pure, so that any process can compute any other's."""
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))  # [4, width]
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank)).to(DEVICE)  # [4, width]
 
 
 def built(model: type[nn.Module], **arguments: object) -> nn.Module:
     torch.manual_seed(0)
-    return model(**arguments)
+    return model(**arguments).to(DEVICE)

@@ -14,20 +14,18 @@ from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Feedback, Memory
 from detonation.core.optimizer.replicate import replicate
-from detonation.core.runtime import Runtime
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import bytes_sent, dense_bytes
 
 _SHAPES = {"matrix": (40, 64), "scalar": (), "prime": (257,), "empty": (0, 3), "cube": (3, 3, 2, 5)}
-_RUNTIME = Runtime(torch.device("cpu"))
 
 
 class LawBroken(AssertionError):
     """A scheme breaks a law of docs/design.md; the message names the law and what was seen."""
 
 
-def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4) -> None:
+def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4, device: torch.device | str = "cpu") -> None:
     """Holds `scheme` to the laws of docs/design.md, on awkward shapes and among simulated replicas.
 
     Laws 1 (nothing is lost), 2 (replicas agree), 3 (everyone is heard), 4 (a message owns its memory and its size is
@@ -38,6 +36,7 @@ def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4) -> None:
         scheme: Made by a registered function.
         replicas: Of the simulated world, at least 1.
         steps: Of training in it.
+        device: Where tensors and arithmetic are: "cpu", "cuda" or another accelerator.
 
     Raises:
         LawBroken: A law does not hold.
@@ -49,12 +48,12 @@ def check_scheme(scheme: Scheme, replicas: int = 3, steps: int = 4) -> None:
     _require(scheme_named(scheme.name, scheme.arguments) == scheme, "spelling", f"{scheme.name} does not spell it")
     if scheme.signal == "nothing":
         return
-    layout = scheme.codec.layout(_SHAPES)
-    _nothing_is_lost(scheme, layout)
-    _everyone_is_heard(scheme)
-    _messages_own_their_memory(scheme, layout)
-    _zero_is_zero(scheme)
-    _replicas_agree(scheme, replicas, steps)
+    layout, device = scheme.codec.layout(_SHAPES), torch.device(device)
+    _nothing_is_lost(scheme, layout, device)
+    _everyone_is_heard(scheme, device)
+    _messages_own_their_memory(scheme, layout, device)
+    _zero_is_zero(scheme, device)
+    _replicas_agree(scheme, replicas, steps, device)
 
 
 def _require(holds: bool, law: str, seen: str) -> None:
@@ -62,9 +61,9 @@ def _require(holds: bool, law: str, seen: str) -> None:
         raise LawBroken(f"{law}: {seen}")
 
 
-def _signals(layout: Layout, seed: int) -> list[Tensor]:
+def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
+    return [torch.randn(slot.shape, generator=generator).to(device) for slot in layout.slots]
 
 
 def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Sequence[Tensor]]:
@@ -76,34 +75,34 @@ def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Sequence[Ten
     return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message.parts
 
 
-def _nothing_is_lost(scheme: Scheme, layout: Layout) -> None:
-    memory = Memory(layout, Feedback(decay=1.0), _RUNTIME.device)
-    sent, put_in = layout.zeros(_RUNTIME.device), layout.zeros(_RUNTIME.device)
+def _nothing_is_lost(scheme: Scheme, layout: Layout, device: torch.device) -> None:
+    memory = Memory(layout, Feedback(decay=1.0), device)
+    sent, put_in = layout.zeros(device), layout.zeros(device)
     for step in range(5):
-        put_in += layout.flatten(_signals(layout, step), _RUNTIME.device)
-        update, _ = _sent(scheme, memory.absorb(_signals(layout, step)), step)
+        put_in += layout.flatten(_signals(layout, step, device), device)
+        update, _ = _sent(scheme, memory.absorb(_signals(layout, step, device)), step)
         memory.release([update])
         sent += update
-    outside = layout.padding(_RUNTIME.device)
+    outside = layout.padding(device)
     rest = (memory.residual + sent - put_in).view(-1).index_fill(0, outside, 0.0)
     worst = float(rest.abs().max()) if rest.numel() else 0.0
     _require(worst < 1e-3 * 5, "law 1, nothing is lost", f"residual + sent is off by {worst:g}")
 
 
-def _everyone_is_heard(scheme: Scheme) -> None:
+def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
     selection, rows = scheme.codec.selection, 7
     if not selection.shared:
         return
-    heard = torch.zeros(rows, selection.chunk)
+    heard = torch.zeros(rows, selection.chunk, device=device)
     for step in range(selection.period):
         indices = selection.indices(heard, step, 0)
-        heard.scatter_add_(1, indices, torch.ones(indices.shape))
+        heard.scatter_add_(1, indices, torch.ones(indices.shape, device=device))
     once = bool((heard == 1).all())
     _require(once, "law 3, everyone is heard", f"not every coordinate once in {selection.period} steps")
 
 
-def _messages_own_their_memory(scheme: Scheme, layout: Layout) -> None:
-    flat = layout.flatten(_signals(layout, 0), _RUNTIME.device)
+def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.device) -> None:
+    flat = layout.flatten(_signals(layout, 0, device), device)
     _, parts = _sent(scheme, flat, 0)
     before = [part.clone() for part in parts]
     flat.fill_(float("nan"))
@@ -113,8 +112,8 @@ def _messages_own_their_memory(scheme: Scheme, layout: Layout) -> None:
     _require(nbytes == known, "law 4, a size that is known beforehand", f"{nbytes} bytes, {known} by arithmetic")
 
 
-def _zero_is_zero(scheme: Scheme) -> None:
-    precision, values = scheme.codec.precision, _signals(scheme.codec.layout({"w": (300, 7)}), 0)[0]
+def _zero_is_zero(scheme: Scheme, device: torch.device) -> None:
+    precision, values = scheme.codec.precision, _signals(scheme.codec.layout({"w": (300, 7)}), 0, device)[0]
     values[::2] = 0.0
     read, mirrored = (
         precision.decode(precision.encode(sign * values, negative_zeros=sign < 0), 300, 7) for sign in (1.0, -1.0)
@@ -123,7 +122,7 @@ def _zero_is_zero(scheme: Scheme) -> None:
     _require(worst == 0, "law 11, zero is zero", f"negated values, zeros included, do not read as negated: {worst:g}")
 
 
-def _replicas_agree(scheme: Scheme, replicas: int, steps: int) -> None:
+def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.device) -> None:
     """Trains a small model, with a parameter that gets no gradient, as simulated replicas."""
 
     def act(communicator: SimulatedCommunicator) -> tuple[str, list[int], bool]:
@@ -131,6 +130,7 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(31, 64), nn.Linear(64, 3))
             model.register_parameter("unused", nn.Parameter(torch.ones(11)))
+            model.to(device)
             return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
         model, base = made()
@@ -138,7 +138,7 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int) -> None:
         for step in range(steps):
             before = optimizer.stats.bytes_sent
             generator = torch.Generator().manual_seed(100 * step + communicator.replica)
-            model(torch.randn(4, 31, generator=generator)).square().mean().backward()
+            model(torch.randn(4, 31, generator=generator).to(device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             sent.append(optimizer.stats.bytes_sent - before)

@@ -372,7 +372,9 @@ def test_state_of_another_model_is_refused():
 def started_differently(mesh, how):
     replica = mesh.get_local_rank("replicate")
     scheme = dt.demo(topk=2 + replica if how == "topk" else 2)
+    torch.set_float32_matmul_precision("high" if how == "products" and replica else "highest")
     model, optimizer = start(mesh, scheme, seed=replica if how == "seed" else 0)
+    torch.set_float32_matmul_precision("highest")
     if how == "weights" and replica == 1:
         local(model.layers[1].bias).data.add_(1e-3)
     if how == "shape" and replica == 1:
@@ -388,6 +390,10 @@ def started_differently(mesh, how):
         ("seed", "replica 1 has seed=1, replica 0 has seed=0"),
         ("weights", "replica 1 has layers.1.bias (weights)="),
         ("shape", "replica 1 has layers.0.weight (shape)=nothing"),
+        (
+            "products",
+            "replica 1 has products of fp32 matrices=tf32, tf32, replica 0 has products of fp32 matrices=ieee",
+        ),
     ],
 )
 def test_replicas_started_differently_are_told_what_differs(how, named):

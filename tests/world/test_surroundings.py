@@ -58,6 +58,12 @@ def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kerne
             others += run(SCHEMES[name], kernels, ["none"])
         finally:
             torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("medium")  # products in bf16 on a CPU that has them, in TF32 on a GPU
+    try:
+        others += run(SCHEMES[name], kernels, ["none"])
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
     for weights, *counts in others:
         assert torch.equal(weights, expected[0]) and counts == [*expected[1:]] and not expected[2]
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.distributed import distributed_c10d
 import detonation as dt
 import worlds
 from detonation.cluster import init
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
+from detonation.cluster.processes.failure import failure_from_exception, failure_from_exit_code, root_cause
 from detonation.cluster.processes.waiting import Standing, who_waits
 from detonation.core.agreement.progress import PROGRESS
 
@@ -48,6 +51,50 @@ def test_a_standing_is_read_as_it_was_written_and_nothing_else_is():
     for text in ("", "21", "21 inside it", "many inside", "21 home"):
         with pytest.raises(ValueError, match=r"."):
             Standing.parse(text)
+
+
+NCCL = [
+    dist.DistBackendError(
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLGATHER, NumelIn=64, "
+        "NumelOut=128, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    ),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:1331, remote process exited or there was a network error"
+    ),
+    RuntimeError("NCCL communicator was aborted on rank 0."),
+]
+
+
+class Broken(LoopbackCommunicator):
+    """Plays NCCL: where `error` is set, a collective ends with it where somebody waits for the result."""
+
+    error = None
+
+    def all_gather(self, mine):
+        return self._fail if self.error else super().all_gather(mine)
+
+    def _fail(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", NCCL, ids=["timeout", "remote", "aborted"])
+def test_an_error_of_nccl_says_who_has_not_come_and_follows_from_that_ranks_end(error, monkeypatch):
+    watch = object.__new__(waiting.Watch)
+    watch._text = "rank 0 has waited for 30 s in step 1, to which others have not come: rank 1 is between steps 0 and 1"
+    monkeypatch.setattr(PROGRESS, "explain", watch.explain)
+    model, communicator = nn.Linear(8, 8), Broken(2)
+    optimizer = dt.replicate(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, dt.demo(link="all-gather")
+    )
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.set_up()
+    communicator.error = error
+    with pytest.raises(type(error), match=r"^rank 0 has waited .* rank 1 is between steps 0 and 1: ") as caught:
+        optimizer.step()
+    assert failure_from_exception(0, caught.value).network
+    elsewhere = failure_from_exception(1, ValueError("a bad gradient"))
+    assert root_cause([failure_from_exception(0, caught.value), elsewhere]) is elsewhere
+    assert failure_from_exit_code(0, -signal.SIGABRT).network  # NCCL's watchdog ends the process
 
 
 def alone_in_a_step(mesh, scheme, way):

@@ -117,6 +117,8 @@ class Probe(Common):
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
+    slow_backend: Annotated[str | None, shown("gloo")] = None
+    """Measure the axis between replicas over gloo, as mesh.slow_backend of a recipe has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Plan(Common):
 
     Takes a recipe or --parameters, and --profile or --link. Examples:
     detonation plan quick-lm --profile profile.json, or
-    detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
+    detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35 --device h100
     """
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
@@ -146,6 +148,8 @@ class Plan(Common):
     """Trained parameters, such as 1.2b, instead of a recipe."""
     shard_nodes: Integer = None
     """Nodes that the shards of one copy lie on; shows what crosses the links between them, too."""
+    device: Annotated[str | None, shown("NAME")] = None
+    """Predict the optimizer's step from the data sheet of h100, a100, h200, b200, ..., where no profile has it."""
 
 
 @dataclasses.dataclass(frozen=True)

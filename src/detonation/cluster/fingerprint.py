@@ -5,10 +5,12 @@ import hashlib
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.flat.tensors import digest, local
+from detonation.core.flat.tensors import digest
+from detonation.core.link.communicator import carries
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
@@ -34,7 +36,9 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
         >>> dt.leave()
     """
     own_digest = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
-    device = next(local(p).device for p in model.parameters())
+    device = torch.device("cpu")  # wherever the parameters are, also offloaded ones
+    if not carries(distributed_c10d._get_default_group(), device):
+        device = torch.device(mesh.device_type)
     buffer = torch.tensor(list(own_digest), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)

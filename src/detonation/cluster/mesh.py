@@ -13,14 +13,19 @@ from detonation.cluster.blocks import layers_of
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.cluster.machine.position import launch_position
 from detonation.cluster.shard_links import shard_links
+from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import require_device
+from detonation.core.link.communicator import SLOW_BACKENDS, require_device
 from detonation.core.shard.units import join_units
 from detonation.core.shard.wire import ShardWire
 
 
 def init_mesh(
-    replicas: int | None = None, shards: int | None = None, device: str | None = None, timeout_s: float | None = None
+    replicas: int | None = None,
+    shards: int | None = None,
+    device: str | None = None,
+    timeout_s: float | None = None,
+    slow_backend: str | None = None,
 ) -> DeviceMesh:
     """Makes the mesh ("replicate", "shard") over all ranks. Neighbouring ranks are the shards of one replica.
 
@@ -35,13 +40,16 @@ def init_mesh(
 
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process groups; above 0. By
             default 1800 s where this call initialises the process group, and otherwise what that group has.
+        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, while NCCL serves the ranks
+            of a node; by default the backend of the device carries both. The axis has a communicator of its own then,
+            and with NCCL always, on a stream of high priority.
 
     A rank that stands still for 30 s in a step to which others have not come logs who they are.
 
     Raises:
-        ValueError: replicas * shards is not the number of ranks, shards are left out and the launcher does not say how
-            many ranks a node has, or a GPU is in sight that this rank cannot take (only `device="cpu"` trains on the
-            CPU then).
+        ValueError: slow_backend is another one, replicas * shards is not the number of ranks, shards are left out and
+            the launcher does not say how many ranks a node has, or a GPU is in sight that this rank cannot take (only
+            `device="cpu"` trains on the CPU then).
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -51,6 +59,8 @@ def init_mesh(
         ('replicate', 'shard')
         >>> dt.leave()
     """
+    if slow_backend not in (None, *SLOW_BACKENDS):
+        raise ValueError(f"slow_backend is {slow_backend!r}, must be {' or '.join(map(repr, SLOW_BACKENDS))}, or None")
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
     if timeout_s is None and not dist.is_initialized():
@@ -62,7 +72,12 @@ def init_mesh(
     replicas = world // max(1, shards) if replicas is None else replicas
     if replicas < 1 or shards < 1 or replicas * shards != world:
         raise ValueError(f"{replicas} replicas x {shards} shards are {replicas * shards} ranks, the world has {world}")
-    mesh = init_device_mesh(taken.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        taken.type,
+        (replicas, shards),
+        mesh_dim_names=("replicate", "shard"),
+        backend_override=slow_axis_backend("replicate", taken.type, slow_backend),
+    )
     if timeout_s is not None:  # after the mesh has made its groups, which do not take the default group's
         set_group_timeouts(timeout_s)
     watch_waiting()

@@ -1,11 +1,22 @@
 """The runtime of a replica's step: choices that every part shares, so that they ride in one argument."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Any
 
 import torch
+
+_CPU: Any = torch.backends.mkldnn
+_FP32 = ("none", "ieee")
+"""Torch's names for fp32 products that are not rounded before they are multiplied."""
+
+
+def fp32_products() -> str:
+    """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
+    found = (torch.backends.cuda.matmul.fp32_precision, _CPU.matmul.fp32_precision)
+    return ", ".join("ieee" if name in _FP32 else name for name in found)
 
 
 def decides_on_device(device: torch.device) -> bool:
@@ -27,11 +38,22 @@ class Runtime:
     seed: int = 0
     kernels: bool = True
 
-    @cached_property
-    def without_autocast(self) -> Callable[[], AbstractContextManager[object]]:
-        """Makes a context in which autocast is off: a step's arithmetic is fp32, wherever the caller stands."""
+    @contextmanager
+    def exact_arithmetic(self) -> Iterator[None]:
+        """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in TF32 or bf16."""
         kind = self.device.type
-        return partial(torch.autocast, kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext
+        products: Any = (_CPU if kind == "cpu" else torch.backends.cuda).matmul
+        allowed = products.fp32_precision
+        autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with autocast:
+            if allowed in _FP32:
+                yield
+                return
+            products.fp32_precision = "ieee"
+            try:
+                yield
+            finally:
+                products.fp32_precision = allowed
 
     @cached_property
     def decides_on_device(self) -> bool:

@@ -95,6 +95,8 @@ def words(plan: Mapping[str, Any]) -> list[str]:
         other = plan[key]
         choice = "the same first choice" if other["spelled"] == first else f"first {other['spelled']}"
         lines.append(f"at {rate(times * speed)} per node: {choice}, {duration(other['seconds'])} per step")
+    if plan.get("device"):
+        lines.append(plan["device"])
     measured, size = plan["measured_parameters"], plan["parameters"]
     if size > measured:
         few, many = f"{measured / 1e6:.1f} M", f"{size / 1e6:,.1f} M"

@@ -130,7 +130,8 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 def _both_ways(peer: int | None, nbytes: int, axis: DeviceMesh) -> float:
     """Seconds to send `nbytes` to `peer` and receive as many from it at the same time; a rank without a peer waits."""
-    device = torch.device(axis.device_type)
+    # gloo sends from host memory alone
+    device = torch.device("cpu" if dist.get_backend(axis.get_group()) == "gloo" else axis.device_type)
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = torch.empty(nbytes, dtype=torch.uint8, device=device)
     dist.barrier()

@@ -21,7 +21,7 @@ def selftest(scheme: Scheme, runtime: Runtime) -> str:
 
     Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
     """
-    with runtime.without_autocast():
+    with runtime.exact_arithmetic():
         return _hash(scheme, runtime)
 
 
@@ -50,11 +50,10 @@ def norm_selftest(device: torch.device) -> str:
 
 
 def selftest_conditions(device: torch.device) -> str:
-    """The settings on which such a hash is known to depend, as text: of a GPU its model, CUDA and the use of TF32."""
+    """The settings on which such a hash is known to depend, as text: of a GPU its model and CUDA."""
     settings = [f"threads={torch.get_num_threads()}", f"cpu={torch.backends.cpu.get_cpu_capability()}"]
     if device.type == "cuda":
         settings += [f"gpu={torch.cuda.get_device_name(device)}", f"cuda={torch.version.cuda or torch.version.hip}"]
-        settings += [f"fp32 products in {torch.backends.cuda.matmul.fp32_precision}"]  # ieee, or tf32
     return ", ".join(settings)
 
 

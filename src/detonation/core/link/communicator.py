@@ -8,8 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from detonation.core.link.staging import HostStaging
+
 # all_gather_into_tensor was renamed; the old name warns where the new one exists
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SLOW_BACKENDS = ("gloo",)
+"""The backends that a user may choose for the axis between replicas."""
 
 
 class Communicator(Protocol):
@@ -54,15 +58,22 @@ Axis = DeviceMesh | Communicator
 """An axis along which replicas are joined."""
 
 
-def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises `ValueError` where `group` carries no tensors of `device`, as NCCL carries none of the CPU."""
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """True where `group` carries tensors of `device`."""
     try:
         group._get_backend(device)
-    except RuntimeError as error:
+    except RuntimeError:
+        return False
+    return True
+
+
+def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises `ValueError` where `group` carries no tensors of `device`, as NCCL carries none of the CPU."""
+    if not carries(group, device):
         raise ValueError(
             f"the model is on {device.type}, but the process group carries no such tensors (it is "
             f"{dist.get_backend(group)}): initialise torch.distributed with 'cpu:gloo,cuda:nccl', or move the model"
-        ) from error
+        )
 
 
 class ProcessGroupCommunicator:
@@ -74,7 +85,7 @@ class ProcessGroupCommunicator:
         self._group = axis.get_group()
         self._size, self.replica = axis.size(), axis.get_local_rank()
         # a gloo group reads host memory only: a message from an accelerator takes a detour
-        self._transport = torch.device("cpu") if dist.get_backend(self._group) == "gloo" else None
+        self._staging = HostStaging() if dist.get_backend(self._group) == "gloo" else None
         self._buffer: Tensor | None = None
 
     def size(self) -> int:
@@ -82,28 +93,28 @@ class ProcessGroupCommunicator:
 
     def require_device(self, device: torch.device) -> None:
         """Raises `ValueError` where the group carries no tensors of `device`."""
-        require_device(self._group, self._transport or device)
+        require_device(self._group, torch.device("cpu") if self._staging else device)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
-        buffer = values.to(self._transport or values.device)
+        buffer = self._to_wire(values)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return buffer.to(values.device)
+            return self._from_wire(buffer, values)
 
         return wait
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
-        sent = mine.to(self._transport or mine.device)
+        sent = self._to_wire(mine)
         gathered, self._buffer = self._buffer, None
         if gathered is None or gathered.shape != (self._size, len(sent)):
-            gathered = sent.new_empty(self._size, len(sent))
+            gathered = self._empty((self._size, len(sent)), mine)
         work = _all_gather(gathered.view(-1), sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return gathered.to(mine.device)
+            return self._from_wire(gathered, mine)
 
         return wait
 
@@ -118,15 +129,24 @@ class ProcessGroupCommunicator:
             self._buffer = gathered
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
-        sent = mine.to(self._transport or mine.device)
-        received = torch.empty_like(sent)
+        sent = self._to_wire(mine)
+        received = self._empty(tuple(sent.shape), mine)
         work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return received.view(self._size, -1).to(mine.device)
+            return self._from_wire(received.view(self._size, -1), mine)
 
         return wait
+
+    def _to_wire(self, message: Tensor) -> Tensor:  # [any] -> [any]
+        return message if self._staging is None else self._staging.to_host(message)
+
+    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:  # -> shape
+        return like.new_empty(shape) if self._staging is None else self._staging.empty(shape, like)
+
+    def _from_wire(self, received: Tensor, like: Tensor) -> Tensor:  # [any] -> [any]
+        return received if self._staging is None else self._staging.to_device(received, like)
 
 
 def communicator_of(axis: Axis) -> Communicator:

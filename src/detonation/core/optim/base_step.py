@@ -20,7 +20,8 @@ class Clipping(Protocol):
 class BaseStep:
     """Steps a base optimizer on the gradients that are agreed on; raises where somebody else steps it.
 
-    clip: runs before each step, if set; see `Clip`.
+    clip: runs before each step, if set; see `Clip`. overflow: a GradScaler's finding about gradients that nobody
+    replaces by an agreed update; where it is not 0 the step is left out.
 
     Args:
         optimizer: The base optimizer. It gets a hook, which looks at every step of it.
@@ -29,11 +30,14 @@ class BaseStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.clip: Clipping | None = None
+        self.overflow: Tensor | None = None
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
     def __call__(self) -> None:
         """Clips, if it is to be, and steps."""
+        if self.overflow is not None and bool(self.overflow):
+            return
         if self.clip:
             self.clip()
         self.unclipped()

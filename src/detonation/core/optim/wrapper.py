@@ -2,13 +2,22 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from detonation.choices import RENAMED_ATTRIBUTES
+from detonation.core.flat.tensors import local
 
 
 class OptimizerWrapper(Optimizer):
     """Passes on all that schedulers and tools ask of an optimizer to `base`; its subclasses take the steps."""
+
+    # torch's GradScaler then calls `step` with its scale and its finding as attributes, whatever it found. Without this
+    # it would leave the step out where a gradient overflowed, and the other replicas would wait for this one.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
@@ -18,6 +27,17 @@ class OptimizerWrapper(Optimizer):
         now = RENAMED_ATTRIBUTES.get(name)
         is_now = f"is called optimizer.{now} since version 0.2" if now else "does not exist"
         raise AttributeError(f"optimizer.{name} {is_now}")
+
+    def unscale(self) -> Tensor | None:
+        """Divides the gradients by the scale of a GradScaler, if one calls this step.
+
+        Shapes: -> `[]` fp32 of a GradScaler's finding, not 0 where a gradient overflowed; None without a GradScaler.
+        """
+        if (scale := vars(self).get("grad_scale")) is not None:
+            gradients = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(gradients[0].device).double().reciprocal().float())
+        return vars(self).get("found_inf")
 
     # the next three are the base optimizer's own, also after it replaced them in load_state_dict
     @property

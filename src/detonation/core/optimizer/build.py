@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
 from detonation.core.replicator.parameter import ParameterReplicator
-from detonation.core.runtime import Runtime
+from detonation.core.runtime import Runtime, fp32_products
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
 from detonation.version import __version__
@@ -36,13 +36,17 @@ Route = tuple[Link, FaultCounts]
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of `replicate` that all levels share."""
+    """The choices of `replicate` that all levels share.
+
+    products: how the caller's matrix products in fp32 round; a step's own are exact (`Runtime.exact_arithmetic`).
+    """
 
     intra_node: DeviceMesh | None
     seed: int
     kernels: bool
     safety: Safety
     clip: float | None
+    products: str = field(default_factory=fp32_products)
 
 
 def build_levels(
@@ -146,6 +150,7 @@ def _description(replicator: Replicator, chosen: Settings, joining: Collection[s
     scheme, channel = replicator.scheme, replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
     settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed), "kernel": channel.engine.name}
+    settings["products of fp32 matrices"] = chosen.products
     settings |= {name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()}
     for slot, tensor in zip(replicator.layout.slots, replicator.shared_weights(), strict=True):
         settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"

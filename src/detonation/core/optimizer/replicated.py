@@ -30,12 +30,10 @@ from detonation.core.schemes.scheme import Scheme
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
-    It shares `param_groups` and `state` with the base optimizer. `step_count` is the number of steps taken, `stats`
-    holds bytes, waiting and faults.
+    It shares `param_groups` and `state` with the base optimizer. `step_count` and `stats` count its steps and bytes.
 
     Parameters may be frozen, unfrozen and added (`add_param_group`) on all ranks between the same two steps; the next
-    step makes the change. One that joins begins with an empty memory. One that leaves no longer moves, and its memory
-    is gone. Open rounds end at a change.
+    step makes it and ends open rounds. One that joins begins with an empty memory, and one that leaves loses its own.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -97,11 +95,12 @@ class Replicated(OptimizerWrapper):
             self._base_step.unclipped()
             return loss
         states.warn_of_lost_memory(self)
+        self._base_step.overflow = self.unscale()
         with PROGRESS:
             if self._consensus is None:
                 self.set_up()
             assert self._consensus is not None
-            with self._consensus.runtime.without_autocast():
+            with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
                 self._consensus.enter_step(self.step_count, begun)
                 if not overlapping and self._trained.changed:
@@ -114,6 +113,7 @@ class Replicated(OptimizerWrapper):
         for replicator in (each for each in replicators if each.acts_before):
             replicator.before(step)
         if "gradients" in signals:  # before the weights move
+            self._base_step.overflow = None  # the agreed update has taken the place of gradients that overflowed
             consensus.end(step)
         consensus.step_base(self._base_step, step)
         for replicator in (each for each in replicators if each.acts_after):
@@ -175,7 +175,7 @@ class Replicated(OptimizerWrapper):
             return
         if self._consensus.decides_on_device:
             self._consensus.begin(self.step_count)
-        with self._consensus.runtime.without_autocast():
+        with self._consensus.runtime.exact_arithmetic():
             for replicator in self.build():
                 replicator.synchronize(self.step_count)
         self._buffers(self.build())

@@ -53,7 +53,7 @@ class Channel:
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
         self.exchange = exchange_for(scheme, link, layout, runtime.device, self._guard(layout, 0))
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
-            row = torch.zeros(1, scheme.codec.selection.chunk, device=runtime.device)
+            row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
         self._alone: dict[int, Exchange] = {}  # by the first row of a bucket that is a message of its own
 

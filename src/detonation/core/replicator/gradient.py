@@ -120,7 +120,7 @@ class GradientReplicator(Replicator):
         if self._overlap:
             raise OverlapError(
                 f"gradients of step {self._overlap.step} left within overlap(), but no step() followed: call it once "
-                "after every overlap(); a GradScaler, which skips steps, cannot be used with it"
+                "after every overlap()"
             )
 
     def shared_weights(self) -> list[Tensor]:

@@ -126,7 +126,7 @@ class Overlap:
     def _send_next(self) -> None:
         pipeline = self._left[0]
         signals: list[Tensor | None] = [None] * len(self._names)
-        with self._stream.active(), self._channel.runtime.without_autocast():
+        with self._stream.active(), self._channel.runtime.exact_arithmetic():
             for index in pipeline.bucket.parameters:
                 name = self._names[index]
                 parameter = self._parameters[name]

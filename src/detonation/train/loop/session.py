@@ -19,6 +19,7 @@ from detonation.choices import find_function
 from detonation.cluster.blocks import checkpoint_activations, compile_layers
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.network.throttled import ThrottledCommunicator
+from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link_speed import LinkSpeed
@@ -128,7 +129,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     Args:
         axis: In the place of the one that joins the replicas, of a run with one level.
     """
-    mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type)
+    slow = config.mesh.slow_backend or None
+    mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type, slow_backend=slow)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
@@ -175,7 +177,10 @@ def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
     if len(config.levels) == 1:
         return [between_replicas(mesh, config.mesh.emulated)]
     sizes = {level.axis: level.replicas for level in reversed(config.levels)} | {"shard": config.mesh.shards}
-    tiers = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    backend = slow_axis_backend(config.levels[-1].axis, mesh.device_type, config.mesh.slow_backend or None)
+    tiers = init_device_mesh(
+        mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backend
+    )
     *inner, outermost = [tiers[level.axis] for level in config.levels]
     return [*inner, slowed(outermost, config.mesh.emulated)]
 

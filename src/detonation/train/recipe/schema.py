@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detonation.choices import unknown
+from detonation.core.link.communicator import SLOW_BACKENDS
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.shard.wire import ShardWire
 
@@ -165,6 +166,8 @@ class MeshConfig:
         shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or "fp32".
         shard_rotate: Rotate blocks of gradients by a Hadamard matrix before they are quantized.
         shard_resync_every: Exchanges of weights after which one is exact; 0 only at the start.
+        slow_backend: "gloo" carries messages between replicas over TCP, from host memory, where NCCL cannot; NCCL
+            serves the ranks of a node all the same. "" takes the backend of the device.
 
     Raises:
         ValueError: A value is out of range, `namespaces` is set without `link`, or a setting would be ignored.
@@ -179,8 +182,10 @@ class MeshConfig:
     shard_gradients: str = "fp32"
     shard_rotate: bool = False
     shard_resync_every: int = 0
+    slow_backend: str = ""
 
     def __post_init__(self) -> None:
+        require(self.slow_backend in ("", *SLOW_BACKENDS), "mesh.slow_backend", self.slow_backend, '"gloo" or ""')
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
         if self.link:

@@ -11,6 +11,7 @@ from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work
+from detonation.plan.data_sheets import device_spec, predicted_steps, prediction_note
 from detonation.plan.search import candidate_settings, options
 from detonation.plan.shard_cost import SHARD_NODE, shard_costs
 from detonation.train.recipe.schema import Config, require
@@ -31,6 +32,7 @@ class Question:
     shards: int | None = None
     parameters: str | None = None
     shard_nodes: int | None = None
+    device: str | None = None
 
 
 def plan(question: Question) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def plan(question: Question) -> dict[str, Any]:
         _same_world(question, profile)
     config = _config(question, profile) if question.recipe else None
     network = _network(question, profile, config)
-    work = _work(question, profile, config, network.shards)
+    work = _work(question, profile, config, network)
     known = schemes()  # registers those of installed packages
     candidates = candidate_settings()
     if config is not None and config.scheme.name not in known:
@@ -57,6 +59,7 @@ def plan(question: Question) -> dict[str, Any]:
             work.shards, nodes, work.compute_s, _between_nodes(question, profile, network.shards, nodes)
         )
         found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
+    found["device"] = None if question.device is None else prediction_note(question.device)
     return found
 
 
@@ -125,7 +128,7 @@ def _between_nodes(question: Question, profile: Profile | None, shards: int, nod
     return Network(nodes, shards // nodes, profile.axes[SHARD_NODE].operations)
 
 
-def _work(question: Question, profile: Profile | None, config: Config | None, shards: int) -> Work:
+def _work(question: Question, profile: Profile | None, config: Config | None, network: Network) -> Work:
     measured = profile.compute if profile and question.step_time is None else None
     if measured is not None and question.recipe is not None and measured.recipe != question.recipe.stem:
         raise ValueError(f"{question.profile} is of the recipe {measured.recipe}: probe again, or say --step-time")
@@ -133,7 +136,13 @@ def _work(question: Question, profile: Profile | None, config: Config | None, sh
     if seconds is None:
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
-    return Work(_shapes(question, config, shards), seconds, measured.steps if measured else {})
+    shapes = _shapes(question, config, network.shards)
+    if question.device is None:
+        return Work(shapes, seconds, measured.steps if measured else {})
+    spec = device_spec(question.device)
+    if measured is not None:
+        raise ValueError(f"{question.profile} has measured the optimizer's step: leave out --device {question.device}")
+    return Work(shapes, seconds, predicted_steps(spec, shapes, network.replicas))
 
 
 def _shapes(question: Question, config: Config | None, shards: int) -> list[dict[str, tuple[int, ...]]]:

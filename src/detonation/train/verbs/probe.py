@@ -35,6 +35,7 @@ class ProbeRequest:
     replicas: int | None = None
     shards: int | None = None
     link: str | None = None
+    slow_backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
 
 def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
     flags = {"replicas": request.replicas, "shards": request.shards, "link": request.link}
+    flags["slow_backend"] = request.slow_backend
     if request.recipe is None:
         if request.overrides:
             raise ValueError("--set changes a recipe: name one")
@@ -92,7 +94,8 @@ def probe_afresh(request: Table) -> Table:
 def probe_on_rank(task: ProbeTask) -> Table:
     """Measures on this rank; returns the profile in plain values. Collective."""
     device = local_device()
-    mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type)
+    slow = task.mesh.slow_backend or None
+    mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type, slow_backend=slow)
     axes = {
         "replicate": probe_axis(between_replicas(mesh, task.mesh.emulated), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
@@ -104,7 +107,8 @@ def probe_on_rank(task: ProbeTask) -> Table:
     if task.config is not None and task.layers is not None:
         compute = _compute(start_session(task.config, device), task.name, task.layers)
     replicas, shards = mesh.shape
-    return asdict(Profile(replicas, shards, dist.get_backend(), axes, compute, environment()))
+    backend = dist.get_backend() + (f", {slow} between replicas" if slow else "")
+    return asdict(Profile(replicas, shards, backend, axes, compute, environment()))
 
 
 def _compute(session: Session, name: str, layers: Layers) -> Compute:

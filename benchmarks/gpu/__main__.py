@@ -1,0 +1,92 @@
+"""Checks and measures the package on a GPU: `make gpu`, or
+
+    PYTHONPATH=src python -m benchmarks.gpu [PART ...] [--device cuda] [--out DIR]
+
+from the root of the repository. It needs Python with torch >= 2.10, triton and pytest: no install, no network. The
+parts, in this order: right, waiting, fast, memory, training, twin. Each runs in a process of its own, so that the
+failure of one does not cost the others; all of them take less than eight minutes. Without a GPU it says so and ends
+with 0. `--device cpu --tiny` proves the script itself.
+
+The directory gets report.html and report.md, and the findings of each part as JSON. The exit code is 1 where a check
+failed or a part broke.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from benchmarks.gpu.common import ROOT, Findings, Job, python_path
+from benchmarks.gpu.report import clocks, read_findings, summary, write_report
+
+PARTS = {"right": 120, "waiting": 50, "fast": 90, "memory": 30, "training": 70, "twin": 100}
+"""Seconds that each part may take; it leaves out its last cases where they would take longer."""
+GRACE_S = 45
+"""Seconds after which a part that does not end is ended."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when left out")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="sizes that prove the script, not the package")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="directory of the report")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(f"no GPU: torch {torch.__version__} sees none, so nothing is measured (--device cpu tries the script)")
+        return 0
+    if args.inside:
+        return work(args.parts[0], args.device, args.tiny, args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    began, seen = time.monotonic(), []
+    parts = [part for part in PARTS if part in (args.parts or PARTS)]
+    for part in parts:
+        run_apart(part, args.device, args.tiny, args.out.resolve())
+        seen.append(clocks())
+    findings = {part: read_findings(args.out / f"{part}.json") for part in PARTS}
+    there = {part: found for part, found in findings.items() if found is not None}
+    write_report(args.out, there, args.device, seen, time.monotonic() - began)
+    print("\n" + summary(there, time.monotonic() - began, args.out))
+    return int(any(found.failures or not found.done for part, found in there.items() if part in parts))
+
+
+def run_apart(part: str, device: str, tiny: bool, out: Path) -> None:
+    """Runs one part in a process of its own, which is ended after its time; notes how it ended."""
+    path = out / f"{part}.json"
+    Findings(path, title=part).save()
+    command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--out", str(out), "--inside"]
+    print(f"\n{part}", flush=True)
+    try:
+        code = subprocess.run(
+            [*command, *["--tiny"] * tiny], cwd=ROOT, env=python_path(), timeout=PARTS[part] + GRACE_S
+        ).returncode
+        how = f"ended with exit code {code}"
+    except subprocess.TimeoutExpired:
+        code, how = 1, f"ended after {PARTS[part] + GRACE_S} s without an end of its own"
+    found = read_findings(path)
+    if found is not None and code:
+        found.failures.append(f"the part {how}")
+        found.save()
+
+
+def work(part: str, device: str, tiny: bool, out: Path) -> int:
+    """Runs one part in this process."""
+    torch.set_num_threads(1)
+    index = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    module = import_module(f"benchmarks.gpu.{part}")
+    findings = Findings(out / f"{part}.json", title=module.TITLE)
+    module.measure(Job(index, tiny, findings, time.monotonic() + PARTS[part]))
+    findings.done = True
+    findings.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Fast: device time of a step beside its floor, the bytes that must move at the speed of a copy, and AdamW."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from benchmarks.gpu.common import ENGINES, SIZES, Job, copy_bandwidth, median_s, numel, stepper
+
+import detonation as dt
+
+TITLE = "A step beside the speed of the memory"
+SCHEMES: dict[str, dt.Scheme] = {
+    "demo 4/64, sign": dt.demo(precision="sign", error_feedback=False),
+    "demo 4/64": dt.demo(),
+    "demo 1/64, sign": dt.demo(topk=1, precision="sign", error_feedback=False),
+    "demo 32/64": dt.demo(topk=32),
+    "random_sign 1/8": dt.random_sign(),
+    "random 1/8": dt.random(rate=1 / 8),
+}
+FLOOR_BYTES = {"ours": 20, "AdamW": 28}
+"""Bytes per fp32 parameter: the gradient is read; weight and momentum (two for AdamW) are read and written."""
+
+
+def measure(job: Job) -> None:
+    names = ["tiny"] if job.tiny else ["125M", "8M", "1.2B"]
+    best: dict[str, float] = {}
+    for size in names:
+        shapes = SIZES[size]
+        count = numel(shapes)
+        if job.on_gpu and 40 * count > torch.cuda.mem_get_info(job.device)[0]:
+            job.note(f"{size} was left out: its state does not fit")
+            continue
+        bandwidth = copy_bandwidth(job.device, min(4 * count, 2**30))
+        job.note(f"{size}: a copy moves {bandwidth / 1e9:,.0f} GB/s")
+        adamw_s = _subject(job, size, "AdamW, fused", "torch", _adamw(job, shapes), bandwidth, None)
+        for engine in ENGINES:
+            for name, scheme in SCHEMES.items():
+                if job.left_s() < (25 if engine == "torch.compile" else 8):
+                    job.note(f"{size}: {engine}, {name} was left out: the time was up")
+                    continue
+                if job.tiny and (engine == "torch.compile" or "sign" not in name):
+                    continue
+                if engine == "torch.compile" and (size != "125M" or name not in list(SCHEMES)[:2]):
+                    continue  # each compilation takes many seconds
+                act = _ours(job, shapes, scheme, engine)
+                if act is not None:
+                    seconds = _subject(job, size, name, engine, act, bandwidth, adamw_s)
+                    if seconds is not None and size == names[0] and adamw_s:
+                        best[f"{name}, {engine}"] = seconds / adamw_s
+    if best:
+        name, ratio = min(best.items(), key=lambda item: item[1])
+        job.headline(f"{names[0]}: {name} takes {ratio:.2f} times as long as AdamW(fused)")
+
+
+def _adamw(job: Job, shapes: list[tuple[int, ...]]) -> Callable[[], Any] | None:
+    fused = job.on_gpu or None
+    made = stepper(shapes, job.device, None, base=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=fused))
+    return made.step if made else None
+
+
+def _ours(job: Job, shapes: list[tuple[int, ...]], scheme: dt.Scheme, engine: str) -> Callable[[], Any] | None:
+    made = job.attempt(f"{engine} is built", lambda: stepper(shapes, job.device, scheme, engine))
+    return made.step if made else None
+
+
+def _subject(
+    job: Job,
+    size: str,
+    name: str,
+    engine: str,
+    act: Callable[[], Any] | None,
+    bandwidth: float,
+    adamw_s: float | None,
+) -> float | None:
+    """Adds the row of one subject; returns its seconds per step, or None where it failed."""
+    if act is None:
+        return None
+    times = 5 if job.tiny else 50
+    seconds: float | None = job.attempt(f"{size} {name}, {engine}", lambda: median_s(act, job.device, times))
+    if seconds is None:
+        return None
+    floor_s = FLOOR_BYTES["AdamW" if name.startswith("AdamW") else "ours"] * numel(SIZES[size]) / bandwidth
+    job.row(
+        parameters=size,
+        step=name,
+        engine=engine,
+        ms=1e3 * seconds,
+        floor_ms=1e3 * floor_s,
+        times_floor=seconds / floor_s,
+        times_AdamW="" if adamw_s is None else seconds / adamw_s,
+    )
+    return seconds

@@ -1,0 +1,119 @@
+"""No waiting: ten steps of every scheme in which the host may not wait for the GPU, and the profile of one step."""
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from benchmarks.gpu.common import SIZES, Job, no_waits, numel, stepper, synchronize
+
+import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
+
+TITLE = "The host waits for nothing"
+PROFILED = {
+    "demo": dt.demo(),
+    "demo, sign": dt.demo(precision="sign", error_feedback=False),
+    "random": dt.random(),
+    "random_sign": dt.random_sign(),
+    "full": dt.full(),
+    "none": dt.none(),
+}
+
+
+def measure(job: Job) -> None:
+    from zoo import KINDS, SCHEMES
+
+    shapes = SIZES["tiny"]
+    for name in KINDS if job.tiny else SCHEMES:
+        if job.left_s() < 15 and not job.tiny:
+            job.note(f"{name} and the schemes after it were left out: the time was up")
+            break
+        job.attempt(f"ten steps of {name}", partial(ten_steps, job, SCHEMES[name], shapes))
+    for name in ("demo", "full"):
+        job.attempt(f"ten steps of {name} that send during backward", partial(ten_overlapped, job, SCHEMES[name]))
+    schemes = list(PROFILED.items())[: 1 if job.tiny else None]
+    for name, scheme in schemes:
+        for engine in ("torch", "triton") if job.on_gpu else ("torch",):
+            job.attempt(f"profile of {name}", partial(profiled, job, name, scheme, engine))
+    good = job.findings.checks - len(job.findings.failures)
+    job.headline(f"{good} of {job.findings.checks} schemes and profiles without a wait of the host")
+
+
+def ten_steps(job: Job, scheme: dt.Scheme, shapes: list[tuple[int, ...]]) -> None:
+    """Ten steps after a first round, which may wait: it builds the levels."""
+    made = stepper(shapes, job.device, scheme, "triton" if job.on_gpu else "torch") or stepper(
+        shapes, job.device, scheme
+    )
+    assert made is not None
+    for _ in range(scheme.round.every + scheme.round.delay + 1):
+        made.step()
+        made.renew()
+    synchronize(job.device)
+    with no_waits(job.device):
+        for _ in range(10):
+            made.step()
+            made.renew()
+
+
+def ten_overlapped(job: Job, scheme: dt.Scheme) -> None:
+    """Ten steps whose gradients leave while backward still runs, on a stream of their own."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]).to(job.device)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(2), scheme)
+    examples = torch.randn(32, 256, device=job.device)
+
+    def step() -> None:
+        with optimizer.overlap():
+            model(examples).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    synchronize(job.device)
+    with no_waits(job.device):
+        for _ in range(10):
+            step()
+
+
+def profiled(job: Job, name: str, scheme: dt.Scheme, engine: str) -> None:
+    """Adds a row: kernels launched, time of the host, time of the device, and the gaps between kernels."""
+    size = "tiny" if job.tiny else "125M"
+    made = stepper(SIZES[size], job.device, scheme, engine)
+    if made is None:
+        job.note(f"{name}: the engine is not triton's")
+        return
+    for _ in range(3):
+        made.step()
+    synchronize(job.device)
+    at = time.perf_counter()
+    made.step()
+    host_s = time.perf_counter() - at
+    synchronize(job.device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if job.on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        made.step()
+        synchronize(job.device)
+    events = kernels(profile.events(), job.on_gpu)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    busy = sum(end - start for start, end in spans) / 1e3
+    whole = (max(end for _, end in spans) - spans[0][0]) / 1e3 if spans else 0.0
+    job.row(
+        step=name,
+        engine=made.engine,
+        parameters=numel(SIZES[size]),
+        tensors=len(SIZES[size]),
+        kernels=len(spans),
+        host_ms=1e3 * host_s,
+        device_busy_ms=busy,
+        gaps_ms=max(0.0, whole - busy),
+    )
+
+
+def kernels(events: Any, on_gpu: bool) -> list[Any]:
+    """The kernels and copies on the GPU; the operations of torch where there is none."""
+    if on_gpu:
+        return [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event for event in events if event.name.startswith("aten::") and not event.cpu_children]

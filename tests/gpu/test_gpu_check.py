@@ -1,0 +1,74 @@
+"""`make gpu` proves itself on a CPU: each part at a tiny size, in this process."""
+
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.gpu import __main__ as check
+from benchmarks.gpu import right
+from benchmarks.gpu.common import Findings, Job
+
+CPU = torch.device("cpu")
+
+
+def job_in(folder, part="part"):
+    return Job(CPU, True, Findings(folder / f"{part}.json"), time.monotonic() + 100)
+
+
+@pytest.mark.parametrize("part", [part for part in check.PARTS if part != "right"])
+def test_a_part_measures_and_nothing_in_it_fails(part, tmp_path):
+    job = job_in(tmp_path, part)
+    import_module(f"benchmarks.gpu.{part}").measure(job)
+    found = check.read_findings(tmp_path / f"{part}.json")
+    assert not found.failures and found.checks and found.headline
+    assert found.table and all(len(row) == len(found.columns) for row in found.table)
+
+
+def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import os, pytest\n"
+        "def test_random_good(): assert os.environ['TEST_DEVICE'] == 'cpu'\n"
+        "def test_random_bad(): raise ValueError('of a sort')\n"
+        "def test_random_left_out(): pytest.skip('no second GPU')\n"
+    )
+    job = job_in(tmp_path)
+    right.tested(job, "some", [str(tests)])
+    assert job.findings.table == [["some", "1", "1", "1"]] and job.findings.checks == 2
+    assert job.findings.failures == ["test_random_bad: ValueError: of a sort"]
+    right.tested(job, "missing", [str(tmp_path / "test_gone.py")])
+    assert "not found" in job.findings.failures[-1]
+
+
+def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(capsys, tmp_path):
+    assert check.main(["--out", str(tmp_path / "none")]) == 0
+    assert capsys.readouterr().out.startswith("no GPU: torch") and not (tmp_path / "none").exists()
+    with pytest.raises(SystemExit):
+        check.main(["fats", "--device", "cpu"])
+    assert "no part is called 'fats'; there are right, waiting, fast" in capsys.readouterr().err
+
+
+def test_a_part_that_breaks_costs_no_other_and_the_report_says_which(monkeypatch, capsys, tmp_path):
+    class Ended:
+        def __init__(self, command, **_):
+            part = command[3]
+            self.returncode = -9 if part == "memory" else 0
+            found = check.read_findings(tmp_path / f"{part}.json")
+            found.columns, found.table = ["step", "ms"], [["a | <b>", "1"]]
+            found.done, found.headline = part != "memory", f"of {part}"
+            found.save()
+
+    monkeypatch.setattr(check.subprocess, "run", Ended)
+    assert check.main(["memory", "twin", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "memory: the part ended with exit code -9" in shown and "of twin" in shown
+    assert shown.strip().endswith("report.html")
+    markdown, page = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
+    assert f"- torch: {torch.__version__}" in markdown and "| a \\| <b> | 1 |" in markdown
+    assert "a | &lt;b&gt;" in page and "FAILED the part ended" in page

@@ -1,0 +1,125 @@
+"""The axis between replicas: gloo from host memory beside another backend inside the node, and NCCL's own stream."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import detonation as dt
+import worlds
+from detonation.cluster import slow_axis
+from detonation.cluster.network.measure import probe_axis
+from detonation.cluster.slow_axis import slow_axis_backend
+from detonation.core.flat.tensors import digest
+from detonation.core.link.staging import HostStaging
+from zoo import DEVICE, KINDS, SCHEMES, Plain, batch, built
+
+NAMES = ["full", "demo", "demo-owner", "random-late", "diloco"]
+
+
+def synchronize():
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Copies:
+    """Plays an accelerator on the CPU: every message is copied to the host and back. Counts the copies."""
+
+    def __init__(self, monkeypatch):
+        self.sent, self.arrived = [], []
+        to_host, to_device = HostStaging.to_host, HostStaging.to_device
+
+        def out(staging, message):
+            before = message.clone()
+            host = to_host(staging, message)
+            self.sent.append(host.data_ptr() != message.data_ptr() or not len(host))
+            assert torch.equal(host.cpu(), before.cpu())
+            return host
+
+        def back(staging, host, like):
+            message = to_device(staging, host, like)
+            self.arrived.append(message.data_ptr() != host.data_ptr() or not message.numel())
+            synchronize()
+            host.fill_(7)  # the next exchange may do so
+            return message
+
+        monkeypatch.setattr(HostStaging, "needed", lambda *_: True)
+        monkeypatch.setattr(HostStaging, "to_host", out)
+        monkeypatch.setattr(HostStaging, "to_device", back)
+
+
+def trained(mesh, scheme):
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme)
+    for step in range(4):
+        with optimizer.overlap():
+            model(batch(mesh.get_rank(), step, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return digest(model.parameters()), optimizer.stats.bytes_sent
+
+
+def staged(mesh, names):
+    """Each scheme over the axis as it is, and over gloo with every message copied to the host and back."""
+    slow = dt.init_mesh(*mesh.shape, device=DEVICE.type, slow_backend="gloo")
+    assert slow.get_group("replicate") is not dist.group.WORLD
+    assert dist.get_backend(slow.get_group("replicate")) == "gloo"
+    plain = {name: trained(mesh, SCHEMES[name]) for name in names}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        copies = Copies(monkeypatch)
+        through = {name: trained(slow, SCHEMES[name]) for name in names}
+        assert copies.sent and all(copies.sent) and copies.arrived and all(copies.arrived)
+        found = probe_axis(slow["replicate"], torch.device("cpu"), budget_s=0.02)
+    return plain == through, {*found.operations}, dt.fingerprint(built(Plain), slow)[1]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_messages_through_host_memory_train_the_same_bits(shards):
+    names = NAMES if shards == 1 else NAMES[1:2]
+    for same, operations, equal in worlds.run_alone(staged, 2, shards, names):
+        assert same and equal and operations == {"all-reduce", "all-gather", "all-to-all"}
+    assert {*names} <= {*KINDS, "diloco"}
+
+
+def test_only_gloo_can_be_chosen(capsys):
+    with pytest.raises(ValueError, match="slow_backend is 'mpi', must be 'gloo', or None"):
+        dt.init_mesh(1, 1, "cpu", slow_backend="mpi")
+    assert not dist.is_initialized()
+    command = pytest.importorskip("detonation.cli.command", exc_type=ImportError)  # `make gpu` has no command line
+    assert command.run_command(["train", "quick-lm", "--set", "mesh.slow_backend=nccl"]) == 2
+    assert """mesh.slow_backend is 'nccl', but must be "gloo" or \"\"""" in capsys.readouterr().err
+
+
+class Options:
+    """Plays those of NCCL, which this build of torch may lack."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, None
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("cuda:nccl", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo,cuda:gloo", None),
+        ("cpu:gloo", None),
+    ],
+)
+def test_nccl_gets_a_communicator_of_its_own_with_priority_where_it_carries_the_device(monkeypatch, config, name):
+    standin = SimpleNamespace(
+        get_backend_config=lambda: config,
+        get_backend=lambda: dist.Backend("gloo"),
+        ProcessGroupNCCL=SimpleNamespace(Options=Options),
+    )
+    monkeypatch.setattr(slow_axis, "dist", standin)
+    assert slow_axis_backend("replicate", "cpu", None) is None
+    assert slow_axis_backend("replicate", "cuda", "gloo") == {"replicate": "gloo"}
+    found = slow_axis_backend("replicate", "cuda", None)
+    if name is None:
+        assert found is None
+        return
+    backend, options = found["replicate"]
+    assert backend == name and options.is_high_priority_stream and options._timeout.total_seconds() == 1800
