@@ -363,5 +363,5 @@ def silent(name: str, sender: int) -> Tensor:
     values[sender] = 0
     indices = shared
     if shared is None:
-        indices = torch.stack([codec.index_coding.decode(said[r, STEP][2], ROWS) for r in range(REPLICAS)])
+        indices = torch.stack([codec.index_coding.decode(said[r, STEP][2], ROWS, torch.int64) for r in range(REPLICAS)])
     return aggregate(Coefficients(values, indices), SCHEMES[name].aggregation, codec.selection.chunk)

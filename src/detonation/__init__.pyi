@@ -12,6 +12,8 @@ from detonation.cluster.init import leave as leave
 from detonation.cluster.mesh import init_mesh as init_mesh
 from detonation.cluster.mesh import same_weights as same_weights
 from detonation.cluster.mesh import shard as shard
+from detonation.cluster.survive.elastic_axis import elastic as elastic
+from detonation.cluster.survive.membership import ReplicaLost as ReplicaLost
 from detonation.core.agreement.consensus import HalfStep as HalfStep
 from detonation.core.agreement.safety import Safety as Safety
 from detonation.core.errors import DetonationError as DetonationError

@@ -14,6 +14,7 @@ import torch
 from faults import disk_full, killed_and_stopped, preempted, uninterrupted
 from rows import Row, table
 from storage import corruptions, crash_points
+from survive import survived
 
 from payloads import CLASSES, fuzz
 
@@ -23,6 +24,7 @@ class Amount:
     """The number of faults of each kind, in runs of `steps`.
 
     crashes: (scheme, step of the previous checkpoint) of each save that is cut short. messages: per class of bad ones.
+    faults: that the others survive without a restart.
     """
 
     steps: int
@@ -33,11 +35,12 @@ class Amount:
     corruptions: int
     sizes: int
     messages: int
+    faults: int
 
 
 CRASHES = tuple((name, first) for name in ("demo", "diloco", "full") for first in (1, 2))
-FULL = Amount(60, 40, 20, 10, CRASHES, 1000, 20, 28)
-SHORT = Amount(25, 2, 1, 1, CRASHES[:1], 100, 1, 2)
+FULL = Amount(60, 40, 20, 10, CRASHES, 1000, 20, 28, 48)
+SHORT = Amount(25, 2, 1, 1, CRASHES[:1], 100, 1, 2, 3)
 
 
 def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
@@ -51,6 +54,7 @@ def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
         corruptions(newest, folder / "corrupted", seed, amount.corruptions),
         *disk_full(folder / "full", whole, amount.sizes),
         bad_messages(seed, amount.messages),
+        *survived(folder / "survived", seed, amount.faults),
     ]
 
 
@@ -68,6 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="number of repetitions, with consecutive seeds")
+    parser.add_argument("--survive", type=int, default=0, help="only so many faults that others survive in place")
     parser.add_argument("--short", action="store_true", help="the part that the test suite runs")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -75,7 +80,8 @@ def main() -> int:
     for seed in range(chosen.seed, chosen.seed + chosen.repeat):
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            rows = gate(seed, SHORT if chosen.short else FULL, Path(folder))
+            amount = SHORT if chosen.short else FULL
+            rows = survived(Path(folder), seed, chosen.survive) if chosen.survive else gate(seed, amount, Path(folder))
         print(f"seed {seed}, {time.monotonic() - began:.0f} s")
         print(table(rows), flush=True)
         lost += sum(row.lost for row in rows)

@@ -33,6 +33,7 @@ GROUP_TIMEOUT_S = 1800.0
 """How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo."""
 
 _heartbeat: Heartbeat | None = None
+_lost = False
 _watch: Watch | None = None
 
 
@@ -184,8 +185,14 @@ def local_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def note_loss() -> None:
+    """Notes that a rank of the default process group is lost: `leave` waits for nobody then."""
+    global _lost
+    _lost = True
+
+
 def leave() -> None:
-    """Waits for all ranks, then destroys the process group and ends its threads. Collective.
+    """Waits for all ranks, unless one is lost, then destroys the process group and ends its threads. Collective.
 
     Call it after the function that trained has returned. The threads end with the last reference to the group, and an
     interpreter that shuts down around them may abort ("terminate called without an active exception"). torch itself
@@ -204,7 +211,7 @@ def leave() -> None:
         _watch.leave()
     if _heartbeat is not None:
         _heartbeat.leave(dist.barrier)
-    else:
+    elif not _lost:
         dist.barrier()
     if _watch is not None:
         _watch.stop()

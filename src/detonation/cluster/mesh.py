@@ -15,7 +15,8 @@ from detonation.cluster.machine.position import launch_position
 from detonation.cluster.shard_links import shard_links
 from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import SLOW_BACKENDS, require_device
+from detonation.core.link.communicator import require_device
+from detonation.core.link.link_speed import SLOW_BACKENDS
 from detonation.core.shard.units import join_units
 from detonation.core.shard.wire import ShardWire
 

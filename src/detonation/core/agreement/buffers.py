@@ -80,7 +80,8 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         name = keys[difference.name]
         buffer = buffers[name]
         if buffer.is_floating_point():
-            buffer.copy_(link.all_reduce(buffer.float())() / link.replicas)
+            total = link.all_reduce(buffer.float())()
+            buffer.copy_(total / (link.replicas - len(link.absent)))
         else:
             buffer.copy_(repaired(link, difference, buffer))
         found.append(name)

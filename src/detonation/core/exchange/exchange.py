@@ -146,10 +146,16 @@ def opened(
     """
     assert isinstance(flight.message, Outgoing)
     sealed, nbytes = flight.message.wait()
+    absent = flight.message.absent
     if tape is not None and not tape.plays:
         tape.put(guard.place, flight.step, sealed[:, : HEADER_BYTES + nbytes])
     arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
-    refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals)
+    refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals, absent)
+    if absent and signals:  # the aggregate is that of the others; an owner that is absent leaves its rows as they are
+        present = [sender for sender in range(len(sealed)) if sender not in absent]
+        body = torch.nn.functional.pad(arrived.body[present], (0, -nbytes % 8))  # each at an address for any type
+        arrived = codec.arrived(body[:, :nbytes], rows, shared, aggregation)
+        refused = None if refused is None else refused[present]
     if refused is not None:
         if arrived.body.device.type == "cpu":  # simulated replicas receive one buffer together
             arrived = replace(arrived, body=arrived.body.clone())

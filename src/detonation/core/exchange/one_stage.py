@@ -73,7 +73,7 @@ class AllReduce:
         pass
 
     def receive(self, flight: InFlight) -> Received:
-        totals = [(first, rows, wait()) for first, rows, wait in flight.sums]
+        totals = [(first, rows, self._of_all(wait(), rows)) for first, rows, wait in flight.sums]
         digits = totals[-1][2][totals[-1][1] * self._k :]
         if self._link.tape and not self._link.tape.plays:
             values = [total[: rows * self._k] for _, rows, total in sorted(totals, key=lambda run: run[0])]
@@ -82,6 +82,12 @@ class AllReduce:
         self._guard.open_sum(list(runs.values()), digits, flight.step)
         read = partial(_read_sums, dict(sorted(runs.items())), flight.indices())
         return Received(self._rows, read, Divided(self._link.replicas))
+
+    def _of_all(self, total: Tensor, rows: int) -> Tensor:
+        """A sum of `rows` rows and digits, as if absent replicas had sent the mean of the others."""
+        if absent := len(self._link.absent):
+            total[: rows * self._k] *= self._link.replicas / (self._link.replicas - absent)
+        return total
 
     def play(self, flight: InFlight, tape: Tape) -> None:
         def take() -> Tensor:  # [rows * k + digits]

@@ -29,6 +29,8 @@ class Outgoing:
     The wire carries the bytes of one message with one header, however many collectives it takes: each carries a run of
     rows, and the last one begins with the header, which speaks of all.
 
+    absent: after `wait`, the replicas whose messages did not arrive whole, because they were lost.
+
     Args:
         count: The number of messages.
     """
@@ -40,6 +42,7 @@ class Outgoing:
     arriving: list[Arriving] = field(default_factory=list)
     played: Callable[[], Tensor] | None = None  # what arrives in the place of a collective: header and bytes
     runs: list[tuple[int, int]] = field(default_factory=list)  # first row and rows of each collective
+    absent: set[int] = field(default_factory=set)
 
     def add(self, first: int, rows: int, message: Message) -> None:
         """Adds the encoded rows from `first` on."""
@@ -79,6 +82,7 @@ class Outgoing:
             whole[:, :HEADER_BYTES].copy_(octets[:, :HEADER_BYTES])
             return whole, nbytes
         arrived, pieces = [each() for each in self.arriving], []
+        self.absent.update(*(each.absent for each in self.arriving))
         nbytes = self.codec.nbytes(sum(rows for _, rows in self.runs))
         of_several = len(arrived) == 1 and len(arrived[0]) > 1  # torch refuses other types at the odd stride of one
         if of_several and arrived[0].device.type == "cpu" and kernel_library.load_library():

@@ -35,6 +35,7 @@ class TwoStage:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self._answer = scheme.reply_codec(link.replicas)
         self.owners, self.residual = owners, residual  # [owned, chunk]
+        self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
         self._block = owners.owned if residual.device.type == "cpu" else block_rows(scheme, owners.rows)
 
     def start(self, step: int) -> InFlight:

@@ -126,6 +126,14 @@ class FaultCounts:
         """Ends a change of the trained parameters: all ranks have made it."""
         self.changing, self._changed = 0, {}
 
+    def renumber(self, kept: Sequence[int], replica: int) -> None:
+        """Goes on with the counts of the replicas `kept`, by their old numbers, as the replicas 0, 1, ..."""
+        number = {old: new for new, old in enumerate(kept)}
+        self._replica = replica
+        self._strikes = Counter({number[sender]: n for sender, n in self._strikes.items() if sender in number})
+        self._good = Counter({number[sender]: n for sender, n in self._good.items() if sender in number})
+        self._row = Counter({(number[sender], at): n for (sender, at), n in self._row.items() if sender in number})
+
     def accept(self, sender: int, place: int) -> None:
         """Records that a message of `sender` was used; place: which of a replica's messages per step."""
         self._row[sender, place] = 0

@@ -1,7 +1,7 @@
 """The guard seals the messages of a replica, and decides which received messages may be used."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from hashlib import sha256
 
@@ -80,6 +80,7 @@ class Guard:
         step: int,
         phase: int = 0,
         signals: bool = True,
+        absent: Collection[int] = (),
     ) -> Tensor | None:
         """Decides which messages are refused, and counts the faults.
 
@@ -87,6 +88,7 @@ class Guard:
             messages: One sealed message per replica.
             content: The facts about each message, from `Arrived.facts`.
             signals: See `Expected`.
+            absent: Replicas that were lost: their messages are zeros, refused without a count.
 
         Shapes: messages `[replicas, 64 + nbytes + padding]` uint8 -> `[replicas]` bool, or None where none is.
         """
@@ -94,10 +96,10 @@ class Guard:
         expected = Expected(header, nbytes, len(self._names), signals)
         refused, table = decide_usable(Facts(*unsealed(messages), *content), expected, self.usual)
         if self._on_device:
-            report = partial(self._report, expected=expected, last=not phase)
+            report = partial(self._report, expected=expected, last=not phase, absent=absent)
             self._counts.report_later(step + self._delay, readback.Readback(table), report)
             return refused
-        return None if self._report(table.tolist(), expected, last=not phase) else refused
+        return None if self._report(table.tolist(), expected, not phase, absent) else refused
 
     def seal_sum(self, digits: Tensor, status: int | Tensor) -> None:
         """Writes this replica's status after the values of an all-reduce.
@@ -133,13 +135,17 @@ class Guard:
             for each in values:
                 each.zero_()
 
-    def _report(self, rows: Sequence[Sequence[int]], expected: Expected, last: bool) -> bool:
+    def _report(
+        self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
+    ) -> bool:
         """Counts the faults of each row of the table of `decide_usable`; returns True if no message is refused."""
         fine, step = not any(row[-1] for row in rows), expected.header.step
         faults = [""] * len(rows) if fine else explain_faults(rows, expected)
         if last:
             self._compare_received(rows, faults, step)
         for sender, (row, fault) in enumerate(zip(rows, faults, strict=True)):
+            if sender in absent:
+                continue
             if fault:
                 self._counts.refuse(sender, fault, step)
             elif row[5]:

@@ -12,8 +12,6 @@ from detonation.core.link.staging import HostStaging
 
 # all_gather_into_tensor was renamed; the old name warns where the new one exists
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SLOW_BACKENDS = ("gloo",)
-"""The backends that a user may choose for the axis between replicas."""
 
 
 class Communicator(Protocol):

@@ -8,6 +8,7 @@ import torch
 
 from detonation.core.errors import DetonationError
 from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
+from detonation.core.link.elastic_communicator import present_rows
 
 SAME_START = "Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
 
@@ -21,7 +22,7 @@ def send_to_all(communicator: Communicator, value: Any, device: torch.device) ->
 
     def gathered(content: bytes) -> list[bytes]:
         rows = communicator.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))()
-        return [bytes(row.tolist()) for row in rows]
+        return [bytes(row.tolist()) for row in present_rows(communicator, rows)]
 
     mine = json.dumps(value).encode()
     longest = max(int.from_bytes(size, "big") for size in gathered(len(mine).to_bytes(8, "big")))

@@ -1,7 +1,7 @@
 """A link is one axis of the cluster: it starts collectives and counts their bytes. It knows no algorithm."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
+from detonation.core.link.elastic_communicator import ElasticCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.link.tape import Tape
@@ -32,6 +33,7 @@ class Link:
         self._inter_node = communicator_of(axis)
         self._intra_node = None if intra_node is None else communicator_of(intra_node)
         self._communicator = self._inter_node
+        self.elastic = self._inter_node if isinstance(self._inter_node, ElasticCommunicator) else None
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
@@ -75,6 +77,15 @@ class Link:
         self.bytes_sent += bytes_per_rank(messages.shape[1], self.local_ranks) * (self.replicas - 1)
         return Arriving(self, self._communicator.all_to_all(messages.view(-1)))
 
+    @property
+    def absent(self) -> Collection[int]:
+        """The replicas that were lost before they took part in the collective that was waited for last."""
+        return self.elastic.absent if self.elastic else ()
+
+    def renumber(self) -> None:
+        """Takes the numbers of the replicas that are left."""
+        self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
+
     def collect(self, words: Tensor) -> Tensor:
         """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
 
@@ -89,6 +100,7 @@ class Link:
             weights = torch.arange(1, 2 * len(local), 2, dtype=torch.int64, device=words.device)
             words = (local * weights[:, None]).sum(0)
         lines = self._inter_node.all_gather(words.contiguous().view(torch.uint8))()
+        lines = present_rows(self._inter_node, lines)
         return lines.reshape(-1).view(words.dtype).view(self.replicas, -1)
 
     def send_to_all(self, value: Any, device: torch.device) -> list[Any]:
@@ -121,6 +133,7 @@ class Arriving:
     link: Link
     wait: Callable[[], Tensor]
     rows: Tensor | None = None
+    absent: Collection[int] = ()
 
     def __call__(self) -> Tensor:
         """Waits for all messages.
@@ -130,6 +143,7 @@ class Arriving:
         began = time.perf_counter()
         self.rows = self.wait()
         self.link.waited_s += time.perf_counter() - began
+        self.absent = self.link.absent
         return self.rows
 
     def release(self) -> None:

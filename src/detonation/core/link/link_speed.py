@@ -10,6 +10,9 @@ _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 _FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?b(?:it|ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE)
 
+SLOW_BACKENDS = ("gloo",)
+"""The backends that a user may choose for the axis between replicas."""
+
 
 @dataclass(frozen=True)
 class LinkSpeed:

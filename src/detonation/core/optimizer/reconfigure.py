@@ -1,7 +1,7 @@
 """Reconfiguration: other settings of a scheme, or other trained parameters, between two steps, without a loss of
 state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -9,8 +9,9 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import local
+from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.optimizer.build import replicator_of
+from detonation.core.optimizer.build import Level, Route, replicator_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
@@ -77,8 +78,43 @@ def agree_on_parameters(
     consensus.conclude(step)
 
 
+def with_scheme(
+    levels: Sequence[Level], by_level: Sequence[list[Replicator]], level: int, scheme: Scheme, base: BaseStep
+) -> tuple[tuple[Level, ...], list[list[Replicator]]]:
+    """The levels and their replicators with another scheme for one level; raises as `reconfigured`."""
+    number = range(len(levels))[level]
+    axis, was = levels[number]
+    made = reconfigured(by_level[number], was, scheme, base)
+    return (
+        (*levels[:number], (axis, scheme), *levels[number + 1 :]),
+        [*by_level[:number], made, *by_level[number + 1 :]],
+    )
+
+
+def lost_before(levels: Sequence[Level], step: int) -> bool:
+    """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were lost."""
+    return any(axis.enter_step(step) for axis, _ in levels if isinstance(axis, ElasticCommunicator))
+
+
+def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int) -> None:
+    """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them before `step`.
+
+    Messages in flight are received first, by the old numbers. The replicators must be built anew afterwards: owners,
+    layouts of messages and means are those of the old replicas.
+    """
+    for each in replicators:
+        each.enter_agreed()
+        each.local_state()
+    for axis, _ in levels:
+        if isinstance(axis, ElasticCommunicator):
+            kept = axis.adopt(step)
+            for link, counts in routes:
+                link.renumber()
+                counts.renumber(kept, link.replica)
+
+
 def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]]) -> None:
-    """Moves the portable state of each level into replicators for other parameters.
+    """Moves the portable state of each level into replicators for other parameters, or among other replicas.
 
     The state of parameters that left is gone; those that joined begin with an empty memory, and an anchor where they
     are. The server residual goes into the memory, because rows get other owners; without a memory it is gone.
@@ -130,8 +166,9 @@ def _return_residual(channel: Channel, exchange: TwoStage) -> None:
     It is a part of a mean over replicas, and so will be the message that carries it: nothing is lost.
     """
     assert channel.memory is not None
-    replicas, mine = channel.link.replicas, channel.link.replica
+    replicas, mine = channel.link.replicas, exchange.replica
     empty = exchange.residual.new_zeros(exchange.residual.shape)
-    owned = exchange.owners.collect([exchange.residual if r == mine else empty for r in range(replicas)])
+    owners = range(exchange.owners.replicas)
+    owned = exchange.owners.collect([exchange.residual if r == mine else empty for r in owners])
     channel.memory.add(channel.scheme.codec.basis.inverse(owned) * replicas)
     exchange.residual.zero_()

@@ -1,7 +1,7 @@
 """`Replicated`: a torch optimizer whose step all replicas agree on."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from detonation.core.link.tape import Tape
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.closure import evaluated
 from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
-from detonation.core.optimizer.reconfigure import agree_on_parameters, hand_over_by_name, reconfigured
 from detonation.core.optimizer.setup_checks import check_layout
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
@@ -102,6 +102,8 @@ class Replicated(OptimizerWrapper):
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
+                if not overlapping and changes.lost_before(self.levels, self.step_count):
+                    self._renumber()
                 self._consensus.enter_step(self.step_count, begun)
                 if not overlapping and self._trained.changed:
                     self._change_trained(in_buckets=begun)
@@ -143,7 +145,8 @@ class Replicated(OptimizerWrapper):
             self._consensus.begin(self.step_count)
         with ExitStack() as stack:
             for innermost in (self._replicators or [])[:1]:
-                if self._trained.changed:  # the hooks and buckets are those of the parameters before
+                lost = changes.lost_before(self.levels, self.step_count)
+                if lost or self._trained.changed:  # the hooks and buckets are those of before
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count))
@@ -191,10 +194,7 @@ class Replicated(OptimizerWrapper):
         another scheme and for settings that would lose state, and `LargerThanDense`; the old settings then stay.
         """
         self.synchronize()
-        number = range(len(self.levels))[level]
-        (axis, was), old = self.levels[number], self._by_level[number]
-        self._by_level[number] = reconfigured(old, was, scheme, self._base_step)
-        self.levels = (*self.levels[:number], (axis, scheme), *self.levels[number + 1 :])
+        self.levels, self._by_level = changes.with_scheme(self.levels, self._by_level, level, scheme, self._base_step)
         self._replicators = [replicator for made in self._by_level for replicator in made]
         compare_replicas(self._replicators, self.settings, self.param_groups)
 
@@ -204,18 +204,10 @@ class Replicated(OptimizerWrapper):
         for link, _ in self._routes.values():
             link.tape = tape
 
-    @contextmanager
-    def agreed_weights(self) -> Iterator[None]:
-        """Context in which the weights are the ones that the replicas agreed on last, for evaluation and saving. Only
-        a scheme with look-ahead has other weights between steps; it returns to them afterwards.
-        """
-        for replicator in self._replicators or []:
-            replicator.enter_agreed()
-        try:
-            yield
-        finally:
-            for replicator in self._replicators or []:
-                replicator.leave_agreed()
+    def agreed_weights(self) -> AbstractContextManager[None]:
+        """Context with the weights that the replicas agreed on last, for evaluation and saving. Only look-ahead has
+        others between steps, and returns to them."""
+        return states.at_agreed_weights(self._replicators or [])
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.
@@ -229,8 +221,8 @@ class Replicated(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict` on this rank, with or without the "replication" part.
 
-        Without it the memory of the replicas is lost: the next step warns, unless `load_replica_state` came. Raises
-        `ValueError` for the state of another replica or shard.
+        Without it the memory of the replicas is lost: the next step warns, unless `load_replica_state` came.
+        Raises `ValueError` for the state of another replica or shard.
         """
         states.from_state_dict(self, state_dict)
 
@@ -283,11 +275,19 @@ class Replicated(OptimizerWrapper):
         """Lets parameters join and leave before the step, on all ranks at once. Collective."""
         before, now, old = self._trained.laid_out, self._trained.by_name(), self._by_level
         if self._replicators and self._consensus:
-            agree_on_parameters(before, now, self._replicators, self._consensus, self.step_count, in_buckets)
+            changes.agree_on_parameters(before, now, self._replicators, self._consensus, self.step_count, in_buckets)
         made = self._lay_out(now)
-        hand_over_by_name(old, self._by_level)
+        changes.hand_over_by_name(old, self._by_level)
         self._trained.forget_frozen_gradients()
         compare_replicas(made, self.settings, self.param_groups, [n for n, p in now.items() if before.get(n) is not p])
+
+    def _renumber(self) -> None:
+        """Goes on without replicas that were lost, on all that are left at once. Collective."""
+        old = self._by_level
+        changes.renumber(self.levels, self._replicators or [], self._routes.values(), self.step_count)
+        self._lay_out(self._trained.laid_out)
+        changes.hand_over_by_name(old, self._by_level)
+        self.verify()
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""

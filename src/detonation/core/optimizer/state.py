@@ -6,7 +6,8 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,18 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
             mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
             replicator.local_state().load(mine)
     optimizer.resume_at(int(state["step"]))
+
+
+@contextmanager
+def at_agreed_weights(replicators: Sequence[Replicator]) -> Iterator[None]:
+    """See `Replicated.agreed_weights`."""
+    for replicator in replicators:
+        replicator.enter_agreed()
+    try:
+        yield
+    finally:
+        for replicator in replicators:
+            replicator.leave_agreed()
 
 
 def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detonation.choices import unknown
-from detonation.core.link.communicator import SLOW_BACKENDS
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.link.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.core.shard.wire import ShardWire
 
 Table = dict[str, Any]

@@ -1,0 +1,96 @@
+"""Process groups of gloo outside of torch's registry: made in milliseconds, and left behind when a peer is lost."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
+
+FORM_S = 10.0
+"""How long the members of a group may take to meet, once all have agreed on it."""
+_POLL_S = 0.5
+
+
+class Flight:
+    """A collective under way. A thread of the network library sets `ended`, and `good` where it did not fail.
+
+    That thread then waits for the lock of `notify`, and the work counts as under way until it has returned: nobody who
+    holds that lock may wait for the work itself.
+    """
+
+    def __init__(self, work: dist.Work, notify: Callable[[], None]) -> None:
+        self.ended = self.good = False
+        self._notify = notify
+        work.get_future().add_done_callback(self._end)
+
+    def _end(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+            self.good = True
+        except RuntimeError:  # whatever the library says: who is lost is found by other means
+            pass
+        self.ended = True
+        self._notify()
+
+
+class Group:
+    """A process group of the replicas that are left. A collective waits `timeout_s` for a peer that is alive."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        self.size = size
+        self._group: Any = ProcessGroupGloo(store, rank, size, timedelta(seconds=FORM_S))
+        self._group._set_default_timeout(timedelta(seconds=timeout_s))
+        self._works: list[dist.Work] = []
+
+    def all_reduce(self, values: Tensor) -> dist.Work:
+        """Sums `values` in place."""
+        return self._kept(self._group.allreduce([values]))
+
+    def all_gather(self, target: Tensor, mine: Tensor) -> dist.Work:
+        """Shapes: target `[size, n]`, mine `[n]`."""
+        return self._kept(self._group._allgather_base(target.view(-1), mine))
+
+    def all_to_all(self, target: Tensor, mine: Tensor) -> dist.Work:
+        """Shapes: target `[size, n]`, mine `[size, n]`."""
+        return self._kept(self._group.alltoall_base(target.view(-1), mine.view(-1), [], []))
+
+    def broadcast(self, values: Tensor, source: int) -> dist.Work:
+        """Replaces `values` by those of `source`."""
+        return self._kept(self._group.broadcast(values, source))
+
+    def abandon(self) -> None:
+        """Ends the group without waiting for what is under way.
+
+        `abort` and `shutdown` of gloo do nothing, and its destructor waits for collectives under way, up to their
+        timeout. So another thread keeps the group until they have ended. Where none is under way the sockets close at
+        once, which wakes the peers that still wait.
+        """
+        held = [(self._group, [work for work in self._works if not work.is_completed()])]
+        self._group, self._works = None, []
+        if held[0][1]:
+            threading.Thread(target=_outlast, args=(held,), name="abandoned group", daemon=True).start()
+
+    def _kept(self, work: dist.Work) -> dist.Work:
+        if len(self._works) > 16:
+            self._works = [each for each in self._works if not each.is_completed()]
+        self._works.append(work)
+        return work
+
+
+def _outlast(held: list[tuple[Any, list[dist.Work]]]) -> None:
+    while not all(work.is_completed() for work in held[0][1]):
+        time.sleep(_POLL_S)
+    held.clear()
+
+
+def host(tensor: Tensor) -> Tensor:
+    """`tensor` in host memory, which is all that gloo carries; a copy from an accelerator.
+
+    Shapes: any -> the same.
+    """
+    return tensor.to(torch.device("cpu"))

@@ -1,0 +1,286 @@
+"""The communicator that goes on without lost replicas: it repeats, or copies, what was interrupted."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from detonation.cluster.init import note_loss
+from detonation.cluster.survive.groups import Flight, Group, host
+from detonation.cluster.survive.membership import Agreement, Membership, RankReport, ReplicaLost
+from detonation.core.link.elastic_communicator import ElasticCommunicator
+
+_MOST_TRIES = 5
+"""Agreements in a row after which no group could be made, although nobody was lost."""
+_Kind = Literal["all_reduce", "all_gather", "all_to_all"]
+_log = logging.getLogger("detonation")
+
+
+@dataclass(frozen=True)
+class SurvivedLoss:
+    """A loss that the replicas survived. recovered_s: from its notice until all collectives went on."""
+
+    replicas: tuple[int, ...]
+    next_step: int
+    recovered_s: float
+
+
+@dataclass
+class _Collective:
+    """A collective that this rank started; it is kept until every replica has surely finished it.
+
+    Args:
+        layout: The replicas that have a number now, by the numbers with which they began.
+        floor: This rank had finished all collectives up to here when it started this one, and so had all others.
+    """
+
+    number: int
+    kind: _Kind
+    sent: Tensor
+    layout: list[int]
+    floor: int
+    members: list[int]
+    target: Tensor
+    flight: Flight | None = None  # None: the group refused it
+    result: Tensor | None = None
+    absent: frozenset[int] = frozenset()
+
+
+class SurvivingCommunicator(ElasticCommunicator):
+    """One shard's end of the axis between replicas; `losses` lists what it survived.
+
+    All ranks start the same collectives in the same order, so a number names each. After a loss the ranks compare which
+    they have finished. One that some have finished and others not is copied from the one to the other, so that all go
+    on with the same bytes; one that nobody has finished is started again without the lost replica. An all-to-all gives
+    each replica bytes of its own, so there the others send once more.
+    """
+
+    def __init__(self, membership: Membership, timeout_s: float) -> None:
+        self._membership, self._timeout_s = membership, timeout_s
+        self._layout = list(membership.members)
+        self.replica = self._layout.index(membership.replica)
+        self.losses: list[SurvivedLoss] = []
+        self._kept: dict[int, _Collective] = {}
+        self._started, self._floor, self._begun = 0, 0, 0
+        self._pending: list[tuple[int, list[int]]] = []  # from which step on there are which members
+        self._group = self._formed()
+        self._changed = membership.changed  # guards all state here, and is notified of each change
+        self._recovering = self._broken = self._closed = False
+        self._error: Exception | None = None
+        # Not the main thread, which may wait inside the network library for another shard of its replica.
+        threading.Thread(target=self._watch, name="recovery", daemon=True).start()
+
+    def size(self) -> int:
+        return len(self._layout)
+
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        return self._start("all_reduce", values)
+
+    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self._start("all_gather", mine)
+
+    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
+        return self._start("all_to_all", mine)
+
+    def enter_step(self, step: int) -> bool:
+        with self._changed:
+            self._settle()
+            if any(step >= first for first, _ in self._pending):
+                return True
+            self._begun = max(self._begun, step + 1)
+            self._membership.under_way = self._begun > 2
+        return False
+
+    def adopt(self, step: int) -> list[int]:
+        with self._changed:  # at once: after another loss all ask who has begun this step, and with whom
+            self._settle()
+            members = [members for first, members in self._pending if step >= first][-1]
+            self._pending = [each for each in self._pending if each[0] > step]
+            kept = [number for number, member in enumerate(self._layout) if member in members]
+            self._layout, self._begun = members, max(self._begun, step + 1)
+            self.replica = members.index(self._membership.replica)
+        return kept
+
+    def close(self, limit_s: float = 5.0) -> None:
+        """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._membership.leave(limit_s)
+        self._group.abandon()
+
+    def _start(self, kind: _Kind, values: Tensor) -> Callable[[], Tensor]:
+        sent = host(values)
+        with self._changed:
+            self._settle()
+            self._started += 1
+            each = _Collective(self._started, kind, sent, self._layout, self._floor, self._layout, sent)
+            self._kept[each.number] = each
+            self._launch(each)
+        return partial(self._wait, each, values.device)
+
+    def _settle(self) -> None:
+        """Waits while a loss is being recovered from. Raises where this replica cannot go on."""
+        self._changed.wait_for(lambda: not (self._recovering or self._broken) or self._error)
+        if self._error:
+            raise self._error
+
+    def _launch(self, each: _Collective) -> None:
+        """Starts a collective among the members that there are now."""
+        each.members = [member for member in self._membership.members if member in each.layout]
+        work, each.flight = None, None
+        try:
+            if each.kind == "all_reduce":
+                each.target = each.sent.clone()  # the network adds into it
+                work = self._group.all_reduce(each.target)
+            elif each.kind == "all_gather":
+                each.target = each.sent.new_empty(len(each.members), each.sent.numel())
+                work = self._group.all_gather(each.target, each.sent)
+            else:
+                rows = each.sent.view(len(each.layout), -1)
+                if each.members != each.layout:
+                    rows = rows[[each.layout.index(member) for member in each.members]]
+                each.target = torch.empty_like(rows)
+                work = self._group.all_to_all(each.target, rows)
+        except RuntimeError:  # the connection is closed already
+            return
+        each.flight = Flight(work, self._notify)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self, each: _Collective, device: torch.device) -> Tensor:
+        with self._changed:
+            while each.result is None:
+                self._settle()
+                if each.result is None and each.flight is not None and not each.flight.ended:
+                    self._changed.wait()
+                elif each.result is None and not self._take(each):
+                    self._broken = True  # which begins a recovery
+                    self._changed.notify_all()
+            self.absent = each.absent
+        return each.result.to(device)
+
+    def _take(self, each: _Collective) -> bool:
+        """Takes the result of a collective that has ended; False where it failed."""
+        if each.flight is None or not each.flight.good:
+            return False
+        missing = [number for number, member in enumerate(each.layout) if member not in each.members]
+        result = each.target
+        if missing and each.kind != "all_reduce":
+            result = result.new_zeros(len(each.layout), result.shape[1])
+            result[[each.layout.index(member) for member in each.members]] = each.target
+        self._conclude(each, result, missing)
+        for number in [number for number in self._kept if number <= each.floor]:
+            del self._kept[number]
+        return True
+
+    def _conclude(self, each: _Collective, result: Tensor, absent: list[int]) -> None:
+        each.result, each.absent = result, frozenset(absent)
+        while (following := self._kept.get(self._floor + 1)) and following.result is not None:
+            self._floor += 1
+
+    def _watch(self) -> None:
+        """Recovers from one loss after the other, until the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._membership.called or self._broken or self._closed)
+                if self._closed:
+                    return
+                self._recovering, self._broken = True, False
+            try:
+                self._recover()
+            except Exception as error:  # the main thread, which waits, raises it
+                self._error = error if isinstance(error, ReplicaLost) else ReplicaLost(f"cannot recover: {error!r}")
+            with self._changed:
+                self._recovering = False
+                self._changed.notify_all()
+            if self._error:
+                return
+
+    def _recover(self) -> None:
+        """Agrees with the others on who is left, and goes on with them. Collective."""
+        membership, noticed, before = self._membership, time.monotonic(), list(self._membership.members)
+        if membership.called:
+            noticed = min(noticed, membership.noticed_at)
+        for _ in range(_MOST_TRIES):
+            agreement = membership.agree(self._report())
+            self._group.abandon()
+            try:
+                self._group = self._formed()
+            except RuntimeError:  # one more is lost; the others hear of it with the next agreement
+                continue
+            if self._catch_up(agreement):
+                break
+        else:
+            raise ReplicaLost(f"the replicas {membership.members} could not form a process group")
+        if before != membership.members:
+            self._pending.append((agreement.next_step, list(membership.members)))
+        lost = tuple(member for member in before if member not in membership.members)
+        if lost:
+            note_loss()
+        self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed))
+        if lost and membership.rank == membership.members[0] * membership.shards:
+            names = f"replica{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            text = "%s lost: %d of %d go on, with step %d as the first without it; %.2f s after the notice"
+            sizes = len(membership.members), len(self._layout)
+            _log.warning(text, names, *sizes, agreement.next_step, self.losses[-1].recovered_s)
+
+    def _report(self) -> RankReport:
+        for each in self._kept.values():
+            if each.result is None and each.kind != "all_to_all" and each.flight is not None and each.flight.ended:
+                self._take_quietly(each)
+        done = [each for each in self._kept.values() if each.result is not None]
+        beyond = [each.number for each in done if each.number > self._floor]
+        return RankReport(self._floor, beyond, {str(each.number): sorted(each.absent) for each in done}, self._begun)
+
+    def _take_quietly(self, each: _Collective) -> None:
+        floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
+        self._take(each)
+        each.floor = floor
+
+    def _formed(self) -> Group:
+        membership = self._membership
+        rank = membership.members.index(membership.replica)
+        return Group(membership.group_store(), rank, len(membership.members), self._timeout_s)
+
+    def _catch_up(self, agreement: Agreement) -> bool:
+        """Copies what only some have finished, and starts the rest again; False where one more replica is lost."""
+        membership = self._membership
+        ranks = [member * membership.shards + membership.shard for member in agreement.members]
+        reports = [agreement.reports[rank] for rank in ranks]
+        for each in list(self._kept.values()):
+            holders = [index for index, report in enumerate(reports) if report.has(each.number)]
+            if len(holders) == len(reports):
+                continue
+            if holders and each.kind != "all_to_all":
+                if not self._copied(each, holders[0], reports[holders[0]].absent[str(each.number)]):
+                    return False
+            else:
+                self._launch(each)
+        return True
+
+    def _copied(self, each: _Collective, holder: int, absent: list[int]) -> bool:
+        """Copies the result of a collective from the member `holder` to those that have none."""
+        held = each.result
+        if held is None:
+            rows = () if each.kind == "all_reduce" else (len(each.layout),)
+            held = each.sent.new_empty(*rows, *each.sent.shape)
+        try:
+            flight = Flight(self._group.broadcast(held, holder), self._notify)
+        except RuntimeError:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: flight.ended or self._membership.called)
+        if not flight.good:
+            return False
+        if each.result is None:
+            self._conclude(each, held, absent)
+        return True

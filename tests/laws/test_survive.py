@@ -1,0 +1,185 @@
+"""The law of survival: whatever a replica was doing when it was lost, the others take every step, and stay equal."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import detonation as dt
+from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.flat.tensors import digest
+from zoo import TALKING, Plain, batch, built
+
+REPLICAS, STEPS, TIMEOUT_S = 4, 8, 60
+MODEL = built(Plain)  # the threads share a random generator
+
+
+class Died(BaseException):
+    """The end of a replica, in the place of its process."""
+
+
+class Mortal(SurvivingCommunicator):
+    """A replica that ends at a collective of a step (counted from 1), before it or with it under way."""
+
+    dies_in, countdown, under_way = 4, -1, False
+
+    def _launch(self, each):
+        last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
+        if last and not self.under_way:
+            raise Died
+        super()._launch(each)
+        if last:
+            raise Died
+        self.countdown -= self._begun == self.dies_in
+
+
+def die(communicator):
+    communicator._membership.leave(0)  # the others need not wait until it is silent for long
+    communicator._group.abandon()
+
+
+def survivors(act, min_replicas=1, replicas=REPLICAS):
+    """What `act(communicator)` returns on each replica, a thread of its own; nothing for one that died."""
+    store, results, errors = HashStore(), {}, []
+
+    def run(replica):
+        try:
+            membership = Membership(store, replica, replicas, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
+            communicator = Mortal(membership, 30.0)
+            try:
+                results[replica] = act(communicator)
+            except Died:
+                die(communicator)
+            else:
+                communicator.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(replica,), daemon=True) for replica in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def trained(communicator, scheme, base, overlap=False):
+    model = copy.deepcopy(MODEL)
+    optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, safety=dt.Safety(verify_every=1))
+    for step in range(STEPS):
+        loss = model(batch(communicator.replica, step, 32)).mean()
+        if overlap:
+            with optimizer.overlap():
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return optimizer, digest(model.parameters()), communicator
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_law_2_the_others_take_every_step_and_stay_equal(name):
+    scheme, point = TALKING[name], sum(name.encode())
+    base = dt.SignSGD if getattr(scheme, "lookahead", False) else torch.optim.AdamW
+
+    def act(communicator):
+        if communicator.replica == point // 8 % REPLICAS:
+            communicator.countdown, communicator.under_way = point % 2, bool(point & 4)
+        return trained(communicator, scheme, base, overlap="demo" in name)
+
+    ends = survivors(act)
+    assert len(ends) == REPLICAS - 1
+    assert {optimizer.step_count for optimizer, _, _ in ends.values()} == {STEPS}
+    assert len({weights for _, weights, _ in ends.values()}) == 1
+    assert [(ends[r][2].replica, ends[r][2].size()) for r in sorted(ends)] == [(0, 3), (1, 3), (2, 3)]
+    assert not any(optimizer.stats.refused for optimizer, _, _ in ends.values())
+
+
+def test_the_interrupted_mean_is_that_of_the_replicas_that_are_left():
+    def act(communicator):
+        if communicator.replica == 1:
+            communicator.countdown = 0
+        return trained(communicator, dt.full(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+    model, numbers = copy.deepcopy(MODEL), [0, 1, 2, 3]
+    for step in range(STEPS):
+        if step == 3:
+            numbers = [0, 2, 3]  # it died before it sent anything
+        gradients = []
+        for number, replica in enumerate(numbers):
+            data = replica if step <= 4 else number  # step 4 renumbers, after its backward
+            gradients.append(torch.autograd.grad(model(batch(data, step, 32)).mean(), list(model.parameters())))
+        with torch.no_grad():
+            for parameter, *each in zip(model.parameters(), *gradients, strict=True):
+                parameter -= 0.1 * torch.stack(each).mean(0)
+    for optimizer, *_ in survivors(act).values():
+        for parameter, expected in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("scheme", ["full", "demo", "demo-owner"])
+def test_a_collective_that_only_some_finished_is_finished_by_all_with_the_same_bytes(scheme):
+    def act(communicator):
+        take, torn = communicator._take, []
+
+        def torn_once(each):
+            if communicator.replica == 2 and communicator._begun == 4 and not torn and each.flight.ended:
+                torn.append(each.number)
+                each.flight.good = False
+            return take(each)
+
+        communicator._take = torn_once
+        ends = trained(communicator, TALKING[scheme], torch.optim.AdamW)
+        assert torn or communicator.replica != 2
+        return ends
+
+    ends = survivors(act)
+    assert len({weights for _, weights, _ in ends.values()}) == 1
+    assert [loss.replicas for _, _, c in ends.values() for loss in c.losses] == [()] * REPLICAS  # nobody was lost
+    undisturbed = survivors(lambda c: trained(c, TALKING[scheme], torch.optim.AdamW))
+    assert {weights for _, weights, _ in ends.values()} == {weights for _, weights, _ in undisturbed.values()}
+
+
+def test_too_few_replicas_stop_and_say_how_many_are_left():
+    def act(communicator):
+        if communicator.replica == 1:
+            communicator.countdown = 0
+        with pytest.raises(dt.ReplicaLost, match=r"lost replica 1 before step 4: 3 of the replicas are left, .* is 4"):
+            trained(communicator, dt.demo(), torch.optim.AdamW)
+
+    assert len(survivors(act, min_replicas=4)) == 3
+
+
+def test_a_second_replica_is_lost_while_the_others_renumber_after_the_first():
+    def act(communicator):
+        if communicator.replica in (1, 2):
+            communicator.countdown, communicator.dies_in = 0, 3 + communicator.replica
+        return trained(communicator, dt.demo(topk=4, chunk=16), torch.optim.AdamW)
+
+    ends = survivors(act)
+    assert sorted(ends) == [0, 3]
+    assert len({weights for _, weights, _ in ends.values()}) == 1
+    assert {c.size() for _, _, c in ends.values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"min_replicas": 3}, "min_replicas is 3, must be from 1 to the number of replicas, 2"),
+        ({"silence_s": 0.5}, "silence_s is 0.5, must be above 1"),
+        ({"replica": 2}, "replica is 2 of 2, must be from 0"),
+        ({"replica": None}, "or pass a whole mesh"),
+        ({"store": None}, "need a store"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        dt.elastic(**{"replica": 0, "replicas": 2, "store": HashStore()} | arguments)
