@@ -1,13 +1,16 @@
 """Tensor operations of a step on an accelerator: each is a launch, and launches bound the speed of small steps.
 
-    python benchmarks/launches.py [--replicas 2 4 8]
+    python benchmarks/launches.py [--replicas 2 4 8] [--kernels]
 
 OLMo2-1B's shapes over 8 shards, on the device `meta`: nothing is computed. Every operation but views counts, from the
-gradients to the update in their place; the base optimizer does not. With overlap, gradients leave in buckets.
+gradients to the update in their place; the base optimizer does not. With overlap, gradients leave in buckets. With
+`--kernels` the Triton kernels do the step (they are counted, not run), and memory that is only allocated is no launch.
 """
 
 import argparse
+import os
 from collections import Counter
+from importlib import import_module
 
 import torch
 from memory import Mirror, Watch, accelerator
@@ -27,15 +30,24 @@ SCHEMES = {
 }
 
 
+ALLOCATES = {"empty", "empty_like", "new_empty", "empty_strided"}
+"""Operations that take memory from torch's allocator, and start nothing on a device."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--kernels", action="store_true", help="count the launches of the Triton kernels")
     args = parser.parse_args()
+    if args.kernels:
+        os.environ["DETONATION_KERNELS"] = "triton"
     print("| scheme | replicas | buckets | operations | with overlap | most, with overlap |")
     print("|---|---|---|---|---|---|")
     for name, scheme in SCHEMES.items():
         for replicas in args.replicas:
-            (_, plain), (channel, overlapped) = (operations(scheme, replicas, overlap) for overlap in (False, True))
+            (_, plain), (channel, overlapped) = (
+                operations(scheme, replicas, overlap, args.kernels) for overlap in (False, True)
+            )
             most = ", ".join(f"{what} {count}" for what, count in Counter(overlapped).most_common(8))
             cells = [name, replicas, len(channel.pipelines), len(plain), len(overlapped), most]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
@@ -49,15 +61,22 @@ def olmo2_1b(shards: int = 8) -> list[tuple[int, ...]]:
     return [(tokens // shards, width), *layer * 16, (width // shards,), (tokens // shards, width)]
 
 
-def operations(scheme: dt.Scheme, replicas: int, overlap: bool) -> tuple[Channel, list[str]]:
-    """The channel, and the operations of its third step."""
+def operations(scheme: dt.Scheme, replicas: int, overlap: bool, kernels: bool = False) -> tuple[Channel, list[str]]:
+    """The channel, and the operations of its third step.
+
+    Args:
+        kernels: Whether the Triton kernels do the step, where DETONATION_KERNELS lets `meta` play an accelerator.
+    """
     model = nn.ParameterList([torch.zeros(shape, device="meta") for shape in olmo2_1b()])
     base = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = dt.replicate(base, model, Mirror(replicas), scheme, kernels=False)
+    optimizer = dt.replicate(base, model, Mirror(replicas), scheme, kernels=kernels)
     channel = optimizer.build()[0].channel
     with accelerator():
+        launched = import_module("detonation.kernels.gpu.launching").launch_counts if kernels else Counter()
         for step in range(3):
-            gradients = [torch.zeros_like(parameter) for parameter in model]
+            if not step or not kernels:  # kernels find gradients by their addresses, which stay where they were
+                gradients = [torch.zeros_like(parameter) for parameter in model]
+            launched.clear()
             with Watch() as watch, torch.no_grad():
                 if overlap:
                     transfer = channel.start(step)
@@ -66,7 +85,8 @@ def operations(scheme: dt.Scheme, replicas: int, overlap: bool) -> tuple[Channel
                 else:
                     transfer = channel.send(gradients, step)
                 transfer.receive().write(gradients)
-    return channel, watch.names
+    found = [name for name in watch.names if not kernels or name not in ALLOCATES]
+    return channel, [*found, *(name for name, count in launched.items() for _ in range(count))]
 
 
 if __name__ == "__main__":

@@ -46,6 +46,19 @@ def test_a_step_is_a_few_hundred_launches_whatever_the_replicas(name):
         assert len(plain) <= len(names), replicas
 
 
+@pytest.mark.parametrize("name, worlds", [("demo", (2, 8)), ("demo, all-gather", (2, 8)), ("random_sign", (2,))])
+def test_with_kernels_a_step_is_a_dozen_launches(name, worlds, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    scheme = launches.SCHEMES[name]
+    for replicas in worlds:
+        channel, names = launches.operations(scheme, replicas, overlap=False, kernels=True)
+        through_owners = isinstance(channel.exchange, TwoStage)
+        assert len(names) <= (12 + replicas if through_owners else 12), replicas
+        _, overlapped = launches.operations(scheme, replicas, overlap=True, kernels=True)
+        assert len(overlapped) <= 60, replicas
+
+
 @pytest.mark.parametrize("name", [name for name, scheme in GRADIENT.items() if not scheme.round.delay])
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_step_holds_state_gradients_messages_and_temporaries_of_a_block(name, replicas):

@@ -19,6 +19,7 @@ HOUSE = {
     "choices": ("", NONE),
     "version": ("", NONE),
     "kernels": ("", NONE),
+    "kernels/gpu": ("", NONE),
     "core/errors": ("", NONE),
     "core/flat": ("core/errors", DTENSOR),
     "core/round": ("", NONE),

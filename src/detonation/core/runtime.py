@@ -1,5 +1,6 @@
 """The runtime of a replica's step: choices that every part shares, so that they ride in one argument."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,9 +20,17 @@ def fp32_products() -> str:
     return ", ".join("ieee" if name in _FP32 else name for name in found)
 
 
+def accelerator_is_played() -> bool:
+    """True where the CPU or `meta` plays an accelerator, with Triton kernels, because DETONATION_KERNELS is "triton".
+
+    For tests, with TRITON_INTERPRET=1, and to count launches: nothing of it is fast.
+    """
+    return os.environ.get("DETONATION_KERNELS") == "triton"
+
+
 def decides_on_device(device: torch.device) -> bool:
     """True if decisions about tensors on `device` are computed there, because the host would have to wait for them."""
-    return device.type != "cpu"
+    return device.type != "cpu" or accelerator_is_played()
 
 
 @dataclass(frozen=True)

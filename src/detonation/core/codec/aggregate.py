@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from detonation.core.codec.form import WHOLE, Dealt
 from detonation.core.codec.indices import PackedIndices, narrow
 
 if TYPE_CHECKING:
@@ -225,6 +226,8 @@ class Received:
         unit: The rows after which messages can be cut.
         width: The coefficients of a row, of all replicas together; 0 if that is not known.
         release: Returns the receive buffer; called once all of it is decoded.
+        source: The messages as they arrived (`Arrived`), for an engine that decodes their bytes itself.
+        dealt: How the rows are dealt to several messages.
     """
 
     rows: int
@@ -233,6 +236,8 @@ class Received:
     unit: int = 1
     width: int = 0
     release: Callable[[], None] | None = None
+    source: object = None
+    dealt: Dealt = WHOLE
 
     @classmethod
     def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> Received:

@@ -13,7 +13,8 @@ import torch
 
 from detonation.core.codec.aggregate import Aggregation, Coefficients, Received
 from detonation.core.codec.basis import Basis
-from detonation.core.codec.indices import IndexCoding, PackedIndices, narrow
+from detonation.core.codec.form import MessageForm, SharedIndices
+from detonation.core.codec.indices import IndexCoding, PackedIndices, Unpackable, narrow
 from detonation.core.codec.precision import FP32, Float, Precision
 from detonation.core.codec.selection import Selection
 from detonation.core.flat.layout import Layout
@@ -30,11 +31,13 @@ class Selected:
         values: `[rows, k]` fp32; `[messages, rows, k]` for several messages.
         indices: Of the values, as many, or None where `values` are whole rows.
         owned: Whether nothing else refers to `values`, so that a message can use them without a copy.
+        message: The coefficients as an engine has encoded them already; `values` are then `[rows, 0]`.
     """
 
     values: Tensor
-    indices: Tensor | PackedIndices | None
+    indices: Tensor | Unpackable | None
     owned: bool = False
+    message: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,16 @@ class Message:
     """One replica's encoded values, and their encoded indices where the receivers cannot compute them.
 
     It owns its memory: later changes of the residual do not change it.
+
+    Args:
+        values: The output of the precision.
+        indices: `[nbytes]` uint8.
+        form: The form of a message that an engine wrote; values and indices lie in its buffer.
     """
 
     values: Tensor
     indices: Tensor | None = None
+    form: MessageForm | None = None
     parts: tuple[Tensor, ...] = field(init=False)  # the tensors to send, in order
 
     def __post_init__(self) -> None:
@@ -90,7 +99,7 @@ class Codec:
             shared = self.selection.indices(coefficients, step, seed)
         return self.pick(coefficients, shared)
 
-    def pick(self, coefficients: Tensor, shared: Tensor | PackedIndices | None) -> Selected:
+    def pick(self, coefficients: Tensor, shared: Tensor | Unpackable | None) -> Selected:
         """The coefficients at the indices that all replicas share or, without them, at the indices of the selection.
 
         Shapes: `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
@@ -120,7 +129,7 @@ class Codec:
         Args:
             negative_zeros: See `Precision.encode`.
         """
-        return [self._encoded(each, negative_zeros) for each in selected]
+        return [each.message or self._encoded(each, negative_zeros) for each in selected]
 
     def read(self, message: Message, rows: int) -> Tensor:
         """The values of `message` as every receiver decodes them.
@@ -152,7 +161,7 @@ class Codec:
         self,
         messages: Sequence[Message],
         rows: int,
-        shared: Tensor | PackedIndices | None,
+        shared: Tensor | Unpackable | None,
         aggregation: Aggregation,
     ) -> Received:
         """`messages`, one per replica, as if they had arrived.
@@ -169,7 +178,9 @@ class Codec:
         known = None if shared is None else narrow(shared)
         return self.arrived(lines[:, :nbytes], rows, known, aggregation).received(self.unit)
 
-    def arrived(self, body: Tensor, rows: int, shared: Tensor | None, aggregation: Aggregation) -> Arrived:
+    def arrived(
+        self, body: Tensor, rows: int, shared: Tensor | SharedIndices | None, aggregation: Aggregation
+    ) -> Arrived:
         """The messages of all replicas, to check and to read.
 
         Args:
@@ -185,7 +196,10 @@ class Codec:
         values = selected.values if exact else self.precision.encode(selected.values, negative_zeros)
         if self.selection.shared or selected.indices is None:
             return Message(values)
-        return Message(values, self.index_coding.encode(selected.indices))
+        indices = selected.indices
+        return Message(
+            values, self.index_coding.encode(indices if isinstance(indices, PackedIndices) else narrow(indices))
+        )
 
     @cached_property
     def _dense(self) -> bool:
@@ -199,7 +213,7 @@ class Arrived:
     codec: Codec
     body: Tensor  # [replicas, nbytes] uint8
     rows: int
-    shared: Tensor | None  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
+    shared: Tensor | SharedIndices | None  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
     aggregation: Aggregation
 
     def facts(self) -> tuple[Tensor, Tensor]:
@@ -228,14 +242,14 @@ class Arrived:
     def received(self, unit: int, release: Callable[[], None] | None = None) -> Received:
         """The messages as engines decode them; they can be cut after each `unit` rows."""
         width = len(self.body) * self.codec.selection.k
-        return Received(self.rows, self.read, self.aggregation, unit, width, release)
+        return Received(self.rows, self.read, self.aggregation, unit, width, release, self)
 
     def read(self, first: int, end: int) -> Coefficients:
         """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
         values = self.codec.precision.decode(self._values(first, end), end - first, self.codec.selection.k)
         if self._packed is not None:
             return Coefficients(values, self._packed.part(first, end))
-        return Coefficients(values, None if self.shared is None else self.shared[..., first:end, :])
+        return Coefficients(values, None if self.shared is None else narrow(self.shared)[..., first:end, :])
 
     @cached_property
     def _packed(self) -> PackedIndices | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -45,13 +45,14 @@ class IndexCoding:
         """Bytes of the indices of `rows` rows."""
         return packed_bytes(rows, self.chunk) if self.bitmap else packed_bytes(rows * self.k, self.width)
 
-    def encode(self, indices: Tensor | PackedIndices) -> Tensor:
+    def encode(self, indices: Tensor | Unpackable) -> Tensor:
         """Encodes the indices of each message.
 
         Shapes: `[..., rows, k]` integer -> `[..., nbytes]` uint8.
         """
         if isinstance(indices, PackedIndices):
             return indices.encoded
+        indices = narrow(indices)
         if self.bitmap:
             return mark(indices, self.chunk)
         *messages, rows, k = indices.shape
@@ -122,9 +123,16 @@ class PackedIndices:
             self.unpacked.masked_fill_(skipped.view(-1, 1, 1), 0)
 
 
-def narrow(indices: Tensor | PackedIndices) -> Tensor:
+class Unpackable(Protocol):
+    """Indices that become a tensor on first use."""
+
+    @property
+    def unpacked(self) -> Tensor: ...  # [..., rows, k] integer
+
+
+def narrow(indices: Tensor | Unpackable) -> Tensor:
     """`indices` as a tensor, in the integer type that they have.
 
     Shapes: -> `[..., rows, k]` integer.
     """
-    return indices.unpacked if isinstance(indices, PackedIndices) else indices
+    return indices if isinstance(indices, torch.Tensor) else indices.unpacked

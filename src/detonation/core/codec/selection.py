@@ -175,6 +175,18 @@ class Slicing(Rotation):
         return _same_for_all_rows(run, coefficients)
 
 
+def random_start(*key: int) -> int:
+    """The number from which the random words for `key` follow, as int64.
+
+    >>> random_start(0, 1, 0) == random_start(0, 1, 1)
+    False
+    """
+    start = 0
+    for part in key:
+        start = _mixed(start + _GOLDEN * (part + 1))
+    return signed(start)
+
+
 def _same_for_all_rows(indices: Tensor, coefficients: Tensor) -> Tensor:
     return indices.expand(len(coefficients), -1)
 
@@ -201,13 +213,11 @@ def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
 
     Shapes: -> `[count]` int64.
     """
-    words, start = torch.empty(count, dtype=torch.int64, device=device), 0
-    for part in key:
-        start = _mixed(start + _GOLDEN * (part + 1))
+    words, start = torch.empty(count, dtype=torch.int64, device=device), random_start(*key)
     for first in range(0, count, _SOME):
         block = words[first : first + _SOME]  # each operation within a cache
         torch.arange(first + 1, first + 1 + len(block), dtype=torch.int64, device=device, out=block)
-        block.mul_(signed(_GOLDEN)).add_(signed(start))
+        block.mul_(signed(_GOLDEN)).add_(start)
         for shift, factor in _ROUNDS:
             block.bitwise_xor_((block >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
     return words

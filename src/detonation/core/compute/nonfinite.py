@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,23 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
     """
     if not runtime.decides_on_device:
         return _first_here(signals)
+    kernels, _ = kernel_library.gpu_kernels(runtime)
+    if kernels is not None:
+        if not any(s is not None and s.numel() for s in signals):
+            return 0
+        numels = tuple(0 if s is None else s.numel() for s in signals)
+        status: Tensor = _scanner(numels, runtime).first_beyond(signals, LIMIT)
+        return status
     numbers, within = signals_within(signals, runtime.device)
     return first_outside([numbers], [within]) if numbers else 0
+
+
+@lru_cache(maxsize=32)
+def _scanner(numels: tuple[int, ...], runtime: Runtime) -> Any:
+    """The kernels that look at signals of these sizes; a few small tensors."""
+    kernels, _ = kernel_library.gpu_kernels(runtime)
+    assert kernels is not None
+    return kernels.Scanner(numels, runtime.device)
 
 
 def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:

@@ -1,7 +1,9 @@
 """The native engine, compiled for the CPU, and the choice among engines."""
 
 import ctypes
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,11 +16,14 @@ from detonation.core.codec.selection import TopK
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import Library, SignRate
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS
+from detonation.core.engine.accelerated import TritonEngine, why_not_triton
 from detonation.core.engine.blocked import BlockedEngine
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+
+_log = logging.getLogger("detonation")
 
 
 class NativeEngine(ReferenceEngine):
@@ -89,6 +94,12 @@ class NativeEngine(ReferenceEngine):
         self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, rates)
 
 
+@cache
+def _say(engine: str) -> None:
+    """Logs the choice of an engine, once for each reason."""
+    _log.info("the engine on the accelerator is %s", engine)
+
+
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, block_rows: int = 0
 ) -> ReferenceEngine:
@@ -97,6 +108,12 @@ def engine_for(
     Args:
         block_rows: The rows that an accelerator works on at once; 0 for all.
     """
+    gpu, reason = kernel_library.gpu_kernels(runtime)
+    reason = reason or why_not_triton(codec)
+    if runtime.decides_on_device:
+        _say(f"torch, because {reason}" if reason else "triton, in kernels that have never run on a GPU before")
+    if gpu is not None and not reason:
+        return TritonEngine(gpu, codec, layout, memory, runtime, block_rows)
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
     if memory is None or not fits or runtime.decides_on_device:
         return ReferenceEngine(codec, layout, memory, runtime, block_rows)

@@ -1,6 +1,6 @@
 """The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for all other engines."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, Received, aggregate
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.form import MessageForm
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import FP32
 from detonation.core.compute.kernel_library import SignRate
@@ -20,6 +21,8 @@ class ReferenceEngine:
     """Encodes signals, releases memory and decodes messages in ordinary torch, on any device."""
 
     name = "torch"
+    reads_status = False
+    """True if `bad` may be a status (see `Header`), because no operation then makes one of the other."""
 
     def __init__(
         self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, block_rows: int = 0
@@ -53,6 +56,27 @@ class ReferenceEngine:
             return selected[0]
         indices = torch.cat([narrow(each.indices) for each in selected if each.indices is not None])
         return Selected(torch.cat([each.values for each in selected]), indices, owned=True)
+
+    def encode_into(
+        self,
+        form: Callable[[], MessageForm | None],
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None = None,
+    ) -> Selected:
+        """`encode`, for an engine that writes the message itself: in the form that `form` makes, unless that is None.
+
+        Shapes: one local shape per parameter.
+        """
+        return self.encode(signals, step, bad)
+
+    def own_update(self, selected: Selected, own: Tensor | None) -> Tensor:
+        """The update if all replicas had sent `selected`, of which `own` are the values as every receiver decodes them.
+
+        Shapes: own `[rows, k]` fp32 -> `[rows, chunk]` fp32.
+        """
+        assert own is not None
+        return self.decode(self.of_one(own, selected))
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
         """A selection without values that must not count, and with indices in the smallest type that holds them."""

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Aggregation, MajorityVote, Received
 from detonation.core.codec.codec import Arrived, Codec, Selected
-from detonation.core.codec.indices import PackedIndices, narrow
+from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
+from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.zeros import zeros_are_negative
+from detonation.core.engine.accelerated import coding_of, places_of
 from detonation.core.exchange.outgoing import Outgoing
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
@@ -32,17 +34,20 @@ class InFlight:
     message: Outgoing | Tensor
     waiting: list[tuple[int, int]] = field(default_factory=list)  # of an all-reduce: runs that were not sent yet
     sums: list[tuple[int, int, Callable[[], Tensor]]] = field(default_factory=list)  # and those that were
-    shared: dict[int, Tensor] = field(default_factory=dict)
+    shared: dict[int, Tensor | SharedIndices] = field(default_factory=dict)
 
-    def know(self, first: int, indices: Tensor | PackedIndices | None) -> None:
+    def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
         """Keeps the indices of the rows from `first` on."""
         if indices is not None:
-            self.shared[first] = narrow(indices)
+            self.shared[first] = indices if isinstance(indices, SharedIndices) else narrow(indices)
 
-    def indices(self) -> Tensor | None:
+    def indices(self) -> Tensor | SharedIndices | None:
         """The indices of all rows, where all replicas know them."""  # [..., rows, k]
         found = [self.shared[first] for first in sorted(self.shared)]
-        return torch.cat(found, -2) if len(found) > 1 else found[0] if found else None
+        rules = [each for each in found if isinstance(each, SharedIndices)]
+        if rules and len(rules) == len(found):
+            return rules[0].of_all(sum(each.rows for each in rules))
+        return torch.cat([narrow(each) for each in found], -2) if len(found) > 1 else found[0] if found else None
 
 
 class Exchange(Protocol):
@@ -53,6 +58,10 @@ class Exchange(Protocol):
 
     def start(self, step: int) -> InFlight:
         """The message of `step`, with nothing in it."""
+        ...
+
+    def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
+        """The form in which an engine may write the encoded rows from `first` on; None to leave that to `add`."""
         ...
 
     def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
@@ -110,10 +119,12 @@ def sealed(outgoing: Outgoing, guard: Guard, step: int, status: int | Tensor | N
     """The bytes of the next collective, with a header if it is the last one of its message."""
     if status is None:
         return outgoing.next_run()
-    whole, octets, nbytes = outgoing.last_run()
+    whole, rest, nbytes = outgoing.last_run()
     guard.seal(whole, nbytes, step, status, phase)
-    octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
-    return octets
+    if rest is None:
+        return whole[:, : HEADER_BYTES + nbytes]
+    rest[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
+    return rest
 
 
 def played(tape: Tape, guard: Guard, codec: Codec, step: int, replicas: int) -> Outgoing:
@@ -122,7 +133,7 @@ def played(tape: Tape, guard: Guard, codec: Codec, step: int, replicas: int) -> 
     def take() -> Tensor:  # [replicas, 64 + nbytes] uint8
         return tape.take(guard.place, step).to(guard.usual.device).view(replicas, -1)
 
-    return Outgoing(codec, 1, played=take)
+    return Outgoing(codec, 1, played=take, kernels=guard.kernels)
 
 
 def opened(
@@ -130,7 +141,7 @@ def opened(
     codec: Codec,
     guard: Guard,
     rows: int,
-    shared: Tensor | None,
+    shared: Tensor | SharedIndices | None,
     aggregation: Aggregation,
     phase: int = 0,
     signals: bool = True,
@@ -150,6 +161,10 @@ def opened(
     if tape is not None and not tape.plays:
         tape.put(guard.place, flight.step, sealed[:, : HEADER_BYTES + nbytes])
     arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
+    if guard.kernels is not None and not absent:
+        coding, places = coding_of(guard.kernels, codec), places_of(guard.kernels, codec, rows, WHOLE)
+        guard.inspect(sealed, nbytes, coding, places, flight.step, phase, signals)
+        return arrived
     refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals, absent)
     if absent and signals:  # the aggregate is that of the others; an owner that is absent leaves its rows as they are
         present = [sender for sender in range(len(sealed)) if sender not in absent]

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Received
 from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
+from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import Float
 from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
-from detonation.core.exchange.outgoing import Outgoing
+from detonation.core.exchange.outgoing import Outgoing, form_of
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import DIGITS
 from detonation.core.link.link import Link
@@ -46,6 +48,9 @@ class AllReduce:
         buffer = torch.empty(count + self._digits, dtype=self._dtype, device=self._guard.usual.device)
         buffer[count:].zero_()
         return InFlight(step, buffer)
+
+    def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
+        return None
 
     def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
         # selected values [rows, k] fp32 -> [rows, k] fp32
@@ -103,12 +108,12 @@ class AllReduce:
         return {}
 
 
-def _read_sums(runs: dict[int, Tensor], shared: Tensor | None, first: int, end: int) -> Coefficients:
+def _read_sums(runs: dict[int, Tensor], shared: Tensor | SharedIndices | None, first: int, end: int) -> Coefficients:
     """The sums of the rows from `first` to below `end`."""  # runs [rows, k] each
     cut = [run[max(0, first - at) : max(0, end - at)] for at, run in runs.items()]
     parts = [part for part in cut if len(part)] or cut[:1]
     values = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return Coefficients(values.to(torch.float32).unsqueeze(0), None if shared is None else shared[first:end])
+    return Coefficients(values.to(torch.float32).unsqueeze(0), None if shared is None else narrow(shared)[first:end])
 
 
 class AllGather:
@@ -120,14 +125,19 @@ class AllGather:
         self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
 
     def start(self, step: int) -> InFlight:
-        return InFlight(step, Outgoing(self._codec, 1))
+        return InFlight(step, Outgoing(self._codec, 1, kernels=self._guard.kernels))
+
+    def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
+        return form_of(self._codec, rows, WHOLE, self._zeros(flight.step), self._guard.usual.device)
+
+    def _zeros(self, step: int) -> bool:
+        return negative_zeros(self._scheme, step, self._link.replica, self._link.replicas)
 
     def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
         # selected values [rows, k] fp32 -> [rows, k] fp32
         assert isinstance(flight.message, Outgoing)
         rows = len(selected.values)
-        zeros = negative_zeros(self._scheme, flight.step, self._link.replica, self._link.replicas)
-        (message,) = self._codec.encode(selected, negative_zeros=zeros)
+        (message,) = self._codec.encode(selected, negative_zeros=self._zeros(flight.step))
         flight.message.add(first, rows, message)
         if self._codec.selection.shared:
             flight.know(first, selected.indices)

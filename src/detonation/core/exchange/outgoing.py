@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from detonation.core.codec.codec import Codec, Message
+from detonation.core.codec.form import Dealt, MessageForm
 from detonation.core.compute import kernel_library
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.integrity.header import HEADER_BYTES
@@ -20,6 +22,7 @@ class Piece:
     first: int
     rows: int
     parts: Sequence[Tensor]  # [messages, length] uint8 each
+    form: MessageForm | None = None  # of a message that an engine wrote
 
 
 @dataclass
@@ -43,10 +46,11 @@ class Outgoing:
     played: Callable[[], Tensor] | None = None  # what arrives in the place of a collective: header and bytes
     runs: list[tuple[int, int]] = field(default_factory=list)  # first row and rows of each collective
     absent: set[int] = field(default_factory=set)
+    kernels: Any = None  # the module `detonation.kernels.gpu.launches`, where it seals and inspects
 
     def add(self, first: int, rows: int, message: Message) -> None:
         """Adds the encoded rows from `first` on."""
-        self.waiting.append(Piece(first, rows, self.codec.parts(message, rows, self.count)))
+        self.waiting.append(Piece(first, rows, self.codec.parts(message, rows, self.count), message.form))
 
     def next_run(self) -> Tensor:
         """The bytes of the pieces that wait, to be sent before the last.
@@ -58,17 +62,22 @@ class Outgoing:
         self.runs.append((pieces[0].first, sum(piece.rows for piece in pieces)))
         return joined([piece.parts for piece in pieces])
 
-    def last_run(self) -> tuple[Tensor, Tensor, int]:
-        """The whole of each message, to be sealed; then the room for the header and the bytes that were not sent yet.
+    def last_run(self) -> tuple[Tensor, Tensor | None, int]:
+        """The whole of each message, to be sealed; then the room for the header and the bytes that were not sent yet,
+        or None where nothing was sent yet.
 
         Shapes: -> `[messages, 64 + nbytes + padding]` and `[messages, 64 + some bytes]` uint8, and nbytes.
         """
         pieces, early = _in_order(self.waiting), self.sent
         self.waiting, self.sent = [], []
         self.runs.append((pieces[0].first, sum(piece.rows for piece in pieces)))
+        form = pieces[0].form
+        if self.kernels is not None and form is not None and len(pieces) == 1 and not early:
+            nbytes = self.codec.nbytes(form.owned)
+            return form.buffer, None, nbytes
         whole, nbytes = padded([piece.parts for piece in _in_order([*early, *pieces])], HEADER_BYTES)
         if not early:
-            return whole, whole[:, : HEADER_BYTES + nbytes], nbytes
+            return whole, None, nbytes
         return whole, joined([piece.parts for piece in pieces], HEADER_BYTES), nbytes
 
     def wait(self) -> tuple[Tensor, int]:
@@ -87,6 +96,8 @@ class Outgoing:
         of_several = len(arrived) == 1 and len(arrived[0]) > 1  # torch refuses other types at the odd stride of one
         if of_several and arrived[0].device.type == "cpu" and kernel_library.load_library():
             return arrived[0], nbytes  # which kernels read at any address
+        if self.kernels is not None and len(arrived) == 1:
+            return self._aligned(arrived[0]), nbytes
         for (first, rows), octets in zip(self.runs, arrived, strict=True):
             body = octets[:, octets.shape[1] - self.codec.nbytes(rows) :]
             pieces.append(Piece(first, rows, torch.split(body, list(self.codec.lengths(rows)), 1)))
@@ -95,11 +106,28 @@ class Outgoing:
         self.release()
         return whole, nbytes
 
+    def _aligned(self, octets: Tensor) -> Tensor:
+        """Messages as kernels read them: each begins at an address for any type."""
+        if not (octets.data_ptr() % 16 or octets.stride(0) % 16):
+            return octets
+        width = -(-octets.shape[1] // LINE_BYTES) * LINE_BYTES
+        whole = torch.empty(len(octets), width, dtype=torch.uint8, device=octets.device)
+        self.kernels.align(octets, whole)
+        self.release()
+        return whole
+
     def release(self) -> None:
         """Returns the receive buffers."""
         for each in self.arriving:
             each.release()
         self.arriving.clear()
+
+
+def form_of(codec: Codec, rows: int, dealt: Dealt, negative_zeros: bool, device: torch.device) -> MessageForm:
+    """The form of `dealt.count` messages of `rows` rows, each with room for a header, padded to lines of a checksum."""
+    width = -(-(HEADER_BYTES + codec.nbytes(rows)) // LINE_BYTES) * LINE_BYTES
+    buffer = torch.empty(dealt.count, width, dtype=torch.uint8, device=device)
+    return MessageForm(buffer, HEADER_BYTES, rows, dealt, negative_zeros)
 
 
 def joined(pieces: Sequence[Sequence[Tensor]], room: int = 0) -> Tensor:

@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from detonation.core.codec.form import Dealt
+
 
 @dataclass(frozen=True)
 class RowOwners:
@@ -23,6 +25,11 @@ class RowOwners:
     def owned(self) -> int:
         """The number of rows that each replica owns; the last ones may be padding."""
         return -(-self.rows // self.replicas)
+
+    @property
+    def dealt(self) -> Dealt:
+        """The same division, as kernels compute it."""
+        return Dealt(self.replicas, self._turns * self.run, self.run)
 
     @property
     def missing(self) -> int:

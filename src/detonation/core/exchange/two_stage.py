@@ -7,9 +7,11 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate, scatter_sum
 from detonation.core.codec.codec import Arrived, Codec, Selected
+from detonation.core.codec.form import WHOLE, MessageForm
 from detonation.core.codec.indices import narrow
+from detonation.core.engine.accelerated import replying_engine, why_not_triton
 from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
-from detonation.core.exchange.outgoing import Outgoing
+from detonation.core.exchange.outgoing import Outgoing, form_of
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
@@ -36,16 +38,28 @@ class TwoStage:
         self._answer = scheme.reply_codec(link.replicas)
         self.owners, self.residual = owners, residual  # [owned, chunk]
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
+        kernels = guard.kernels if not why_not_triton(codec) and not codec.selection.shared else None
+        self._replier = None if kernels is None else replying_engine(kernels, self._answer, residual)
         self._block = owners.owned if residual.device.type == "cpu" else block_rows(scheme, owners.rows)
 
     def start(self, step: int) -> InFlight:
-        return InFlight(step, Outgoing(self._codec, self._link.replicas))
+        return InFlight(step, Outgoing(self._codec, self._link.replicas, kernels=self._guard.kernels))
+
+    def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
+        if self._codec.selection.shared:
+            return None
+        owners = RowOwners(rows, self._link.replicas, self.owners.run)
+        zeros = negative_zeros(self._scheme, flight.step, self._link.replica, self._link.replicas)
+        return form_of(self._codec, owners.owned, owners.dealt, zeros, self.residual.device)
 
     def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
         # selected values [rows, k] fp32 -> [rows, k] fp32
         assert isinstance(flight.message, Outgoing)
         replicas, k = self._link.replicas, self._codec.selection.k
         owners, indices = RowOwners(len(selected.values), replicas, self.owners.run), None
+        if selected.message is not None:  # an engine has dealt them already
+            flight.message.add(first // replicas, owners.owned, selected.message)
+            return None
         if selected.indices is not None:  # padding is zeros, at valid indices
             sent = narrow(selected.indices)
             padding = torch.arange(k, dtype=sent.dtype, device=sent.device) if owners.missing else None
@@ -65,12 +79,20 @@ class TwoStage:
 
     def forward(self, flight: InFlight) -> None:
         owned, shared = self.owners.owned, flight.indices()
-        mine = None if shared is None else shared[self._link.replica]
+        mine = None if shared is None else narrow(shared)[self._link.replica]
         arrived = opened(flight, self._codec, self._guard, owned, mine, self._scheme.aggregation, phase=1)
-        reply, first = Outgoing(self._answer, 1), 0
-        for block in arrived.received(self.owners.run).blocks(self._block):
-            self._reply(reply, first, block, negative_zeros(self._scheme, flight.step))
-            first += block.values.shape[1]
+        reply, first = Outgoing(self._answer, 1, kernels=self._guard.kernels), 0
+        received, zeros = arrived.received(self.owners.run), negative_zeros(self._scheme, flight.step)
+        if self._replier is not None and self._replier.reads(received):
+            self._replier.add(received)
+            form = form_of(self._answer, owned, WHOLE, zeros, self.residual.device)
+            selected = self._replier.encode_into(lambda: form, [None], flight.step)
+            reply.add(0, owned, self._answer.encode(selected)[0])
+            self._replier.release(selected, None)
+        else:
+            for block in received.blocks(self._block):
+                self._reply(reply, first, block, zeros)
+                first += block.values.shape[1]
         flight.message = reply
         octets = sealed(reply, self._guard, flight.step, 0)
         reply.arriving.append(self._link.all_gather(octets.view(-1)))
@@ -91,7 +113,8 @@ class TwoStage:
         tape, shared = self._link.tape, flight.indices()
         arrived = opened(flight, self._answer, self._guard, owned, shared, Mean(), signals=False, tape=tape)
         unit, width = self.owners.run * self._link.replicas, self._answer.selection.k
-        return Received(self.owners.rows, partial(self._collected, arrived), unit=unit, width=width)
+        read, dealt = partial(self._collected, arrived), self.owners.dealt
+        return Received(self.owners.rows, read, unit=unit, width=width, source=arrived, dealt=dealt)
 
     def _collected(self, arrived: Arrived, first: int, end: int) -> Coefficients:
         """The replies of all owners about the rows from `first` to below `end`, as one message."""

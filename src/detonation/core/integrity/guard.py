@@ -4,15 +4,17 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from detonation.core.compute import kernel_library
+from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, Header, put, unsealed
-from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
+from detonation.core.integrity.header import DIGITS, IDENTITY, Header, constant, put, unsealed
+from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable, explain_faults
 
 
 class Guard:
@@ -35,6 +37,7 @@ class Guard:
         on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
             reasons to stop follow only in `FaultCounts.catch_up`.
         usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.
+        kernels: The module `detonation.kernels.gpu.launches`, where it seals and inspects.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class Guard:
         counts: FaultCounts,
         on_device: bool = False,
         usual: Tensor | None = None,
+        kernels: Any = None,
     ) -> None:
         self._names, self._counts, self.place = list(names), counts, place
         self._schema, self._place, self._replica = hash63(schema), place << 2, replica
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
+        self.kernels, self._inspectors = kernels, dict[int, Any]()
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
@@ -70,7 +75,13 @@ class Guard:
             # of the exchange that all have surely opened, whoever looked at a message on its way
             received = self._received.get(self._sent - 1 - self._delay, 0)
             self._sent += 1
-        Header(self._schema, step, self._place | phase, self._replica, status, received).seal(messages, nbytes)
+        header = Header(self._schema, step, self._place | phase, self._replica, status, received)
+        if self.kernels is None:
+            header.seal(messages, nbytes)
+            return
+        found = status if isinstance(status, Tensor) else constant(status, messages.device)
+        inspector = self._inspector(len(messages))
+        inspector.seal(messages, nbytes, IDENTITY, header.schema, step, header.origin, found, received)
 
     def admit(
         self,
@@ -100,6 +111,31 @@ class Guard:
             self._counts.report_later(step + self._delay, readback.Readback(table), report)
             return refused
         return None if self._report(table.tolist(), expected, not phase, absent) else refused
+
+    def inspect(
+        self, messages: Tensor, nbytes: int, coding: Any, places: Any, step: int, phase: int = 0, signals: bool = True
+    ) -> None:
+        """`admit`, and zeros in the place of refused messages, by kernels.
+
+        Args:
+            coding, places: Of the messages, as kernels read them (`engine.accelerated`).
+
+        Shapes: messages `[replicas, 64 + nbytes or more]` uint8.
+        """
+        header = Header(self._schema, step, self._place | phase, 0)
+        expected = Expected(header, nbytes, len(self._names), signals)
+        limits = self.kernels.Limits(LIMIT, LOUDER, FORGET)
+        table = self._inspector(len(messages)).inspect(
+            messages, nbytes, coding, places, IDENTITY, header.schema, step, header.place, expected.parameters,
+            self.usual, signals, limits,
+        )  # fmt: skip
+        report = partial(self._report, expected=expected, last=not phase)
+        self._counts.report_later(step + self._delay, readback.Readback(table), report)
+
+    def _inspector(self, count: int) -> Any:
+        if count not in self._inspectors:
+            self._inspectors[count] = self.kernels.Inspector(count, self.usual.device)
+        return self._inspectors[count]
 
     def seal_sum(self, digits: Tensor, status: int | Tensor) -> None:
         """Writes this replica's status after the values of an all-reduce.

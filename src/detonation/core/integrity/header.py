@@ -43,6 +43,11 @@ class Header:
     status: int | Tensor = 0
     received: int = 0
 
+    @property
+    def origin(self) -> int:
+        """The fourth word: sender and place."""
+        return self.sender << 32 | self.place
+
     def words(self, nbytes: int, device: torch.device) -> Tensor:
         """The header of a message with `nbytes` bytes after it, the checksum still 0.
 
@@ -50,7 +55,7 @@ class Header:
 
         Shapes: -> `[8]` int64.
         """
-        origin = self.sender << 32 | self.place
+        origin = self.origin
         if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
             content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
             return torch.tensor(content, dtype=torch.int64, device="cpu")
@@ -75,6 +80,14 @@ def _constants(words: tuple[int, ...], device: torch.device) -> Tensor:
     for place, word in zip(found.unbind(), words, strict=True):
         place.fill_(word)
     return found
+
+
+def constant(number: int, device: torch.device) -> Tensor:
+    """`number` on `device`, made once.
+
+    Shapes: -> `[]` int64.
+    """
+    return _constants((number,), device)[0]
 
 
 def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:

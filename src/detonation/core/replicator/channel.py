@@ -1,11 +1,12 @@
 """The channel: takes a signal through memory, codec, guard and link to an update."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.compiled import engine_for
 from detonation.core.exchange.exchange import Exchange
@@ -77,8 +78,8 @@ class Channel:
         """
         transfer = self.start(step)
         # engines on a CPU work in blocks of their own, which fit into its caches
-        on_cpu = self.runtime.device.type == "cpu"
-        pipelines = [BucketPipeline(Bucket.whole(self.layout), self.engine)] if on_cpu else self.pipelines
+        at_once = self.runtime.device.type == "cpu" or self.engine.reads_status  # kernels need no temporaries
+        pipelines = [BucketPipeline(Bucket.whole(self.layout), self.engine)] if at_once else self.pipelines
         parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in pipelines]
         self._send(transfer, parts, first_nonfinite(signals, self.runtime))
         return transfer
@@ -170,9 +171,11 @@ class Channel:
             transfer.exchange.play(transfer.flight, self.link.tape)
             transfer.forwarded = True
             return
-        transfer.is_empty = status > 0
+        if isinstance(status, int) or self.scheme.signal == "parameters" or not self.engine.reads_status:
+            transfer.is_empty = status > 0
+        bad = status if isinstance(status, Tensor) and self.engine.reads_status else transfer.is_empty
         for pipeline, pieces in parts:
-            self._encode(transfer, pipeline, pieces, transfer.is_empty)
+            self._encode(transfer, pipeline, pieces, bad)
         transfer.exchange.send(transfer.flight, status)
         self._release(transfer)
 
@@ -193,21 +196,21 @@ class Channel:
     ) -> None:
         """Encodes the pieces of a signal in a bucket, or zeros where the signal is not finite."""
         bucket, engine, step = pipeline.bucket, pipeline.engine, transfer.flight.step
-        if isinstance(bad, Tensor):
-            selected = engine.encode(pieces, step, bad)
+        exchange, flight, first = transfer.exchange, transfer.flight, bucket.first - transfer.bucket.first
+        if isinstance(bad, Tensor) or not bad:
+            form = partial(exchange.form, flight, first, bucket.layout.rows)
+            selected = engine.encode_into(form, pieces, step, bad if isinstance(bad, Tensor) else None)
         else:
-            selected = engine.empty(step) if bad else engine.encode(pieces, step)
-        read_own = self._needs_own_update or engine.needs_own_values
-        first = bucket.first - transfer.bucket.first
-        own = transfer.exchange.add(transfer.flight, first, selected, read_own)
+            selected = engine.empty(step)
+        read_own = selected.message is None and (self._needs_own_update or engine.needs_own_values)
+        own = exchange.add(flight, first, selected, read_own)
         if self._needs_own_update:
-            assert own is not None
-            update = engine.decode(engine.of_one(own, selected))
+            update = engine.own_update(selected, own)
             if len(update) == transfer.bucket.layout.rows:
                 transfer.own_update = update
             else:
                 if transfer.own_update is None:
-                    transfer.own_update = transfer.bucket.layout.zeros(own.device)
+                    transfer.own_update = transfer.bucket.layout.zeros(update.device)
                 transfer.own_update[first : first + len(update)] = update
         if not engine.releases_at_once and (isinstance(bad, Tensor) or not bad):
             transfer.unreleased.append((pipeline, selected, own))
@@ -242,7 +245,8 @@ class Channel:
         names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
         place = self.place << 10 | number
         delay, on_device = scheme.round.delay, runtime.decides_on_device
-        return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device, self._usual)
+        kernels, _ = kernel_library.gpu_kernels(runtime) if self.engine.reads_status else (None, "")
+        return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device, self._usual, kernels)
 
     def _pipeline(self, bucket: Bucket) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)

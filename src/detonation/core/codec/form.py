@@ -1,0 +1,69 @@
+"""The form of a message as kernels write it: where its bytes go, and how rows are dealt to several messages."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.selection import Selection
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """How the rows of a flat are dealt to `count` messages: the first `turns` rows of each in turns of `run` rows, and
+    equal parts of the remainder."""
+
+    count: int = 1
+    turns: int = 0
+    run: int = 1
+
+
+WHOLE = Dealt()
+"""All rows in one message, in order."""
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """The place and the form of the messages that an engine writes itself.
+
+    Args:
+        buffer: The messages, `[count, room + nbytes + padding]` uint8; kept until the collective that sends them ends.
+        room: The bytes before each message, for a header.
+        owned: The rows of each message.
+        dealt: The rows of the flat in each message.
+        negative_zeros: See `Precision.encode`.
+    """
+
+    buffer: Tensor
+    room: int
+    owned: int
+    dealt: Dealt = WHOLE
+    negative_zeros: bool = False
+
+
+@dataclass(frozen=True)
+class SharedIndices:
+    """The indices that a shared selection sends of some rows at one step; computed on first use, and only once.
+
+    Kernels compute them where they need them, and ask for `step` alone.
+    """
+
+    selection: Selection
+    rows: int
+    step: int
+    seed: int
+    device: torch.device
+
+    @cached_property
+    def unpacked(self) -> Tensor:
+        """The indices.
+
+        Shapes: -> `[rows, k]` int64.
+        """
+        like = torch.empty(1, self.selection.chunk, dtype=torch.float32, device=self.device)
+        return self.selection.indices(like.expand(self.rows, -1), self.step, self.seed)
+
+    def of_all(self, rows: int) -> "SharedIndices":
+        """The indices of all `rows` rows of the flat that these rows begin."""
+        return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

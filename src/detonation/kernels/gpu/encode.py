@@ -1,0 +1,131 @@
+"""Encode: a signal enters the memory, and the selected coefficients become a message, in one pass over the rows."""
+
+import triton
+import triton.language as tl
+
+from detonation.kernels.gpu.addressing import as_bf16, bf16_bits, dealt_row, load_coordinates, slot_of, span_of
+from detonation.kernels.gpu.choosing import largest_of, permutation_of_row
+from detonation.kernels.gpu.numbers import quantised, store_packed
+
+
+@triton.jit
+def encode_kernel(
+    residual, signals, starts, numels, slots, rows, status, decay, alpha,
+    forward, inverse,
+    message, stride, statistics_at, indices_at, count, turns, run, owned,
+    table, turn, first_row, negative_zeros,
+    scratch, numbers, units,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr, SELECTION: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, RELEASE: tl.constexpr,
+    ROUND: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the precision.
+
+    A program that works on values of a whole block keeps them in its own part of `scratch`, which stays in a cache.
+
+    Args:
+        residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its place.
+        signals: A table of addresses and kinds, `[2, slots]` int64; see `addressing`.
+        status: `[]` int64; where it is not 0 the residual stays as it is, and zeros are sent.
+        message: The first byte of the values of the first message; `stride` bytes further those of the next one.
+        statistics_at, indices_at: Where statistics and indices begin, after the values.
+        count, turns, run, owned: The messages, and the rows of each: see `addressing.dealt_row`.
+        table, turn: The output of `rotation_kernel`, for a selection that all replicas share.
+        first_row: The number of the first row, among those of the whole flat.
+        scratch, numbers: `[programs, UNIT * K]` fp32, `[programs, UNIT * max(K, CHUNK)]` uint8.
+        RELEASE: Whether the sent part leaves the residual here; with `ROUND` as it is read after rounding.
+    """
+    column = tl.arange(0, COLUMNS)
+    in_row = column < CHUNK
+    silent = tl.load(status) != 0
+    kept = tl.where(silent, 1.0, decay)
+    scratch += tl.program_id(0).to(tl.int64) * UNIT * K
+    numbers += tl.program_id(0).to(tl.int64) * UNIT * (CHUNK if BITMAP else K)
+    units_each = tl.cdiv(owned, UNIT)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        which = (unit // units_each).to(tl.int64)
+        begin = (unit % units_each).to(tl.int64) * UNIT
+        values_out = message + which * stride
+        for part in range(0, UNIT, ROWS):
+            within = part + tl.arange(0, ROWS)
+            local = begin + within
+            row = dealt_row(which, local, count, turns, run, owned)
+            present = (local < owned) & (row < rows)
+            row = tl.where(present, row, 0)
+            slot = slot_of(starts, row, slots, SEARCH)
+            start, left = span_of(starts, numels, slot, row, CHUNK)
+            inside = present[:, None] & (column[None, :] < left[:, None])
+            signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
+            place = (residual + row * CHUNK)[:, None] + column[None, :]
+            if MEMORY:
+                signal += tl.load(place, mask=inside, other=0.0) * kept
+            coefficients = signal
+            if BASIS == "dct":
+                coefficients = tl.dot(signal, tl.load(forward + column[:, None] * COLUMNS + column[None, :]),
+                                      input_precision="ieee")  # fmt: skip
+            if SELECTION == "topk":
+                size = tl.abs(coefficients).to(tl.int32, bitcast=True)
+                chosen = largest_of(tl.where(in_row[None, :], size, -1), column, K, COLUMNS)
+                at = tl.where(chosen == 1, tl.cumsum(chosen, axis=1) - 1, -1)
+            else:
+                permutation = tl.zeros_like(row)
+                if SELECTION == "random":
+                    permutation = permutation_of_row(tl.load(turn), first_row + row)
+                at = tl.load((table + permutation * CHUNK)[:, None] + column[None, :], mask=in_row[None, :], other=-1)
+                chosen = (at >= 0).to(tl.int32)
+            real = (chosen == 1) & (local < owned)[:, None]
+            value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
+            if PRECISION == "fp32":
+                numbered = values_out.to(tl.pointer_type(tl.float32), bitcast=True) + local * K
+                tl.store(numbered[:, None] + at, value, mask=real)
+            elif PRECISION == "bf16":
+                numbered = values_out.to(tl.pointer_type(tl.int16), bitcast=True) + local * K
+                tl.store(numbered[:, None] + at, bf16_bits(value).to(tl.int16), mask=real)
+                if ROUND:
+                    value = as_bf16(value)
+            else:
+                tl.store(scratch + within[:, None] * K + at, value, mask=real)
+            if WIDTH > 0:
+                if BITMAP:
+                    tl.store(numbers + within[:, None] * CHUNK + column[None, :], chosen.to(tl.uint8),
+                             mask=(local < owned)[:, None] & in_row[None, :])  # fmt: skip
+                else:
+                    index = tl.zeros_like(chosen) + column[None, :]
+                    tl.store(numbers + within[:, None] * K + at, index.to(tl.uint8), mask=real)
+            if MEMORY:
+                if RELEASE:
+                    sent = tl.where(chosen == 1, value, 0.0)
+                    if BASIS == "dct":
+                        sent = tl.dot(sent, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]),
+                                      input_precision="ieee")  # fmt: skip
+                    signal -= sent * alpha
+                tl.store(place, signal, mask=inside)
+        tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
+        here = tl.minimum(owned - begin, UNIT).to(tl.int32)
+        if WIDTH > 0:
+            if BITMAP:
+                store_packed(
+                    values_out + indices_at + begin * CHUNK // 8, numbers, here * CHUNK, UNIT * CHUNK, 1, BYTES
+                )
+            else:
+                store_packed(
+                    values_out + indices_at + begin * K * WIDTH // 8, numbers, here * K, UNIT * K, WIDTH, BYTES
+                )
+        if BLOCK > 1:
+            item = tl.arange(0, BLOCK)
+            bits: tl.constexpr = 1 if PRECISION == "sign" else 2 if PRECISION == "2bit" else 4
+            each: tl.constexpr = 8 // bits
+            octet = tl.arange(0, BLOCK // each)
+            for block in range(UNIT * K // BLOCK):
+                number = block * BLOCK + item
+                real_values = number < here * K
+                values = tl.load(scratch + number, mask=real_values, other=0.0)
+                block_number = begin * K // BLOCK + block
+                code = quantised(values_out, values_out + statistics_at, values, real_values, block_number,
+                                 negative_zeros, PRECISION, BLOCK)  # fmt: skip
+                code = tl.where(real_values, code, 0)
+                packed = tl.sum(tl.reshape(code, [BLOCK // each, each]) << (bits * tl.arange(0, each))[None, :], axis=1)
+                used = block * BLOCK + octet * each < here * K
+                tl.store(values_out + (begin * K + block * BLOCK) // each + octet, packed.to(tl.uint8), mask=used)
+        tl.debug_barrier()  # all have read them: the next unit may overwrite them

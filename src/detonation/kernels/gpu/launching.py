@@ -1,0 +1,138 @@
+"""Starting kernels: the numbers and tables that they are given, none of which makes the host wait."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detonation.kernels.gpu.addressing import BF16, FP16, FP32
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
+KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+"""The types of tensors that kernels read and write."""
+launch_counts: Counter[str] = Counter()
+"""How often each kernel was launched, and how often a table of addresses was copied to the device."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The part of a codec that is compiled into a kernel.
+
+    Args:
+        basis: "dct" or "none".
+        selection: "topk", "random", "striding" or "slicing".
+        precision: "fp32", "bf16", "sign", "2bit", "4bit", or "int8" to decode.
+        block: The values that are encoded together.
+        width: Bits of an index; 0 where none is sent. With `bitmap` a row has a bit for each coefficient.
+    """
+
+    chunk: int
+    k: int
+    basis: str
+    selection: str
+    precision: str
+    block: int
+    width: int
+    bitmap: bool
+
+    @property
+    def columns(self) -> int:
+        """The chunk as kernels see it: a power of two, and 16 or more for a matrix product."""
+        return max(16 if self.basis == "dct" else 1, 1 << (self.chunk - 1).bit_length())
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants that encode and decode share."""
+        return {
+            "CHUNK": self.chunk,
+            "COLUMNS": self.columns,
+            "K": self.k,
+            "BASIS": self.basis,
+            "SELECTION": self.selection,
+            "PRECISION": self.precision,
+            "BLOCK": self.block,
+            "WIDTH": 1 if self.bitmap else self.width,
+            "BITMAP": self.bitmap,
+        }
+
+
+@dataclass(frozen=True)
+class Places:
+    """The bytes of a message from its first value on, and how rows are dealt to messages; see `dealt_row`."""
+
+    statistics_at: int
+    indices_at: int
+    count: int = 1
+    turns: int = 0
+    run: int = 1
+    owned: int = 0
+
+
+class Slots:
+    """The rows of each of many tensors in a flat, on the device.
+
+    Args:
+        starts: The first row of each.
+        numels: The coordinates of each.
+    """
+
+    def __init__(self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device) -> None:
+        self.count, self.rows, self.device = len(starts), rows, device
+        self.starts, self.numels = (
+            torch.tensor(list(each), dtype=torch.int64, device=device) for each in (starts, numels)
+        )
+        self.search = len(starts).bit_length()
+
+
+class Addresses:
+    """A table of the addresses and kinds of some tensors on their device, copied there again only where one changed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: tuple[int, ...] = ()
+        self.kinds = 0
+        self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
+
+    def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
+        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is absent.
+
+        Shapes: any.
+        """
+        here = [None if t is None or not t.numel() else t for t in tensors]
+        addresses = [0 if t is None else t.data_ptr() for t in here]
+        kinds = [0 if t is None else KIND_OF[t.dtype] for t in here]
+        known = (*addresses, *kinds)
+        if known != self._known:
+            self._known, self.kinds = known, 0
+            for kind in kinds:
+                self.kinds |= kind
+            self.table = uploaded(known, torch.int64, self._device)
+        return self
+
+
+def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the copy is over.
+
+    Shapes: -> `[numbers]`.
+    """
+    launch_counts["upload"] += 1
+    if device.type == "meta":
+        return torch.empty(len(numbers), dtype=dtype, device=device)
+    host = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Starts `programs` programs; on the device `meta` it counts them alone.
+
+    Products and sums are rounded one by one, as torch does: a fused one would part them in the last bit.
+    """
+    launch_counts[kernel.__name__] += 1
+    if any(isinstance(each, Tensor) and each.device.type == "meta" for each in arguments):
+        return
+    kernel[(programs,)](*arguments, **constants, num_warps=8, enable_fp_fusion=False)

@@ -1,0 +1,250 @@
+"""The Triton kernels, by Triton's interpreter on the CPU: each equals the engine and the guard of ordinary torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+import detonation as dt
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.agreement import selftest
+from detonation.core.codec.basis import Identity
+from detonation.core.codec.form import WHOLE
+from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
+from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
+from detonation.core.engine.accelerated import TritonEngine, coding_of, places_of, why_not_triton
+from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.exchange.outgoing import form_of
+from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
+from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
+from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
+from detonation.core.schemes.gradients import momentum
+from detonation.kernels.gpu import launches, launching
+from zoo import SCHEMES, TALKING
+
+CPU = torch.device("cpu")
+SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "kernel": (3, 5, 7), "last": (0,)}
+RUN = {name: scheme for name, scheme in TALKING.items() if not why_not_triton(scheme.codec)}
+COMPARED = [
+    "demo", "demo-senders-bf16", "demo-alpha", "demo-sign", "demo-bitmap-2bit", "random-odd", "random-majority",
+    "random-sign", "striding", "slicing",
+]  # fmt: skip
+"""One of every basis, selection, precision, aggregation and coding of indices that kernels know."""
+
+pytestmark = [
+    pytest.mark.skipif(not launching.INTERPRETED, reason="the kernels were imported without TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # by numpy, of numbers that overflow in damaged messages
+]
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch):
+    """The CPU plays an accelerator."""
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    monkeypatch.setattr(selftest, "_SHAPE", (16, 16))
+
+
+def signals(step, kinds=(torch.float32,)):
+    drawn = torch.Generator().manual_seed(step)
+    found = [torch.randn(shape, generator=drawn) for shape in SHAPES.values()]
+    return [signal.to(kinds[i % len(kinds)]) for i, signal in enumerate(found)]
+
+
+def engines(scheme):
+    layout = scheme.codec.layout(SHAPES)
+    memories = [Memory(layout, scheme.feedback, CPU) if scheme.feedback else None for _ in range(2)]
+    mine = engine_for(scheme.codec, layout, memories[0], Runtime(CPU, 3))
+    assert isinstance(mine, TritonEngine)
+    return mine, ReferenceEngine(scheme.codec, layout, memories[1], Runtime(CPU, 3, kernels=False))
+
+
+def sent_and_read(scheme, engine, given, step, zeros):
+    """The parts of the message, and the update that two of them make."""
+    codec, rows = scheme.codec, engine.layout.rows
+    selected = engine.encode_into(lambda: form_of(codec, rows, WHOLE, zeros, CPU), given, step)
+    (message,) = codec.encode(selected, negative_zeros=zeros)
+    values = codec.read(message, rows).reshape(rows, -1)
+    engine.release(selected, values if engine.needs_own_values else None)
+    shared = selected.indices if codec.selection.shared else None
+    received = codec.received([message, message], rows, shared, scheme.aggregation)
+    if isinstance(engine, TritonEngine):  # which need the step of shared indices, not the indices
+        received = replace(received, source=replace(received.source, shared=shared))
+    update = [torch.zeros(shape, dtype=torch.bfloat16 if name == "odd" else None) for name, shape in SHAPES.items()]
+    engine.write(received, update)
+    return values, message.indices, update
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_encode_release_and_decode_are_those_of_the_reference(name):
+    scheme = RUN[name]
+    mine, reference = engines(scheme)
+    for step in range(2):
+        given = signals(step, (torch.float32, torch.bfloat16, torch.float16) if step else (torch.float32,))
+        found, wanted = (sent_and_read(scheme, each, given, step, bool(step)) for each in (mine, reference))
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
+        if wanted[1] is not None:
+            assert torch.equal(found[1].reshape(-1), wanted[1].reshape(-1))
+        for one, other in zip(found[2], wanted[2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.memory.residual, reference.memory.residual, rtol=1e-5, atol=1e-5)
+
+
+def test_many_programs_that_take_many_parts_do_as_one(monkeypatch):
+    scheme = RUN["demo-sign"]
+    whole, _ = engines(scheme)
+    wanted = sent_and_read(scheme, whole, signals(0), 0, False)
+    monkeypatch.setattr(launches, "TILE", 1024)
+    monkeypatch.setattr(launches, "PROGRAMS", 2)
+    cut, _ = engines(scheme)
+    found = sent_and_read(scheme, cut, signals(0), 0, False)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert torch.equal(cut.memory.residual, whole.memory.residual)
+
+
+@pytest.mark.parametrize("topk", [3, 9])
+def test_of_equal_magnitudes_the_first_are_sent(topk):
+    mine, _ = engines(momentum(Identity(), TopK(topk, 16)))
+    tied = [torch.ones(shape) for shape in SHAPES.values()]
+    tied[0].view(-1)[::2] *= -1
+    selected = mine.encode(tied, 0)
+    assert torch.equal(selected.indices.unpacked[:40].long(), torch.arange(topk).expand(40, -1))
+    assert torch.equal(selected.values.abs()[:40], torch.ones(40, topk))
+
+
+def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
+    mine, _ = engines(RUN["demo"])
+    mine.encode(signals(0), 0)
+    before = mine.memory.residual.clone()
+    runtime = Runtime(CPU)
+    for number, value in ((1, float("nan")), (4, float("-inf")), (0, 2 * LIMIT)):
+        given = signals(1, (torch.float32, torch.bfloat16))
+        given[number].view(-1)[-1] = value
+        given[2] = None
+        status = first_nonfinite(given, runtime)
+        assert int(status) == 1 + number
+    assert int(first_nonfinite(signals(1), runtime)) == 0
+    selected = mine.encode(given, 1, bad=status)
+    assert not selected.values.any() and torch.equal(mine.memory.residual, before)
+
+
+@pytest.mark.parametrize("rule", [Random(1 / 8), Random(0.3), Striding(1 / 16), Slicing(1 / 8)], ids=repr)
+def test_rotations_are_those_of_the_selection(rule: Rotation):
+    rows, seed = 70, 5
+    for step in (0, 3, 11):
+        cycle, phase = divmod(step, rule.period)
+        coding = launches.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
+        rotations = launches.Rotations.room(coding, CPU)
+        rotations.rotate(coding, *(random_start(seed, cycle, which) for which in (0, 1)), phase)
+        wanted = rule.indices(torch.empty(rows, rule.chunk), step, seed)
+        table = torch.full((rows, rule.chunk), -1, dtype=torch.int32)
+        table.scatter_(1, wanted, torch.arange(rule.k, dtype=torch.int32).expand(rows, -1))
+        found = {tuple(line) for line in rotations.table.tolist()}
+        assert {tuple(line) for line in table.tolist()} <= found
+
+
+@pytest.mark.parametrize("nbytes", [100, 4032, 5003])
+def test_a_seal_is_that_of_ordinary_torch(nbytes):
+    width = -(-(HEADER_BYTES + nbytes) // 4096) * 4096
+    wanted = torch.zeros(2, width, dtype=torch.uint8)
+    wanted[:, HEADER_BYTES : HEADER_BYTES + nbytes] = torch.randint(0, 256, (2, nbytes), dtype=torch.uint8)
+    found = wanted.clone()
+    found[:, :HEADER_BYTES], found[:, HEADER_BYTES + nbytes :] = 77, 55  # of an earlier step
+    header = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9)
+    header.seal(wanted, nbytes)
+    inspector = launches.Inspector(2, CPU)
+    inspector.seal(found, nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received)
+    assert torch.equal(found[:, : HEADER_BYTES + nbytes], wanted[:, : HEADER_BYTES + nbytes])
+
+
+DAMAGES = {
+    "none": lambda message: None,
+    "a bit": lambda message: message[HEADER_BYTES + 9].bitwise_xor_(4),
+    "another step": lambda message: message[16].add_(1),
+    "a status": lambda message: message[40].fill_(99),
+    "the checksum": lambda message: message[60].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-bitmap-2bit", "random-sign", "demo-senders-bf16"])
+def test_messages_are_refused_as_by_ordinary_torch(name):
+    codec = RUN[name].codec
+    rows, replicas = 24, 3
+    nbytes, expected = codec.nbytes(rows), Expected(Header(2**40, 3, 0, 0), codec.nbytes(rows), 6, True)
+    inspector = launches.Inspector(replicas, CPU)
+    cases = [("as encoded", damage) for damage in DAMAGES.values()] + [(which, len) for which in ("loud", "noise")]
+    for content, damage in cases:
+        messages = torch.zeros(replicas, 8192, dtype=torch.uint8)
+        for replica in range(replicas):
+            values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
+            sent = codec.encode(codec.select(values * (1e7 if content == "loud" and replica else 1), 0, 0))
+            body = torch.cat([part.reshape(-1).view(torch.uint8) for part in sent[0].parts])
+            if content == "noise" and replica == 1:
+                body = torch.randint(0, 256, body.shape, dtype=torch.uint8)
+            messages[replica, HEADER_BYTES : HEADER_BYTES + nbytes] = body
+            Header(2**40, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
+        damage(messages[2])
+        usual, mine = torch.tensor([0.5]), torch.tensor([0.5])
+        arrived = codec.arrived(messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
+        refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
+        given = messages.clone()
+        found = inspector.inspect(
+            given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows, WHOLE), IDENTITY, 2**40, 3,
+            0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
+        )  # fmt: skip
+        norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
+        beyond = [~(norm <= LIMIT) for norm in norms]  # how far is an accident of the order of a sum
+        assert torch.equal(*beyond)
+        # the square of less than 1e-19 is no fp32 number
+        torch.testing.assert_close(*(norm.masked_fill(beyond[0], 0) for norm in norms), rtol=1e-5, atol=1e-16)
+        torch.testing.assert_close(*bounds, rtol=1e-5, atol=0)
+        rest = [at for at in range(13) if at not in (10, 11)]
+        assert torch.equal(found[:, rest], table[:, rest])
+        torch.testing.assert_close(mine, usual, rtol=1e-5, atol=0)
+        kept = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes].clone()
+        kept[refused] = 0
+        assert torch.equal(given[:, HEADER_BYTES : HEADER_BYTES + nbytes], kept)
+
+
+def trained(scheme, triton, base, monkeypatch):
+    """The weights of both replicas after three steps; in one of them a gradient is not finite."""
+    monkeypatch.setenv("DETONATION_KERNELS", "triton" if triton else "")
+
+    def act(communicator):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(33, 20), nn.Linear(20, 7, bias=False), nn.Linear(7, 3))
+        model[2].to(torch.bfloat16)
+        safety = dt.Safety(non_finite="skip")
+        optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, kernels=triton, safety=safety)
+        for step in range(3):
+            drawn = torch.Generator().manual_seed(100 * step + communicator.replica)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=drawn).to(parameter.dtype)
+            if (step, communicator.replica) == (1, 1):
+                model[1].weight.grad[0, 0] = float("nan")
+            optimizer.step()
+        assert (optimizer.build()[0].channel.engine.name == "triton") == triton
+        return [parameter.detach().float() for parameter in model.parameters()]
+
+    return simulate_replicas(act, 2)
+
+
+@pytest.mark.parametrize("name", ["demo", "random-sign", "demo-owner", "random-late", "demo-sign"])
+def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
+    base = dt.SignSGD if name != "random-late" else torch.optim.SGD
+    ours = trained(SCHEMES[name], True, lambda p: base(p, lr=0.01), monkeypatch)
+    plain = trained(SCHEMES[name], False, lambda p: base(p, lr=0.01), monkeypatch)
+    for one, other, wanted in zip(ours[0], ours[1], plain[0], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
+
+
+def test_a_reason_is_given_where_no_kernel_encodes():
+    reasons = {name: why_not_triton(scheme.codec) for name, scheme in TALKING.items()}
+    assert reasons["demo"] == reasons["random-sign"] == ""
+    assert "TileDCT" in reasons["demo-tiles"] and "int8" in reasons["random-int8-clipped"]
+    assert "1000" in reasons["demo-whole"] and "Everything" in reasons["full"]
