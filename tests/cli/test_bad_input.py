@@ -166,6 +166,7 @@ def test_the_examples_in_the_help_are_command_lines():
         "report",
         "report",
         "replay",
+        "follow",
         "recipes",
         "recipes",
         "init",

@@ -1,5 +1,7 @@
 """The runtime of a replica's step: choices that every part shares, so that they ride in one argument."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,15 +11,20 @@ from typing import Any
 
 import torch
 
-_CPU: Any = torch.backends.mkldnn
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 
 
 def fp32_products() -> str:
     """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
-    found = (torch.backends.cuda.matmul.fp32_precision, _CPU.matmul.fp32_precision)
+    found = [_products(kind).fp32_precision for kind in ("cuda", "cpu")]
     return ", ".join("ieee" if name in _FP32 else name for name in found)
+
+
+def _products(kind: str) -> Any:
+    """Torch's settings for matrix products on a kind of device."""
+    backend: Any = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
+    return backend.matmul
 
 
 def accelerator_is_played() -> bool:
@@ -51,7 +58,7 @@ class Runtime:
     def exact_arithmetic(self) -> Iterator[None]:
         """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in TF32 or bf16."""
         kind = self.device.type
-        products: Any = (_CPU if kind == "cpu" else torch.backends.cuda).matmul
+        products = _products(kind)
         allowed = products.fp32_precision
         autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
         with autocast:

@@ -1,12 +1,17 @@
 """The form of a message as kernels write it: where its bytes go, and how rows are dealt to several messages."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.codec.selection import Selection
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,6 @@ class SharedIndices:
         like = torch.empty(1, self.selection.chunk, dtype=torch.float32, device=self.device)
         return self.selection.indices(like.expand(self.rows, -1), self.step, self.seed)
 
-    def of_all(self, rows: int) -> "SharedIndices":
+    def of_all(self, rows: int) -> SharedIndices:
         """The indices of all `rows` rows of the flat that these rows begin."""
         return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)

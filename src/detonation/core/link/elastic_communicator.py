@@ -70,4 +70,5 @@ def present_rows(communicator: Communicator, rows: Tensor) -> Tensor:
         return rows
     absent = sorted(communicator.absent)
     present = next(row for row in range(len(rows)) if row not in communicator.absent)
-    return rows.index_copy(0, torch.tensor(absent, device=rows.device), rows[present].expand(len(absent), -1))
+    where = torch.tensor(absent, dtype=torch.int64, device=rows.device)
+    return rows.index_copy(0, where, rows[present].expand(len(absent), -1))

@@ -91,8 +91,8 @@ def loco(precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: Link
         ValueError: A value is out of range.
 
     Example:
-        >>> loco("4bit").feedback.decay, loco("4bit").codec.selection
-        (1.0, Everything())
+        >>> loco("4bit").feedback.decay, loco("4bit").codec.nbytes(rows=128)
+        (1.0, 66)
 
     Reference: Xie et al., LoCo, arXiv 2407.04480; 1-bit Adam, arXiv 2102.02888.
     """
