@@ -15,6 +15,7 @@ from pathlib import Path
 from rows import Row
 
 from commands import Command, outliving, write_recipe
+from detonation.checkpoint.files.manifest import MANIFEST_NAME
 from detonation.checkpoint.verify import newest
 
 SETS = ("peers.silence_s=1.5", "train.validate_every=20")
@@ -175,7 +176,9 @@ def _squeezed(
     squeeze: leaves the given share of the room that a checkpoint needs.
     """
     command = run.start()
-    command.wait_for_step(5, 120)  # there is a checkpoint
+    command.wait_for_step(5, 120)
+    while not any((run.out / "checkpoints").glob(f"*/{MANIFEST_NAME}")) and not command.ended:
+        time.sleep(0.01)  # a thread saves, and it may be behind the steps
     for index in range(sizes):
         since, reported = time.monotonic(), command.stdout.count("; training goes on")
         while command.stdout.count("; training goes on") == reported and not command.ended:

@@ -40,7 +40,7 @@ class Amount:
 
 CRASHES = tuple((name, first) for name in ("demo", "diloco", "full") for first in (1, 2))
 FULL = Amount(60, 40, 20, 10, CRASHES, 1000, 20, 28, 48)
-SHORT = Amount(25, 2, 1, 1, CRASHES[:1], 100, 1, 2, 3)
+SHORT = Amount(16, 2, 1, 1, CRASHES[:1], 100, 1, 2, 3)
 
 
 def gate(seed: int, amount: Amount, folder: Path) -> list[Row]:
