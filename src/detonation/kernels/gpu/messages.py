@@ -216,8 +216,8 @@ def decide_kernel(
         spoiled = tl.sum(tl.where(number == replica, 1 - fine, 0), axis=0)
         for first in range(0, tl.where(spoiled > 0, tl.cdiv(nbytes, LINE_WORDS), 0)):
             octet = wide(first) * LINE_WORDS + column
-            place = message + wide(replica) * stride + 4 * HEADER_WORDS + octet
-            tl.store(place, tl.zeros([LINE_WORDS], tl.uint8), mask=octet < nbytes)
+            begin = message + wide(replica) * stride + 4 * HEADER_WORDS + octet
+            tl.store(begin, tl.zeros([LINE_WORDS], tl.uint8), mask=octet < nbytes)
 
 
 @triton.jit
