@@ -1,5 +1,7 @@
 """Steps that change all that may change between steps: learning rates, and a gradient that is missing."""
 
+from contextlib import nullcontext
+
 import torch
 
 import detonation as dt
@@ -28,3 +30,10 @@ def advance(model, optimizer, replica, steps):
             next(model.parameters()).grad = None
         optimizer.step()
         optimizer.zero_grad()
+
+
+def step_on(optimizer, loss, overlap=False):
+    """Backward, during which gradients leave with `overlap`, and the step."""
+    with optimizer.overlap() if overlap else nullcontext():
+        loss.backward()
+    optimizer.step()

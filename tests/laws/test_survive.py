@@ -11,6 +11,7 @@ import detonation as dt
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from steps import step_on
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, STEPS, TIMEOUT_S = 4, 8, 60
@@ -74,12 +75,7 @@ def trained(communicator, scheme, base, overlap=False):
     optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, safety=dt.Safety(verify_every=1))
     for step in range(STEPS):
         loss = model(batch(communicator.replica, step, 32)).mean()
-        if overlap:
-            with optimizer.overlap():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss, overlap)
         optimizer.zero_grad()
     optimizer.synchronize()
     return optimizer, digest(model.parameters()), communicator

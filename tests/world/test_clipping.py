@@ -13,6 +13,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement.clipping import Clip
 from detonation.core.flat.tensors import digest
+from steps import step_on
 from worlds import caught
 from zoo import SCHEMES, Plain, batch, built
 
@@ -34,12 +35,7 @@ def advance(mesh, model, optimizer, steps, overlap=False):
     norms = []
     for step in steps:
         loss = model(batch(mesh.get_rank(), step, 32)).mean()
-        if overlap:
-            with optimizer.overlap():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss, overlap)
         norms.append(float(optimizer.stats.grad_norm))
         optimizer.zero_grad()
     return norms

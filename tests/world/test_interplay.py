@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import detonation as dt
 import worlds
 from detonation.core.flat.tensors import digest, local
+from steps import step_on
 from zoo import DEVICE, SCHEMES, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -57,12 +58,7 @@ def trained(mesh, model, scheme, base=None, called=None, overlap=True):
     optimizer = dt.replicate((base or adamw())(model.parameters()), model, mesh["replicate"], scheme)
     for step in range(3):
         loss = (model if called is None else called)(batch(mesh.get_rank(), step, 32)).float().mean()
-        if overlap:
-            with optimizer.overlap():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss, overlap)
         optimizer.zero_grad()
     optimizer.synchronize()
     assert all(local(p).isfinite().all() for p in model.parameters())

@@ -11,6 +11,7 @@ from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import Desync
 from detonation.core.link.handshake import Mismatch
 from detonation.core.schemes import buckets
+from steps import step_on
 from worlds import caught
 from zoo import SCHEMES, Plain, batch, built
 
@@ -34,12 +35,7 @@ def start(axis, scheme, mesh=None, frozen=("layers.0",), **options):
 def advance(model, optimizer, rank, steps, overlap=False):
     for step in steps:
         loss = model(batch(rank, step, 32)).mean()
-        if overlap:
-            with optimizer.overlap():
-                loss.backward()
-        else:
-            loss.backward()
-        optimizer.step()
+        step_on(optimizer, loss, overlap)
         optimizer.zero_grad()
 
 

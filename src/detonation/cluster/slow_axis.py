@@ -7,7 +7,7 @@ from torch.distributed import distributed_c10d
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """What `init_device_mesh` takes as `backend_override`; None where the default group may serve the axis.
+    """The `backend_override` of `init_device_mesh`; None where the default group may serve the axis.
 
     With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run on a stream of high
     priority, so that a short message between replicas does not queue behind the kernels of backward.

@@ -208,7 +208,7 @@ class Feed(StepRecorder):
         self._sort_out()
 
     def _extras(self, optimizer: Replicated) -> list[tuple[int, int, Readback]]:
-        """What a follower needs beside the messages: the norm for clipping, and the buffers of the model."""
+        """The tensors that a follower needs beside the messages: the norm for clipping, and the buffers."""
         step, found = optimizer.step_count, []
         norm = optimizer.stats.grad_norm if optimizer.settings.clip else None
         if norm is not None:

@@ -61,7 +61,7 @@ def ask(connection: socket.socket, token: bytes, wanted: str) -> FrameSocket:
 
 
 def read_about(address: str, token: bytes) -> dict[str, Any]:
-    """What the feed at `address` was given for its followers. Raises `Refused`, or `OSError` where there is none."""
+    """The description that the feed at `address` has for followers. Raises `Refused`, or `OSError` without a feed."""
     host, port = host_and_port(address.split(",")[0])
     with socket.create_connection((host, port), HANDSHAKE_S) as connection:
         kind, content = ask(connection, token, "about").receive(SHORT)

@@ -32,7 +32,7 @@ class SurvivedLoss:
 
 
 @dataclass
-class _Collective:
+class _Numbered:
     """A collective that this rank started; it is kept until every replica has surely finished it.
 
     Args:
@@ -66,7 +66,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._layout = list(membership.members)
         self.replica = self._layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
-        self._kept: dict[int, _Collective] = {}
+        self._kept: dict[int, _Numbered] = {}
         self._started, self._floor, self._begun = 0, 0, 0
         self._pending: list[tuple[int, list[int]]] = []  # from which step on there are which members
         self._group = self._formed()
@@ -120,7 +120,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         with self._changed:
             self._settle()
             self._started += 1
-            each = _Collective(self._started, kind, sent, self._layout, self._floor, self._layout, sent)
+            each = _Numbered(self._started, kind, sent, self._layout, self._floor, self._layout, sent)
             self._kept[each.number] = each
             self._launch(each)
         return partial(self._wait, each, values.device)
@@ -131,7 +131,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         if self._error:
             raise self._error
 
-    def _launch(self, each: _Collective) -> None:
+    def _launch(self, each: _Numbered) -> None:
         """Starts a collective among the members that there are now."""
         each.members = [member for member in self._membership.members if member in each.layout]
         work, each.flight = None, None
@@ -156,7 +156,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, each: _Collective, device: torch.device) -> Tensor:
+    def _wait(self, each: _Numbered, device: torch.device) -> Tensor:
         with self._changed:
             while each.result is None:
                 self._settle()
@@ -168,7 +168,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             self.absent = each.absent
         return each.result.to(device)
 
-    def _take(self, each: _Collective) -> bool:
+    def _take(self, each: _Numbered) -> bool:
         """Takes the result of a collective that has ended; False where it failed."""
         if each.flight is None or not each.flight.good:
             return False
@@ -182,7 +182,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             del self._kept[number]
         return True
 
-    def _conclude(self, each: _Collective, result: Tensor, absent: list[int]) -> None:
+    def _conclude(self, each: _Numbered, result: Tensor, absent: list[int]) -> None:
         each.result, each.absent = result, frozenset(absent)
         while (following := self._kept.get(self._floor + 1)) and following.result is not None:
             self._floor += 1
@@ -241,7 +241,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         beyond = [each.number for each in done if each.number > self._floor]
         return RankReport(self._floor, beyond, {str(each.number): sorted(each.absent) for each in done}, self._begun)
 
-    def _take_quietly(self, each: _Collective) -> None:
+    def _take_quietly(self, each: _Numbered) -> None:
         floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
         self._take(each)
         each.floor = floor
@@ -267,7 +267,7 @@ class SurvivingCommunicator(ElasticCommunicator):
                 self._launch(each)
         return True
 
-    def _copied(self, each: _Collective, holder: int, absent: list[int]) -> bool:
+    def _copied(self, each: _Numbered, holder: int, absent: list[int]) -> bool:
         """Copies the result of a collective from the member `holder` to those that have none."""
         held = each.result
         if held is None:
