@@ -81,7 +81,7 @@ def operations(scheme: dt.Scheme, replicas: int, overlap: bool, kernels: bool = 
                 if overlap:
                     transfer = channel.start(step)
                     for pipeline in channel.pipelines:
-                        channel.send_bucket(transfer, pipeline, gradients)
+                        channel.send_bucket(transfer, pipeline, pipeline.bucket.cut(gradients))
                 else:
                     transfer = channel.send(gradients, step)
                 transfer.receive().write(gradients)

@@ -5,9 +5,9 @@
 Nothing is computed: the parameters are on the device `meta`, which plays an accelerator, and every storage that torch
 makes is counted until it is freed. *kept* is what stays between two steps without gradients: weights, the optimizer's
 state, and the memory, anchor and pending updates of the scheme. *messages* are those that are sent and received in a
-step, as they travel. *peak* is the largest amount at any moment of a step outside the base optimizer, gradients and
-messages included, and *over* the part of it beyond kept, gradients and messages. *base* is the part of the peak inside
-the base optimizer beyond kept and gradients: its own temporaries.
+step, as they travel. *peak* is the largest amount at any moment of a step outside AdamW, gradients and messages
+included, and *over* the part of it beyond kept, gradients and messages. *base* is the part of the peak inside AdamW
+beyond kept and gradients: its own temporaries. SignSGD takes updates from the messages and counts as outside.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> None:
         if not args.schemes or any(word in name for word in args.schemes):
             for replicas in args.replicas:
                 found = measured(*case, [(side, side)] * 16, replicas)
-                numbers = (found.kept, found.gradients, found.messages, found.peak, found.over, found.base)
+                numbers = (found.kept, found.gradients, found.messages, found.peak, found.over, max(0, found.base))
                 *columns, base_over = [f"{number / found.numel:.2f}" for number in numbers]
                 cells = [name, str(replicas), *columns, found.at, base_over]
                 print("| " + " | ".join(cells) + " |", flush=True)
@@ -212,7 +212,10 @@ def measured(
             peaks.append((watch.peak, watch.at))
             counted, watch.peak = len(watch.names), watch.now
             took = take(*arguments)
-            base_peak.append(watch.peak)
+            if isinstance(optimizer.base, dt.SignSGD):
+                peaks.append((watch.peak, watch.at))
+            else:
+                base_peak.append(watch.peak)
             del watch.names[counted:]
             watch.peak = watch.now
             return took

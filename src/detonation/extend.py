@@ -3,11 +3,12 @@
 Nothing inside the package imports this module: it is a face, like `detonation` itself.
 """
 
-from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean, scatter_sum
+from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean, NormWeighing
 from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, BlockCodebook, Float, Precision
 from detonation.core.codec.selection import Everything, Random, Rotation, Selection, Slicing, Striding, TopK
+from detonation.core.compute.scatter_sum import scatter_sum
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
 from detonation.core.schemes.gradients import momentum
@@ -29,6 +30,7 @@ __all__ = [
     "GradientScheme",
     "Identity",
     "Mean",
+    "NormWeighing",
     "Outer",
     "ParameterScheme",
     "Precision",

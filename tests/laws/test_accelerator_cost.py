@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import detonation as dt
 from detonation.core.codec.precision import Float
 from detonation.core.exchange.two_stage import TwoStage
 from zoo import GRADIENT
@@ -22,6 +23,7 @@ BLOCK = 1 / 4
 """The rows that are worked on at once, as a share of the flat; less where the network adds up."""
 CODED = 24
 """Bytes for each coefficient in few bits, while a block of them is decoded."""
+STEPS = GRADIENT | {"look-ahead": dt.random(delay=1), "distro": dt.distro(chunk=64)}
 SHAPES = [(1024, 1024)] * 4 + [(1000,)] * 4
 
 
@@ -59,13 +61,15 @@ def test_with_kernels_a_step_is_a_dozen_launches(name, worlds, monkeypatch):
         assert len(overlapped) <= 60, replicas
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in GRADIENT.items() if not scheme.round.delay])
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_step_holds_state_gradients_messages_and_temporaries_of_a_block(name, replicas):
-    scheme = GRADIENT[name]
+    scheme = STEPS[name]
     found = memory.measured(scheme, memory.signs, torch.float32, SHAPES, replicas)
-    block = found.numel * (BLOCK if scheme.aggregation.rowwise else 1)
+    block = found.numel * BLOCK
     decoded = [(scheme.codec, replicas)] + [(scheme.reply_codec(replicas), 1)] * (scheme.link == "owner")
     coded = CODED * max(is_coded(codec) * count * codec.selection.k / codec.selection.chunk for codec, count in decoded)
+    if scheme.lookahead:  # weights, memory, the weights to which it goes back, and what was sent last
+        assert found.kept <= 1.1 * (3 * 4 * found.numel + found.messages)
     # messages are put together once more, and inspected there
     assert found.over <= found.messages + block * (4 * 4.5 + coded)

@@ -143,6 +143,7 @@ ROUNDS = {
     "demo-diloco": (dt.demo_diloco(every=2), 3),
     "eager": (dt.eager_diloco(every=2), 5),
     "sparta": (dt.sparta(rate=1 / 4), 1),
+    "sparseloco": (dt.sparseloco(every=2, topk=8, chunk=512), 2),
 }
 
 

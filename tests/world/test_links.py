@@ -41,7 +41,7 @@ def sends(communicator, scheme):
     layout, counting = scheme.codec.layout(SHAPES), Counting(communicator)
     link = Link(counting)
     channel = Channel(scheme, layout, link, Runtime(CPU))
-    channel.send([torch.randn(shape) for shape in SHAPES.values()], 0).decode()
+    channel.send([torch.randn(shape) for shape in SHAPES.values()], 0).receive().flat()
     return counting.handed, link.bytes_sent, traffic.message_bytes(scheme, layout, link.replicas)
 
 
@@ -73,7 +73,7 @@ def kept_and_sent(communicator, scheme):
         generator = torch.Generator().manual_seed(100 * step + link.replica)
         signals = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
         put_in += layout.flatten(signals, CPU)
-        sent += channel.send(signals, step).decode()
+        sent += channel.send(signals, step).receive().flat()
     return channel, put_in, sent
 
 
@@ -183,6 +183,15 @@ def test_auto_takes_owners_once_an_all_gather_sends_more():
     assert kinds[signs] == [*["all-gather"] * 4, "owner"]  # with 16 owners would send 7 % less, for a round more
     for replicas in range(2, 200):  # law 5 holds for what it takes
         traffic.require_below_dense(dt.demo(), layout, replicas)
+
+
+class ByWholeMessages:
+    rowwise = False
+
+
+def test_an_aggregation_of_whole_messages_says_how_it_weighs_them():
+    with pytest.raises(TypeError, match="ByWholeMessages is not rowwise: it needs `weights`, see NormWeighing"):
+        replace(dt.random(), aggregation=ByWholeMessages())
 
 
 @pytest.mark.parametrize("scheme", [dt.random(rate=1 / 4, aggregate="clipped_mean"), dt.sparseloco(every=2)])

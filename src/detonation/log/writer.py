@@ -162,7 +162,7 @@ def logged_bytes(optimizer: Replicated) -> float:
         scheme, layout, link = replicator.scheme, replicator.layout, replicator.link
         sizes = link.replicas, link.local_ranks
         parts = [layout.rows]
-        if scheme.signal == "parameters":
+        if scheme.divides_messages:
             parts = [bucket.layout.rows for bucket in buckets_of(scheme, layout, *sizes)]
         way, codec = collective_for(scheme, layout, *sizes), scheme.codec
         for rows in parts:

@@ -218,15 +218,18 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
         own_share = scheme.resume_from == "own_share"
         state += flat * (1 + (scheme.outer.momentum > 0)) * (1 + own_share)
     elif isinstance(scheme, GradientScheme):
-        state += flat * scheme.round.delay * (1 + scheme.lookahead) + flat * scheme.lookahead
+        # a look-ahead keeps the weights to which it goes back, and what this replica sent last
+        own = 4 * layout.rows * scheme.codec.selection.k + scheme.codec.nbytes(layout.rows)
+        state += (flat + scheme.round.delay * own) * scheme.lookahead
     collective = traffic.collective_for(scheme, layout, replicas)
     if collective == "owner":
         state += flat // replicas
     rows = layout.rows
-    if isinstance(scheme, ParameterScheme) and not scheme.round.delay:  # two buckets are on their way
+    if scheme.divides_messages and not scheme.round.delay:  # two buckets are on their way
         rows = min(rows, 2 * traffic.buckets_of(scheme, layout, replicas)[0].layout.rows)
     elif isinstance(scheme, ParameterScheme):
         rows = -(-rows // scheme.fragments)
+    in_flight = 1 + scheme.round.delay if isinstance(scheme, GradientScheme) else 1
     if collective == "owner":
-        return state + scheme.codec.nbytes(rows) + scheme.reply_codec(replicas).nbytes(rows)
-    return state + scheme.codec.nbytes(rows) * (replicas if collective == "all-gather" else 2)
+        return state + in_flight * (scheme.codec.nbytes(rows) + scheme.reply_codec(replicas).nbytes(rows))
+    return state + in_flight * scheme.codec.nbytes(rows) * (replicas if collective == "all-gather" else 2)

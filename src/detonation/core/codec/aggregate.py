@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
 
 from detonation.core.codec.form import WHOLE, Dealt
 from detonation.core.codec.indices import PackedIndices, narrow
+from detonation.core.compute.scatter_sum import scatter_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ONE_PASS_CHUNK = 256
-"""The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit vectors."""
+NORM_BLOCKS, NORM_BLOCK = 4, 2**18
+"""The most blocks of rows in which messages are read for their norms, and the least coefficients of a block."""
 
 
 class Aggregation(Protocol):
@@ -27,8 +27,7 @@ class Aggregation(Protocol):
 
     @property
     def rowwise(self) -> bool:
-        """True if each row of the result depends only on the same row of the messages, so that blocks of rows can be
-        aggregated one after another."""
+        """True if each row of the result depends only on the same row of the messages; False for a `NormWeighing`."""
         ...
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
@@ -80,6 +79,17 @@ class MajorityVote:
         return signs * scatter_sum(values.abs(), indices, chunk) / len(values)
 
 
+class NormWeighing(Aggregation, Protocol):
+    """An aggregation that weighs each message by the norms of all: one pass over the messages comes before it."""
+
+    def weights(self, norms: Tensor) -> Tensor:
+        """The weight of each replica.
+
+        Shapes: `[replicas]` fp32 -> `[replicas]` fp32.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ClippedMean:
     """The mean over replicas, each scaled down to the median of their norms (SparseLoCo, arXiv 2508.15706).
@@ -91,12 +101,34 @@ class ClippedMean:
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
-        norms = torch.stack([v.norm() for v in values])
+        return WeightedMean(self.weights(message_norms(values.square().sum(-1))))(values, indices, chunk)
+
+    def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
         empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
         rising = norms.masked_fill(empty, torch.inf).sort().values
         middle = rising.gather(0, empty.logical_not().sum(0, keepdim=True).sub_(1).clamp_(min=0) // 2)
-        scales = (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
-        return Mean()(values * scales.view(-1, 1, 1), indices, chunk)
+        return (middle / norms).nan_to_num(1.0, posinf=1.0).clamp_(max=1.0)
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """The mean over all replicas of messages with a weight for each replica, `[replicas]` fp32."""
+
+    of_replicas: Tensor
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
+        return Mean()(values * self.of_replicas.view(-1, 1, 1), indices, chunk)
+
+
+def message_norms(squares: Tensor) -> Tensor:
+    """The norm of each message, from the sum of the squares of each row: one addition over rows, whatever the blocks in
+    which they were read.
+
+    Shapes: `[replicas, rows]` fp32 -> `[replicas]` fp32.
+    """
+    return squares.sum(1).sqrt()
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
@@ -106,62 +138,6 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "clipped_mean": ClippedMean(),
 }
 """Every aggregation by name."""
-
-
-def scatter_sum(
-    values: Tensor | Sequence[Tensor], indices: Tensor | Sequence[Tensor | None] | None, chunk: int
-) -> Tensor:
-    """The sum of all messages, added in replica order; it may share memory with `values`.
-
-    Shapes: values `[replicas, rows, k]`, indices `[replicas, rows, k]` integer, or None for whole rows; or one
-    `[rows, k]` each per replica -> `[rows, chunk]`.
-    """
-    first = values[0]
-    if indices is None or indices[0] is None:
-        return _added(values)
-    if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
-        # in one pass and in replica order: atomic additions, on which writes could collide, come in any order
-        sent = torch.stack(list(values), 1)
-        where = torch.stack([i for i in indices if i is not None], 1)
-        return weighted_sum(_units(chunk, first.device), sent.view(len(first), -1), where.view(len(first), -1))
-    total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
-    for value, where in zip(values, indices, strict=True):
-        assert where is not None
-        total.scatter_add_(1, where.to(torch.int64), value)
-    return total
-
-
-def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """For each row the sum of `vectors`, weighted, in the order of the row; an index may occur several times.
-
-    Shapes: vectors `[chunk, n]`, weights `[rows, sent]` fp32, indices `[rows, sent]` integer -> `[rows, n]`.
-    """
-    where = indices if indices.dtype in (torch.int32, torch.int64) else indices.to(torch.int32)
-    begins = _begins(*where.shape, where.dtype, where.device)
-    return torch.embedding_bag(vectors, where.reshape(-1), begins, per_sample_weights=weights.reshape(-1))[0]
-
-
-def _added(values: Tensor | Sequence[Tensor]) -> Tensor:
-    """The sum of whole rows."""  # per replica [rows, k] -> [rows, k]
-    if len(values) == 1:
-        return values[0]
-    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
-        return values.sum(0)
-    total = values[0] + values[1]
-    for value in values[2:]:
-        total += value
-    return total
-
-
-@lru_cache(maxsize=16)
-def _units(chunk: int, device: torch.device) -> Tensor:
-    return torch.eye(chunk, dtype=torch.float32, device=device)  # [chunk, chunk]
-
-
-@lru_cache(maxsize=64)
-def _begins(rows: int, sent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The offset of each row in the flattened indices; torch computes it at every call for a matrix."""
-    return torch.arange(0, rows * sent, sent, dtype=dtype, device=device)  # [rows]
 
 
 @dataclass(frozen=True)
@@ -239,6 +215,13 @@ class Received:
     source: object = None
     dealt: Dealt = WHOLE
 
+    def __post_init__(self) -> None:
+        if not self.aggregation.rowwise:  # blocks of rows can be aggregated once the norms are known
+            rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
+            squares = [block.values.square().sum(-1) for block in self._read_in(rows)]
+            weights = cast(NormWeighing, self.aggregation).weights(message_norms(torch.cat(squares, 1)))
+            object.__setattr__(self, "aggregation", WeightedMean(weights))
+
     @classmethod
     def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> Received:
         """Messages that are decoded already.
@@ -257,19 +240,33 @@ class Received:
         stop = min(self.rows, -(-end // self.unit) * self.unit)
         return self.read(start, stop).part(first - start, end - start)
 
+    def rows_of(self, first: int, rows: int) -> Received:
+        """The same messages, of which only `rows` rows are of interest, from row `first` on, where they can be cut."""
+        if (first, rows) == (0, self.rows):
+            return self
+        return Received(
+            rows, lambda at, end: self.read(first + at, first + end), self.aggregation, self.unit, self.width
+        )
+
     def blocks(self, rows: int, most: int = 0) -> Iterator[Coefficients]:
-        """Yields `rows` rows or a few more at a time, or all at once for an aggregation of whole messages.
+        """Yields `rows` rows or a few more at a time.
 
         Args:
             most: The `width` up to which all messages are read at once, to be cut afterwards: few coefficients of all
                 rows take less memory than all coefficients of a block, and a call for each block.
         """
-        unit, read = self.unit, self.read
         if 0 < self.width <= most and self.rows > rows:
-            unit, read = 1, self.whole().part
-        step = max(1, -(-rows // unit)) * unit if self.aggregation.rowwise else max(1, self.rows)
+            whole = self.whole()
+            step = max(1, rows)
+            yield from (whole.part(first, min(first + step, self.rows)) for first in range(0, self.rows, step))
+        else:
+            yield from self._read_in(rows)
+
+    def _read_in(self, rows: int) -> Iterator[Coefficients]:
+        """Reads `rows` rows or a few more at a time."""
+        step = max(1, -(-rows // self.unit)) * self.unit
         for first in range(0, max(1, self.rows), step):
-            yield read(first, min(first + step, self.rows))
+            yield self.read(first, min(first + step, self.rows))
 
 
 def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from detonation.core.codec.aggregate import weighted_sum
+from detonation.core.compute.scatter_sum import weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor

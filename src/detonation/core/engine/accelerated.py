@@ -122,12 +122,15 @@ class TritonEngine(ReferenceEngine):
         elif not self.releases_at_once:
             self._decode_message(message, "release", memory.residual, memory.feedback.alpha)
 
-    def own_update(self, selected: Selected, own: Tensor | None) -> Tensor:
-        if selected.message is None:
-            return super().own_update(selected, own)
-        flat = torch.empty(self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.device)
-        self._decode_message(selected.message, "flat", flat)
-        return flat
+    def own_message(self, selected: Selected, own: Tensor | None) -> Received:
+        message, mean = selected.message, Mean()
+        if message is None or message.form is None:
+            return super().own_message(selected, own)
+        form, rows = message.form, self.layout.rows
+        body = form.buffer[:, form.room : form.room + self.codec.nbytes(form.owned)]
+        shared = selected.indices if isinstance(selected.indices, SharedIndices) else None
+        source = Arrived(self.codec, body, form.owned, shared, mean)
+        return Received(rows, source.read, mean, source=source, dealt=form.dealt)  # a kernel reads it wherever it lies
 
     def decode(self, received: Received) -> Tensor:
         if not self.reads(received):

@@ -1,6 +1,6 @@
 """The blocked engine: DCT x top-k with memory in ordinary torch on a CPU, block by block within a cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -10,11 +10,9 @@ from detonation.core.codec.aggregate import Received
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
-from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.topk_cpu import TopKFinder
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
-from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
@@ -27,7 +25,6 @@ class BlockedEngine(ReferenceEngine):
         assert isinstance(codec.basis, DCT)
         self._basis, self.releases_at_once = codec.basis, self._exact
         firsts = range(0, layout.rows, self._some)
-        self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self._blocks = [self._block(first, min(first + self._some, layout.rows)) for first in firsts]
         self._memories = [memory.of_rows(block.layout, block.first) for block in self._blocks]
 
@@ -48,29 +45,8 @@ class BlockedEngine(ReferenceEngine):
         return Selected(values, PackedIndices(coding, encoded, self.layout.rows), owned=True)
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
-        if not received.aggregation.rowwise or not all(target.is_contiguous() for target in targets):
+        if not all(target.is_contiguous() for target in targets):
             super().write(received, targets)
             return
         for block, part in self._decoded_blocks(received):
             copy(block.cut(targets), block.layout.views(part))
-
-    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
-        plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
-        return plain and received.aggregation.rowwise
-
-    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        for block, part in self._decoded_blocks(received):
-            mine = [rates[piece.index] for piece in block.pieces]
-            moved, signs = block.cut(weights), block.layout.views(part.sign_())
-            for shrink, lr in dict.fromkeys(mine):
-                same = [i for i, rate in enumerate(mine) if rate == (shrink, lr)]
-                if shrink != 1:
-                    torch._foreach_mul_([moved[i] for i in same], shrink)
-                torch._foreach_add_([moved[i] for i in same], [signs[i] for i in same], alpha=-lr)
-
-    def _decoded_blocks(self, received: Received) -> Iterator[tuple[Bucket, Tensor]]:
-        """The update in blocks of rows, each with the pieces of parameters that lie in it."""
-        first = 0
-        for part in self._decoded_parts(received):
-            yield self._block(first, first + len(part)), part
-            first += len(part)

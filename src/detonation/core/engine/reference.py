@@ -1,18 +1,20 @@
 """The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for all other engines."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, Received, aggregate
-from detonation.core.codec.basis import DCT
+from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.form import MessageForm
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import FP32
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
+from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
@@ -32,6 +34,7 @@ class ReferenceEngine:
         on_cpu = runtime.device.type == "cpu"
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
         self._some = cached if on_cpu else block_rows or max(1, layout.rows)  # rows that are worked on at once
+        self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self._few = 0 if on_cpu else codec.selection.chunk // 4  # coefficients of a row that are read at once
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
@@ -70,13 +73,13 @@ class ReferenceEngine:
         """
         return self.encode(signals, step, bad)
 
-    def own_update(self, selected: Selected, own: Tensor | None) -> Tensor:
-        """The update if all replicas had sent `selected`, of which `own` are the values as every receiver decodes them.
+    def own_message(self, selected: Selected, own: Tensor | None) -> Received:
+        """This replica's message as the only one that was received: `own` are its values as receivers decode them.
 
-        Shapes: own `[rows, k]` fp32 -> `[rows, chunk]` fp32.
+        Shapes: own `[rows, k]` fp32; None for a message that this engine wrote.
         """
         assert own is not None
-        return self.decode(self.of_one(own, selected))
+        return self.of_one(own, selected)
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
         """A selection without values that must not count, and with indices in the smallest type that holds them."""
@@ -116,7 +119,7 @@ class ReferenceEngine:
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        if received.rows <= self._some or not received.aggregation.rowwise:
+        if received.rows <= self._some:
             return self._decoded(received.whole(), received.aggregation)
         flat, first = torch.empty(self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32), 0
         for part in self._decoded_parts(received):
@@ -142,20 +145,34 @@ class ReferenceEngine:
 
         Shapes: one local shape per parameter.
         """
-        return False
+        return not self.layout.tiled and all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
         """Moves `weights` by the signs of the update, which is never stored.
 
         Shapes: one local shape per parameter.
         """
-        raise NotImplementedError
+        for block, part in self._decoded_blocks(received):
+            mine = [rates[piece.index] for piece in block.pieces]
+            may_be_message = isinstance(self.codec.basis, Identity)
+            moved, signs = block.cut(weights), block.layout.views(part.sign() if may_be_message else part.sign_())
+            for shrink, lr in dict.fromkeys(mine):
+                same = [i for i, rate in enumerate(mine) if rate == (shrink, lr)]
+                if shrink != 1:
+                    torch._foreach_mul_([moved[i] for i in same], shrink)
+                torch._foreach_add_([moved[i] for i in same], [signs[i] for i in same], alpha=-lr)
+            del block, part, signs  # before the next one is made
+
+    def _decoded_blocks(self, received: Received) -> Iterator[tuple[Bucket, Tensor]]:
+        """The update in blocks of rows, each with the pieces of parameters that lie in it."""
+        first = 0
+        for part in self._decoded_parts(received):
+            yield self._block(first, first + len(part)), part
+            first += len(part)
+            del part  # before the next one is made
 
     def _write_tiles(self, received: Received, targets: Sequence[Tensor]) -> None:
         """Decodes parameter by parameter: a line of tiles ends anywhere in a block of rows."""
-        if not received.aggregation.rowwise:
-            copy(targets, self.layout.parts(self.decode(received)))
-            return
         read = received.whole().part if 0 < received.width <= self._few else received.part
         for slot, target in zip(self.layout.slots, targets, strict=True):
             part = self._decoded(read(slot.row, slot.row + slot.rows), received.aggregation)

@@ -5,10 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate, scatter_sum
+from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate
 from detonation.core.codec.codec import Arrived, Codec, Selected
 from detonation.core.codec.form import WHOLE, MessageForm
 from detonation.core.codec.indices import narrow
+from detonation.core.compute.scatter_sum import scatter_sum
 from detonation.core.engine.accelerated import replying_engine, why_not_triton
 from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
 from detonation.core.exchange.outgoing import Outgoing, form_of

@@ -18,7 +18,7 @@ from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
 from detonation.core.replicator.local_state import LocalState
-from detonation.core.replicator.transfer import BucketPipeline, Transfer
+from detonation.core.replicator.transfer import BucketPipeline, OwnPart, Transfer
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.buckets import block_rows, codec_of
 from detonation.core.schemes.scheme import Scheme
@@ -95,16 +95,21 @@ class Channel:
         self._send(transfer, [(pipeline, pieces)], first_nonfinite(pieces, self.runtime))
         return transfer
 
-    def send_bucket(self, transfer: Transfer, pipeline: BucketPipeline, signals: Sequence[Tensor | None]) -> None:
+    def send_bucket(
+        self, transfer: Transfer, pipeline: BucketPipeline, pieces: Sequence[Tensor | None]
+    ) -> bool | Tensor:
         """Encodes the bucket's part of a signal, sends it and removes it from memory.
 
         A part that is not finite does not enter the memory, and zeros are sent; the last bucket tells the reason.
+        Returns True for such a part; `[]` bool where only the device knows.
 
-        Shapes: one local shape per parameter.
+        Shapes: one per piece of the bucket.
         """
-        bucket = pipeline.bucket
-        pieces = bucket.cut(signals)
+        bucket, is_last = pipeline.bucket, pipeline is self.pipelines[-1]
         bad: bool | Tensor
+        if self.link.tape and self.link.tape.plays:
+            self._play(transfer, [pipeline], is_last)
+            return False
         if self.runtime.decides_on_device:
             numbers, within = signals_within(pieces, self.runtime.device)
             transfer.within.append(([bucket.pieces[i].index for i in numbers], within))
@@ -117,12 +122,13 @@ class Channel:
                 transfer.status = 1 + bucket.pieces[found - 1].index
         self._encode(transfer, pipeline, pieces, bad)
         status: int | Tensor | None = None
-        if pipeline is self.pipelines[-1]:
+        if is_last:
             of_all = [numbers for numbers, _ in transfer.within]
             status = first_outside(of_all, [w for _, w in transfer.within]) if any(of_all) else transfer.status
             transfer.is_empty = status > 0
         self.exchange.send(transfer.flight, status)
         self._release(transfer)
+        return bad
 
     def announce(self, step: int, name: str, in_buckets: bool) -> list[Transfer]:
         """Sends zeros in the place of all messages of `step`: this rank began or ceased to train `name`.
@@ -131,12 +137,12 @@ class Channel:
             in_buckets: Whether the other replicas send gradients of this step in one collective per bucket.
         """
         self.counts.changing = self.link.replicas
-        if self.scheme.signal == "parameters":  # each bucket is a message of its own
+        if self.scheme.divides_messages:
             transfers = [self._start_part(pipeline, step) for pipeline in self.pipelines]
             for pipeline, transfer in zip(self.pipelines, transfers, strict=True):
                 self._announce(transfer, [[pipeline]], name)
             return transfers
-        transfer = self.start(step)
+        transfer, in_buckets = self.start(step), in_buckets or self.scheme.signal == "parameters"
         self._announce(transfer, [[each] for each in self.pipelines] if in_buckets else [self.pipelines], name)
         return [transfer]
 
@@ -166,10 +172,7 @@ class Channel:
     ) -> None:
         """Encodes all buckets of a message and sends it in one collective."""
         if self.link.tape and self.link.tape.plays:
-            for pipeline, _ in parts:
-                self._encode(transfer, pipeline, [], bad=True)  # whose indices may be needed
-            transfer.exchange.play(transfer.flight, self.link.tape)
-            transfer.forwarded = True
+            self._play(transfer, [pipeline for pipeline, _ in parts])
             return
         if isinstance(status, int) or self.scheme.signal == "parameters" or not self.engine.reads_status:
             transfer.is_empty = status > 0
@@ -178,6 +181,15 @@ class Channel:
             self._encode(transfer, pipeline, pieces, bad)
         transfer.exchange.send(transfer.flight, status)
         self._release(transfer)
+
+    def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
+        """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
+        for pipeline in pipelines:
+            self._encode(transfer, pipeline, [], bad=True)  # whose indices may be needed
+        if is_last:
+            assert self.link.tape is not None
+            transfer.exchange.play(transfer.flight, self.link.tape)
+            transfer.forwarded = True
 
     def _announce(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], name: str) -> None:
         """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
@@ -205,13 +217,7 @@ class Channel:
         read_own = selected.message is None and (self._needs_own_update or engine.needs_own_values)
         own = exchange.add(flight, first, selected, read_own)
         if self._needs_own_update:
-            update = engine.own_update(selected, own)
-            if len(update) == transfer.bucket.layout.rows:
-                transfer.own_update = update
-            else:
-                if transfer.own_update is None:
-                    transfer.own_update = transfer.bucket.layout.zeros(update.device)
-                transfer.own_update[first : first + len(update)] = update
+            transfer.own.append(OwnPart(pipeline, selected, own))
         if not engine.releases_at_once and (isinstance(bad, Tensor) or not bad):
             transfer.unreleased.append((pipeline, selected, own))
 

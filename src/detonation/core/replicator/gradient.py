@@ -10,12 +10,11 @@ from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of
 from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
-from detonation.core.replicator.pending import LookAhead, Pending, step_on
+from detonation.core.replicator.pending import LookAhead, OwnUpdate, Pending, step_on, taken
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
 from detonation.core.shard.moves import WEIGHT_MOVES
@@ -44,23 +43,17 @@ class GradientReplicator(Replicator):
         self._overlap: Overlap | None = None
         self._equal: Readback | None = None  # whether gradients stayed as they were sent in the last overlapped step
         self._stream: CommStream | None = None
-        self._lookahead = LookAhead(parameters, base, channel.layout) if scheme.lookahead else None
+        self._lookahead = LookAhead(parameters, base) if scheme.lookahead else None
         self.acts_after = scheme.lookahead
 
     def before(self, step: int) -> None:
         if self._lookahead:
             self._lookahead.back()
         transfer = self._send(step)
-        if transfer.own_update is not None:
-            self._own_updates.exchange(transfer.own_update)
-        if self._delayed:
-            due = self._updates.exchange(transfer.decode)
-            copy(gradients_to_fill(self.parameters), self.layout.parts(due))
-            return
-        update = transfer.receive()
-        base = self._base.optimizer
-        taken = self.last and isinstance(base, SignSGD) and base.take(list(self.parameters.values()), update)
-        if not taken:
+        if transfer.own:
+            self._own_updates.exchange(OwnUpdate(self.layout, transfer.own))
+        update = self._updates.exchange(transfer).receive()
+        if not (self.last and taken(update, self.parameters, self._base)):
             update.write(gradients_to_fill(self.parameters))
 
     def after(self, step: int) -> None:
@@ -85,7 +78,7 @@ class GradientReplicator(Replicator):
 
     def synchronize(self, step: int) -> None:
         self.enter_agreed()
-        step_on(self._updates.arrived(), self.parameters, self._base, self.layout)
+        step_on(self._updates.waiting(), self.parameters, self._base)
         self._updates.clear()
         self._own_updates.clear()
 
@@ -96,7 +89,7 @@ class GradientReplicator(Replicator):
 
     def leave_agreed(self) -> None:
         if self._lookahead:
-            self._lookahead.move(self._own_updates.arrived())
+            self._lookahead.move(self._own_updates.waiting())
             WEIGHT_MOVES()
 
     @contextmanager

@@ -132,8 +132,9 @@ class Overlap:
                 parameter = self._parameters[name]
                 (signals[index],) = local_gradients({name: parameter})
                 self._versions.setdefault(name, (parameter.grad, _versions(parameter.grad)))
-            self._keep_sample(pipeline.bucket.cut(signals))
-            self._channel.send_bucket(self._transfer, pipeline, signals)
+            pieces = pipeline.bucket.cut(signals)
+            self._keep_sample(pieces)
+            self._channel.send_bucket(self._transfer, pipeline, pieces)
         self._left.popleft()
 
     def _keep_sample(self, pieces: Sequence[Tensor | None]) -> None:

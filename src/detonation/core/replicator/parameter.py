@@ -19,6 +19,9 @@ from detonation.core.replicator.transfer import BucketPipeline, Transfer
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
+Part = tuple[BucketPipeline, Tensor | None]
+"""A bucket of a message in flight, and the part of its movement that was not sent."""
+
 
 class ParameterReplicator(Replicator):
     """Lets the replicas train alone for a round, then moves all of them to a common anchor.
@@ -37,7 +40,7 @@ class ParameterReplicator(Replicator):
         self._round, self._keep = round, scheme.keep
         self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._in_flight: deque[tuple[Transfer, Tensor | None]] = deque()  # and the part of the signal that was not sent
+        self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
         self._arrived: Tensor | None = None  # the update, instead of parts in flight, once a checkpoint asked for it
         self._lost: dict[int, bool | Tensor] = {}  # by the first row of a bucket: what it sent last was not finite
         # until the message lands; 0 where none is on its way
@@ -113,11 +116,14 @@ class ParameterReplicator(Replicator):
     def _exchange(self, step: int, delay: int) -> None:
         """Sends the movement in this round, bucket by bucket.
 
-        Without a delay each bucket lands while the next one is on its way, so that no more than two are in memory.
+        Without a delay each bucket that is a message of its own lands while the next one is on its way, so that no more
+        than two are in memory.
         """
         self._arrived = None
         self._steps_left.fill_(delay)
         with self._weights() as weights:
+            if not self.scheme.divides_messages:
+                self._in_flight.append((self.channel.start(step), []))
             for pipeline in self.channel.pipelines:
                 self._send(pipeline, weights, step)
                 if not delay and len(self._in_flight) > 1:
@@ -126,18 +132,33 @@ class ParameterReplicator(Replicator):
                 self._land_next(weights)
 
     def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int) -> None:
-        bucket, rows, unsent = pipeline.bucket, pipeline.bucket.rows, None
+        moved = self._movement(pipeline.bucket, weights)
+        pieces = pipeline.bucket.layout.parts(moved)
+        if self.scheme.divides_messages:
+            transfer = self.channel.send_part(pipeline, pieces, step)
+            self._in_flight.append((transfer, []))
+            self._lost[pipeline.bucket.first] = transfer.is_empty
+        else:
+            transfer, _ = self._in_flight[-1]
+            self._lost[pipeline.bucket.first] = self.channel.send_bucket(transfer, pipeline, pieces)
+        self._in_flight[-1][1].append((pipeline, self._depart(transfer, moved, weights)))
+
+    def _movement(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
+        """The movement of a bucket in this round."""  # [rows of the bucket, chunk]
         moved = self._position(bucket, weights)
-        torch.sub((self._start or self._anchor).flat[rows], moved, out=moved)
-        part = self.channel.send_part(pipeline, bucket.layout.parts(moved), step)
-        if part.own_update is not None and self._start:
-            self._start.advance(rows, self._anchor.flat[rows], part.own_update)
-            copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[rows]))
-        elif part.own_update is not None:
-            unsent = torch.sub(moved, part.own_update, out=moved)
-        part.own_update = None
-        self._lost[bucket.first] = part.is_empty
-        self._in_flight.append((part, unsent))
+        return torch.sub((self._start or self._anchor).flat[bucket.rows], moved, out=moved)
+
+    def _depart(self, transfer: Transfer, moved: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+        """Lets the parameters follow what was just sent of `moved`; returns the part that was not sent."""
+        if not transfer.own:
+            return None
+        own = transfer.own.pop()
+        bucket, update = own.pipeline.bucket, own.decode()
+        if self._start is None:
+            return torch.sub(moved, update, out=moved)
+        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], update)
+        copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[bucket.rows]))
+        return None
 
     def _land(self) -> None:
         """Moves the anchor by the update that arrived, and the parameters after it."""
@@ -145,16 +166,18 @@ class ParameterReplicator(Replicator):
             if self._arrived is not None:
                 for pipeline in self.channel.pipelines:
                     self._follow(pipeline.bucket, self._arrived[pipeline.bucket.rows], None, weights)
-            for part, _ in self._in_flight:
-                part.forward()
+            for transfer, _ in self._in_flight:
+                transfer.forward()
             while self._in_flight:
                 self._land_next(weights)
         self._arrived = None
         self._steps_left.zero_()
 
     def _land_next(self, weights: Sequence[Tensor]) -> None:
-        part, unsent = self._in_flight.popleft()
-        self._follow(part.bucket, part.decode(), unsent, weights)
+        transfer, parts = self._in_flight.popleft()
+        update = transfer.receive()
+        for pipeline, unsent in parts:
+            self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.bucket.first), unsent, weights)
 
     def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
         """Moves the anchor of a bucket by `update`, and the parameters after it.
@@ -180,11 +203,11 @@ class ParameterReplicator(Replicator):
         """The update in flight, after waiting for it; zeros where there is none."""  # [rows, chunk]
         if self._arrived is None:
             self._arrived = self.layout.zeros(self.channel.runtime.device)
-            for part, _ in self._in_flight:
-                part.forward()
+            for transfer, _ in self._in_flight:
+                transfer.forward()
             while self._in_flight:
-                part, _ = self._in_flight.popleft()
-                self._arrived[part.bucket.rows] = part.decode()
+                transfer, _ = self._in_flight.popleft()
+                self._arrived[transfer.bucket.rows] = transfer.receive().flat()
         return self._arrived
 
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:

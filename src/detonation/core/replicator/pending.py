@@ -1,55 +1,153 @@
 """Pending updates, and the look-ahead to where they are expected to lead."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.core.compute.kernel_library import SignRate
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.tensors import gradients_to_fill, local
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
+from detonation.core.replicator.transfer import OwnPart
+
+
+class Decodable(Protocol):
+    """An update that is decoded where it is needed: of the messages that arrived, of this replica's own, or a flat."""
+
+    def flat(self) -> Tensor:
+        """The update as one matrix.
+
+        Shapes: -> `[rows, chunk]` fp32.
+        """
+        ...
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        """Decodes the update into `targets`.
+
+        Shapes: one local shape per parameter.
+        """
+        ...
+
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        """True if `apply_signs` supports these weights.
+
+        Shapes: one local shape per parameter.
+        """
+        ...
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        """Moves `weights` by the signs of the update.
+
+        Shapes: one local shape per parameter.
+        """
+        ...
+
+
+class Waiting(Protocol):
+    """An update that may still be on its way."""
+
+    def receive(self) -> Decodable:
+        """Waits for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Flat:
+    """An update that lies in memory, `[rows, chunk]` fp32: zeros before the first message, or of a checkpoint."""
+
+    layout: Layout
+    of_rows: Tensor
+
+    def receive(self) -> Decodable:
+        return self
+
+    def flat(self) -> Tensor:
+        return self.of_rows
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        copy(targets, self.layout.parts(self.of_rows))
+
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        return False
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OwnUpdate:
+    """The update if all replicas had sent this replica's message, which is kept as it was sent."""
+
+    layout: Layout
+    parts: Sequence[OwnPart]
+
+    def receive(self) -> Decodable:
+        return self
+
+    def flat(self) -> Tensor:
+        if len(self.parts) == 1:
+            return self.parts[0].decode()
+        flat = torch.empty(self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.parts[0].engine.device)
+        for part in self.parts:
+            flat[part.pipeline.bucket.rows] = part.decode()
+        return flat
+
+    def write(self, targets: Sequence[Tensor]) -> None:
+        if not all(target.is_contiguous() for target in targets):  # a piece of one that is not has memory of its own
+            copy(targets, self.layout.parts(self.flat()))
+            return
+        for part in self.parts:
+            part.engine.write(part.received, part.pipeline.bucket.cut(targets))
+
+    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
+        pieces = ((part, part.pipeline.bucket.cut(weights)) for part in self.parts)
+        return all(part.engine.can_apply_signs(part.received, cut) for part, cut in pieces)
+
+    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        for part in self.parts:
+            bucket = part.pipeline.bucket
+            part.engine.apply_signs(part.received, bucket.cut(weights), [rates[piece.index] for piece in bucket.pieces])
 
 
 class Pending:
-    """The updates of the last `delay` steps, oldest first; zeros before the first ones arrive.
-
-    Shapes: `[rows, chunk]` per update.
-    """
+    """The updates of the last `delay` steps, oldest first, as their messages; zeros before the first ones arrive."""
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._updates: deque[Tensor | Callable[[], Tensor]] = deque(layout.zeros(device) for _ in range(delay))
+        self._updates: deque[Waiting] = deque(Flat(layout, layout.zeros(device)) for _ in range(delay))
 
-    def exchange(self, update: Tensor | Callable[[], Tensor]) -> Tensor:
-        """Puts in an update, or the function that waits for it, and takes out the one that is due.
-
-        Shapes: -> `[rows, chunk]`.
-        """
+    def exchange(self, update: Waiting) -> Waiting:
+        """Puts in an update, and takes out the one that is due."""
         self._updates.append(update)
-        due = self._updates.popleft()
-        return due if isinstance(due, Tensor) else due()
+        return self._updates.popleft()
 
     def wait(self, index: int) -> None:
         """Waits for update `index`, counted from the oldest; it stays."""
-        update = self._updates[index]
-        if not isinstance(update, Tensor):
-            self._updates[index] = update()
+        self._updates[index] = Flat(self._layout, self._updates[index].receive().flat())
+
+    def waiting(self) -> list[Decodable]:
+        """All updates, as their messages."""
+        return [update.receive() for update in self._updates]
 
     def arrived(self) -> list[Tensor]:
-        """All updates, after waiting for the ones in flight.
+        """All updates, after waiting for the ones in flight: from now on they lie in memory.
 
         Shapes: `[rows, chunk]` each.
         """
-        self._updates = deque(u if isinstance(u, Tensor) else u() for u in self._updates)
-        return [update for update in self._updates if isinstance(update, Tensor)]
+        for index in range(len(self._updates)):
+            self.wait(index)
+        return [update.receive().flat() for update in self._updates]
 
     def clear(self) -> None:
         """Replaces all updates by zeros."""
-        self._updates = deque(self._layout.zeros(self._device) for _ in self._updates)
+        self._updates = deque(Flat(self._layout, self._layout.zeros(self._device)) for _ in self._updates)
 
 
 class LookAhead:
@@ -60,23 +158,20 @@ class LookAhead:
     guess must leave no trace.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], base: BaseStep, layout: Layout) -> None:
-        self._parameters, self._base, self._layout = parameters, base, layout
+    def __init__(self, parameters: Mapping[str, Tensor], base: BaseStep) -> None:
+        self._parameters, self._base = parameters, base
         self._agreed = [local(p).clone() for p in parameters.values()]
         self._ahead = False
 
     @torch.no_grad()
-    def move(self, updates: Sequence[Tensor]) -> None:
-        """Moves from the agreed weights to where this replica's own `updates` would lead.
-
-        Shapes: `[rows, chunk]` each.
-        """
+    def move(self, updates: Sequence[Decodable]) -> None:
+        """Moves from the agreed weights to where this replica's own `updates` would lead."""
         weights = [local(p) for p in self._parameters.values()]
         if self._base.optimizer.state:
             copy(weights, self._agreed)  # where they were before the first step
             raise _needs_state(self._base.optimizer)
         copy(self._agreed, weights)
-        step_on(updates, self._parameters, self._base, self._layout)
+        step_on(updates, self._parameters, self._base)
         self._ahead = True
 
     @torch.no_grad()
@@ -110,19 +205,24 @@ def _needs_state(base: Optimizer) -> ValueError:
     )
 
 
-def step_on(updates: Sequence[Tensor], parameters: Mapping[str, Tensor], base: BaseStep, layout: Layout) -> None:
+def step_on(updates: Sequence[Decodable], parameters: Mapping[str, Tensor], base: BaseStep) -> None:
     """Lets `base` step on each update, and on `parameters` only.
 
     The gradients do not change, because a backward pass may come next and add to them.
-
-    Shapes: updates `[rows, chunk]` each.
     """
     everyone = [parameter for group in base.optimizer.param_groups for parameter in group["params"]]
     kept = [parameter.grad for parameter in everyone]
     for parameter in everyone:
         parameter.grad = None
     for update in updates:
-        copy(gradients_to_fill(parameters), layout.parts(update))
+        if not taken(update, parameters, base):
+            update.write(gradients_to_fill(parameters))
         base()
     for parameter, gradient in zip(everyone, kept, strict=True):
         parameter.grad = gradient
+
+
+def taken(update: Decodable, parameters: Mapping[str, Tensor], base: BaseStep) -> bool:
+    """True if the next step of `base` takes `update` as it is, without gradients: SignSGD needs signs alone."""
+    optimizer = base.optimizer
+    return isinstance(optimizer, SignSGD) and optimizer.take(list(parameters.values()), update)

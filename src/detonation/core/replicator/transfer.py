@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -21,20 +22,50 @@ class BucketPipeline:
     engine: ReferenceEngine
 
 
+@dataclass(frozen=True)
+class OwnPart:
+    """The part of this replica's message in one bucket, as every receiver decodes it.
+
+    Args:
+        values: `[rows, k]` fp32; None where an engine has encoded them already.
+    """
+
+    pipeline: BucketPipeline
+    selected: Selected
+    values: Tensor | None
+
+    def decode(self) -> Tensor:
+        """The update of these rows if all replicas had sent this message.
+
+        Shapes: -> `[rows of the bucket, chunk]` fp32.
+        """
+        return self.engine.decode(self.received)
+
+    @property
+    def engine(self) -> ReferenceEngine:
+        """The engine that encoded it."""
+        return self.pipeline.engine
+
+    @cached_property
+    def received(self) -> Received:
+        """The message as if it were the only one."""
+        return self.engine.own_message(self.selected, self.values)
+
+
 @dataclass
 class Transfer:
     """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
 
     However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
-    own_update: the update if all replicas had sent this replica's message; only for a scheme that needs it. is_empty:
-    True if a part of it is zeros because of values that are not finite; `[]` bool where only the device knows.
+    own: what this replica sent, bucket by bucket; only for a scheme that needs it. is_empty: True if a part of it is
+    zeros because of values that are not finite; `[]` bool where only the device knows.
     """
 
     bucket: Bucket
     engine: ReferenceEngine
     exchange: Exchange
     flight: InFlight
-    own_update: Tensor | None = None
+    own: list[OwnPart] = field(default_factory=list)
     is_empty: bool | Tensor = False
     forwarded: bool = False
     status: int = 0
@@ -52,20 +83,28 @@ class Transfer:
         self.forward()
         return Update(self.engine, self.exchange.receive(self.flight))
 
-    def decode(self) -> Tensor:
-        """Waits for the update and decodes it: the same bits on every replica.
-
-        Shapes: -> `[rows, chunk]` fp32.
-        """
-        return self.engine.decode(self.receive().received)
-
 
 @dataclass(frozen=True)
 class Update:
-    """The messages that all replicas received, decoded where the update is needed."""
+    """The messages that all replicas received, decoded where the update is needed: the same bits on every replica."""
 
     engine: ReferenceEngine
     received: Received
+
+    def flat(self) -> Tensor:
+        """Decodes the update.
+
+        Shapes: -> `[rows, chunk]` fp32; its padding is undefined.
+        """
+        return self.engine.decode(self.received)  # which may share memory with the messages
+
+    def rows_of(self, pipeline: BucketPipeline, first: int) -> Tensor:
+        """Decodes the rows of a bucket; `first` is the first row of the message.
+
+        Shapes: -> `[rows of the bucket, chunk]` fp32.
+        """
+        bucket = pipeline.bucket
+        return pipeline.engine.decode(self.received.rows_of(bucket.first - first, bucket.layout.rows))
 
     def write(self, targets: Sequence[Tensor]) -> None:
         """Decodes the update into `targets`.

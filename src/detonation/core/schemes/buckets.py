@@ -31,12 +31,12 @@ def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
 def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int) -> list[Bucket]:
     """The buckets of `layout`, in the order of their rows: together they send the bytes of the whole, bit for bit.
 
-    Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for an aggregation that
-    needs whole messages, and for a layout in tiles, because such a multiple ends within a line of tiles.
+    Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for a layout in tiles,
+    because such a multiple ends within a line of tiles.
     """
     smallest = max(1, SMALLEST // (4 * layout.chunk * unit)) * unit
     rows = max(smallest, -(-block_rows(scheme, layout.rows) // unit) * unit)
-    if layout.rows < 2 * smallest or layout.rows <= rows or layout.tiled or not scheme.aggregation.rowwise:
+    if layout.rows < 2 * smallest or layout.rows <= rows or layout.tiled:
         return [Bucket.whole(layout)]
     ends = [*range(rows, layout.rows - smallest, rows), layout.rows]
     return [Bucket.of(layout, first, end) for first, end in zip([0, *ends], ends, strict=False)]

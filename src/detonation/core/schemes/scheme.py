@@ -103,6 +103,11 @@ class Scheme:
         return self.signal == "gradients" and not self.round.delay
 
     @property
+    def divides_messages(self) -> bool:
+        """True if each bucket is a message of its own; else buckets are pieces of one message, with one header."""
+        return self.signal == "parameters" and self.aggregation.rowwise
+
+    @property
     def needs_own_update(self) -> bool:
         """True if the replicator needs the update for the case that every replica had sent this replica's message."""
         return False
@@ -112,6 +117,8 @@ class Scheme:
             raise ValueError(f"link is {self.link!r}, must be one of {', '.join(LINKS)}")
         if self.link == "all-reduce" and not self.summable:
             raise ValueError("link is 'all-reduce', which needs fp32 or bf16 at shared indices and aggregate='mean'")
+        if not (self.aggregation.rowwise or hasattr(self.aggregation, "weights")):
+            raise TypeError(f"{type(self.aggregation).__name__} is not rowwise: it needs `weights`, see NormWeighing")
         if self.link == "owner" and not self.aggregation.rowwise:
             raise ValueError(
                 "link is 'owner', which shows an owner some rows of each message; aggregate='clipped_mean' needs the "

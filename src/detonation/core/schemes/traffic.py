@@ -121,11 +121,14 @@ def bytes_sent(
 
 def message_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> int:
     """Bytes that one rank sends in one exchange of the parameters of `layout`: gradients in one message, the movement
-    of parameters in one per bucket."""
-    way, rows = collective_for(scheme, layout, replicas, local_ranks), [layout.rows]
+    of parameters bucket by bucket."""
+    way, others, last = collective_for(scheme, layout, replicas, local_ranks), list[int](), layout.rows
     if scheme.signal == "parameters":
-        rows = [bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks)]
-    return sum(exchange_bytes(way, scheme, count, replicas, local_ranks, bare) for count in rows)
+        last, *others = (bucket.layout.rows for bucket in buckets_of(scheme, layout, replicas, local_ranks))
+    of_pieces = sum(
+        exchange_bytes(way, scheme, rows, replicas, local_ranks, bare or not scheme.divides_messages) for rows in others
+    )
+    return of_pieces + exchange_bytes(way, scheme, last, replicas, local_ranks, bare)
 
 
 def mean_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, bare: bool = False) -> float:
