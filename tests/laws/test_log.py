@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.log import writer
 from detonation.log.records import MESSAGE, whole_records
 from detonation.log.writer import logged_bytes
 from steps import LOGGED, STEPS, advance, bases, started
@@ -214,6 +216,53 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, monkeypatch, caplog)
     again, replaying = started(LoopbackCommunicator(2), dt.demo())
     assert dt.replay(tmp_path, replaying) == 2 and digest(again.parameters()) == kept
     assert len(list(whole_records(next(tmp_path.iterdir())))) == 5
+
+
+def test_a_large_step_is_written_while_the_next_one_computes(tmp_path, monkeypatch):
+    """Reading a log while its step is under way finds the steps before; what is written does not change under it."""
+    monkeypatch.setattr(writer, "AT_ONCE_BYTES", 0)
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    may_write, write = threading.Event(), os.writev
+    advance(model, optimizer, 0, range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", lambda *given: may_write.wait(60) and write(*given))
+        advance(model, optimizer, 0, range(2, 3))  # returns before it is written
+        assert not may_write.is_set()
+        model(batch(0, 3, 32)).mean().backward()
+        threading.Timer(0, may_write.set).start()
+        optimizer.step()  # waits for the step before
+        optimizer.zero_grad()
+    advance(model, optimizer, 0, range(4, STEPS))
+    log.close()
+    again, replaying = started(LoopbackCommunicator(2), dt.full())
+    assert dt.replay(tmp_path, replaying) == STEPS
+    assert digest(again.parameters()) == digest(model.parameters())
+
+
+def test_a_full_disk_under_the_thread_ends_the_log_too(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writer, "AT_ONCE_BYTES", 0)
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    log = dt.UpdateLog(tmp_path)
+    optimizer.record(log)
+    advance(model, optimizer, 0, range(2))
+    kept, write = digest(model.parameters()), os.writev
+    log.close()
+
+    def full(descriptor, parts):
+        write(descriptor, [parts[0][:5]])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "detonation"):
+        patch.setattr(os, "writev", full)
+        advance(model, optimizer, 0, range(2, 3))
+        log.close()  # as a checkpoint does
+    advance(model, optimizer, 0, range(3, STEPS))
+    log.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    again, replaying = started(LoopbackCommunicator(2), dt.full())
+    assert dt.replay(tmp_path, replaying) == 2 and digest(again.parameters()) == kept
 
 
 def test_several_levels_are_refused(tmp_path):

@@ -99,6 +99,29 @@ def test_law_2_the_others_take_every_step_and_stay_equal(name):
     assert not any(optimizer.stats.refused for optimizer, _, _ in ends.values())
 
 
+@pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])
+def test_uneven_rounds_go_on_and_the_counts_are_those_of_the_replicas_that_are_left(countdown, under_way):
+    """It is lost in the exchange of a round, or while the replicas agree on local steps."""
+
+    def act(communicator):
+        if communicator.replica == 1:
+            communicator.countdown, communicator.under_way = countdown, under_way
+        model = copy.deepcopy(MODEL)
+        adam = torch.optim.AdamW(model.parameters())
+        optimizer = dt.replicate(adam, model, communicator, dt.diloco(every=2), balance=True)
+        for step in range(STEPS):
+            if not optimizer.idle:
+                model(batch(communicator.replica, step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.stats.local_steps, digest(model.parameters())
+
+    ends = survivors(act)
+    assert len(ends) == REPLICAS - 1 and len({weights for _, weights in ends.values()}) == 1
+    counts = [found for found, _ in ends.values()]
+    assert len(counts[0]) == REPLICAS - 1 and max(counts[0]) == 2 and all(found == counts[0] for found in counts)
+
+
 def test_the_interrupted_mean_is_that_of_the_replicas_that_are_left():
     def act(communicator):
         if communicator.replica == 1:

@@ -23,7 +23,7 @@ HOUSE = {
     "core/errors": ("", NONE),
     "core/flat": ("core/errors", DTENSOR),
     "core/round": ("", NONE),
-    "core/runtime": ("", NONE),
+    "core/runtime": ("core/round", NONE),
     "core/compute": ("core/flat core/runtime kernels", NONE),
     "core/codec": ("core/flat core/round core/runtime core/compute", NONE),
     "core/memory": ("core/flat core/round core/runtime core/compute", NONE),

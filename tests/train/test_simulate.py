@@ -45,6 +45,7 @@ def results(summary):
     left_out = (
         "seconds",
         "median_step_seconds",
+        "waits",
         "examples_per_second",
         "tokens_per_second",
         "peak_memory",

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from detonation.core.round import LocalSteps
+
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 
@@ -48,11 +50,13 @@ class Runtime:
         device: Of the trained parameters.
         seed: Of the random selections; the same on all replicas.
         kernels: Whether compiled kernels may be used. They round differently, so all replicas must use them, or none.
+        local_steps: The steps that each replica takes, where slow ones take fewer.
     """
 
     device: torch.device
     seed: int = 0
     kernels: bool = True
+    local_steps: LocalSteps | None = None
 
     @contextmanager
     def exact_arithmetic(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from detonation.checkpoint.save.snapshot import take_snapshot
 from detonation.core.agreement.buffers import persistent_buffers
@@ -155,11 +155,15 @@ class Feed(StepRecorder):
         for each in everyone:
             each.join(max(0.0, deadline - time.monotonic()))
 
-    def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Queues the records of one step for each follower."""
+    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
+        """Queues the records of one step for each follower.
+
+        Shapes: any.
+        """
         content = b"".join(part for record in filter(self._is_new, records) for part in record.parts())
         for each in self._subscribed:
             each.offer(content)
+        self.recycle(kept)
 
     def _admit(self, connection: FrameSocket, peer: str, wanted: Mapping[str, Any]) -> None:
         """Takes in a follower; called by the threads of the listener."""

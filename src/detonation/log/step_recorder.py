@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from detonation.core.integrity.readback import Readback
@@ -28,11 +29,18 @@ class StepRecorder(ABC):
         self._messages: _Copies = []
         self._waiting: list[tuple[_Copies, LogRecord]] = []
         self._late = 0  # steps whose messages are on their way to the host
+        self._spare: list[Tensor] = []  # buffers that nobody reads any more: fresh memory costs more than the copy
         self._options: list[dict[str, Any]] = []  # of each group, as they were recorded last
 
     @abstractmethod
-    def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Takes the records of one step or call of `synchronize`: its messages, and its end."""
+    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
+        """Takes the records of one step or call of `synchronize`: its messages, and its end.
+
+        Args:
+            kept: The tensors that hold the messages; `recycle` takes them back once nobody reads the records.
+
+        Shapes: any.
+        """
 
     def put(self, place: int, step: int, message: Tensor) -> None:
         """Takes in the messages of all replicas.
@@ -40,11 +48,14 @@ class StepRecorder(ABC):
         Shapes: any.
         """
         if self.records:
-            copied = message.contiguous()
-            if copied.device.type == "cpu" and copied.data_ptr() == message.data_ptr():
+            on_device = message.device.type != "cpu"
+            copied = message.contiguous() if on_device else self._buffer(message.nbytes).view(message.dtype)
+            if on_device and copied.data_ptr() == message.data_ptr():
                 copied = copied.clone()
+            elif not on_device:
+                copied.view(message.shape).copy_(message)
             self._messages.append((place, step, Readback(copied)))
-            self._late = int(message.device.type != "cpu")
+            self._late = int(on_device)
 
     def take(self, place: int, step: int) -> Tensor:
         """Never called: this tape records."""
@@ -76,7 +87,22 @@ class StepRecorder(ABC):
         while len(self._waiting) > late:
             messages, end = self._waiting.pop(0)
             kept = [(place, step, copy.wait()) for place, step, copy in messages]
-            self.hand_on([*(LogRecord(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept), end])
+            records = [LogRecord(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept]
+            self.hand_on([*records, end], [tensor for _, _, tensor in kept])
+
+    def recycle(self, kept: Sequence[Tensor]) -> None:
+        """Takes back the tensors of a step, for the messages of another.
+
+        Shapes: any.
+        """
+        self._spare = [tensor.view(-1).view(torch.uint8) for tensor in kept]
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """Memory for a message."""  # [nbytes] uint8
+        for index, spare in enumerate(self._spare):
+            if len(spare) == nbytes:
+                return self._spare.pop(index)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def forget(self) -> None:
         """Drops all that was not handed on; the next step records all options of the groups."""

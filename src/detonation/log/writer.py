@@ -4,10 +4,13 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.optimizer.replicated import Replicated
@@ -16,6 +19,8 @@ from detonation.log.records import LOG_VERSION, START, LogRecord, noted
 from detonation.log.step_recorder import StepRecorder
 
 SUFFIX = ".updates"
+AT_ONCE_BYTES = 1 << 16
+"""A step with more bytes is written by a thread: less takes no longer than to wake one up."""
 _log = logging.getLogger("detonation")
 
 
@@ -26,6 +31,9 @@ class UpdateLog(StepRecorder):
     file per shard; the others hold an `UpdateLog` that writes nothing. A step is in the log with all it needs or not at
     all: a process that is killed loses the step that it was in. Its size is that of the messages of all replicas,
     packed as they travelled.
+
+    A thread writes a large step (`full`, most rounds) while the next one computes, so a process that is killed may also
+    lose the step before; and the messages of two steps stay in host memory. `close` waits for it.
 
     Args:
         directory: Of the files, made if it is missing; of this run alone.
@@ -58,6 +66,8 @@ class UpdateLog(StepRecorder):
         self.directory, self._fsync_every = Path(directory), fsync_every
         self._file, self._length = -1, 0
         self._levels: object = None  # of which the file is
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: tuple[Future[None], Sequence[Tensor]] | None = None  # the last step, and what it is written from
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
@@ -68,10 +78,13 @@ class UpdateLog(StepRecorder):
         with self._forgiving():
             if optimizer.build() is not self._levels:  # another setting, other parameters, or the first step
                 self.close()
+            if not self.records:  # the last step of that file could not be written
+                return
             if self._file < 0:
                 self._open(optimizer, optimizer.step_count - (what == "step"))
             self.add(messages, what, optimizer)
             if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
+                self._finish()
                 os.fsync(self._file)
 
     def rotate(self, oldest: int = 0) -> None:
@@ -93,9 +106,13 @@ class UpdateLog(StepRecorder):
         if self._file >= 0:
             with self._forgiving():
                 self.flush()
+                self._finish()
                 os.fsync(self._file)
             os.close(self._file)
         self._file = -1
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._thread = None
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
@@ -120,8 +137,28 @@ class UpdateLog(StepRecorder):
         self._options, self._length = [], 0
         self.hand_on([noted(START, first, about)])
 
-    def hand_on(self, records: Sequence[LogRecord]) -> None:
-        """Appends the records to the file."""
+    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
+        """Appends the records to the file: many bytes in a thread, while the next step computes.
+
+        Shapes: any.
+        """
+        self._finish()
+        if sum(len(record.content) for record in records) <= AT_ONCE_BYTES:
+            self._append(records)
+            self.recycle(kept)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "update-log")
+        self._writing = self._thread.submit(self._append, records), kept
+
+    def _finish(self) -> None:
+        """Waits for the step that is being written; raises the `OSError` that ended it."""
+        if self._writing is not None:
+            (writing, kept), self._writing = self._writing, None
+            writing.result()
+            self.recycle(kept)
+
+    def _append(self, records: Sequence[LogRecord]) -> None:
         parts = [memoryview(part) for record in records for part in record.parts() if len(part)]
         while parts:
             written = os.writev(self._file, parts[:512])

@@ -27,6 +27,8 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms",
         ),
         ("throughput", _speed(summary)),
+        ("waiting", _waits(summary)),
+        ("local steps", _local_steps(summary.get("local_steps", []))),
         ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
@@ -80,6 +82,29 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
     console.print(table)
     for note in notes:
         console.print(printable(note))
+
+
+def _waits(summary: dict[str, Any]) -> str:
+    """The replica for which the others waited longest, and the network; "" where nobody waited.
+
+    >>> _waits({"waits": {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1}, "seconds": 20})
+    'for replica 1, the slowest: 5.0 s (25% of the time of the others); for the network 0.5 s'
+    """
+    waits = summary.get("waits")
+    if not waits:
+        return ""
+    slowest, others = waits["slowest"], max(1, len(waits["seconds"]) - 1)
+    mean = sum(row[slowest] for row in waits["seconds"]) / others
+    network = sum(waits["network_s"]) / len(waits["network_s"])
+    share = mean / summary["seconds"]
+    named = f"for replica {slowest}, the slowest: {mean:.1f} s ({share:.0%} of the time of the others); "
+    return f"{named if share >= 0.01 else ''}for the network {network:.1f} s"
+
+
+def _local_steps(counts: Sequence[int]) -> str:
+    """The local steps of each replica; "" where all take all."""
+    shown = ", ".join(map(str, counts[:16])) + (", ..." if len(counts) > 16 else "")
+    return f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""
 
 
 def _speed(summary: dict[str, Any]) -> str:

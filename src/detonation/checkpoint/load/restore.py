@@ -21,6 +21,8 @@ from detonation.core.shard.units import load_shard_state
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
 """The names of a channel's local state."""
+_BY_REPLICA = ("taken", "local_steps")
+"""The local state that has a number for each replica."""
 
 
 @torch.no_grad()
@@ -195,6 +197,8 @@ def _merge_local_state(source: Elastic, optimizer: Replicated, boxes: dict[str, 
                 merged[key] = _fitting(full_key, tensor, source.memory(full_key, own_boxes[name]))
             elif kind == _SERVER_RESIDUAL:
                 merged[key] = torch.zeros_like(tensor)
+            elif key in _BY_REPLICA:  # of other replicas: all begin a round of equal steps
+                merged[key] = tensor
             else:
                 merged[key] = _fitting(full_key, tensor, source.agreed(full_key, own_boxes.get(name)))
         residual = source.server_residual(f"replica.{level}.{_SERVER_RESIDUAL}", channel, own_boxes)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from detonation.core.agreement.balance import Balance
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, repaired
 from detonation.core.agreement.safety import Safety
 from detonation.core.errors import DetonationError
@@ -43,6 +44,8 @@ class StopConsensus:
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._others = [Link(axis) for axis in axes if axis.size() > 1]
+        self._shards = tuple(self._others)
+        self.balance: Balance | None = None
         self._asked: tuple[readback.Readback, int] | None = (
             None  # the gravest reason of all ranks, and the step that gave it
         )
@@ -53,6 +56,15 @@ class StopConsensus:
         repairs = self.safety.on_desync == "repair"
         self.counts.append(FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal))
         return self.counts[-1]
+
+    def balance_over(self, link: Link) -> None:
+        """Lets slow replicas along `link` sit steps out, as the runtime's local steps say."""
+        if self.runtime.local_steps is not None:
+            self.balance = Balance(self.runtime.local_steps, link, self._shards, self.runtime.device)
+
+    def sits_out(self, step: int) -> bool:
+        """True if this replica sits `step` out, and takes no local step."""
+        return self.balance is not None and self.balance.idle(step)
 
     def connect(self, axes: Sequence[Axis], replicators: Sequence[Replicator]) -> None:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
@@ -67,9 +79,16 @@ class StopConsensus:
             self.begin(step)
 
     def step_base(self, take: Callable[[], object], step: int) -> None:
-        """Takes the step of the base optimizer. Repeating it after an error, with new messages, would part replicas."""
+        """Takes the step of the base optimizer, unless this replica sits it out.
+
+        Repeating it after an error, with new messages, would part replicas.
+        """
+        if self.sits_out(step):
+            return
         try:
             take()
+            if self.balance is not None:
+                self.balance.stepped()
         except BaseException as error:
             self.half_step = f"step {step} of this replica sent its messages and then ended by {error!r}"
             raise
@@ -87,6 +106,8 @@ class StopConsensus:
         """Raises on all ranks for a fault of any rank, if that needs no wait for a device. Collective."""
         if not self.decides_on_device:
             self._decide(step, step)
+        if self.balance is not None:
+            self.balance.end(step)
 
     def conclude(self, step: int) -> None:
         """Raises as `end` does, after `step` steps and with no message in flight; waits for a device. Collective."""

@@ -82,7 +82,8 @@ class AllReduce:
         digits = totals[-1][2][totals[-1][1] * self._k :]
         if self._link.tape and not self._link.tape.plays:
             values = [total[: rows * self._k] for _, rows, total in sorted(totals, key=lambda run: run[0])]
-            self._link.tape.put(self._guard.place, flight.step, torch.cat([*values, digits]))
+            whole = totals[0][2] if len(totals) == 1 else torch.cat([*values, digits])
+            self._link.tape.put(self._guard.place, flight.step, whole)
         runs = {first: total[: rows * self._k].view(rows, self._k) for first, rows, total in totals}
         self._guard.open_sum(list(runs.values()), digits, flight.step)
         read = partial(_read_sums, dict(sorted(runs.items())), flight.indices())

@@ -24,6 +24,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
 from detonation.core.replicator.parameter import ParameterReplicator
+from detonation.core.round import LocalSteps
 from detonation.core.runtime import Runtime, fp32_products
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
@@ -46,6 +47,7 @@ class Settings:
     kernels: bool
     safety: Safety
     clip: float | None
+    balance: bool = False
     products: str = field(default_factory=fp32_products)
 
 
@@ -75,7 +77,8 @@ def build_levels(
     devices = {local(parameter).device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1")
-    runtime = Runtime(devices.pop(), settings.seed, settings.kernels)
+    local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
+    runtime = Runtime(devices.pop(), settings.seed, settings.kernels, local_steps)
     consensus = StopConsensus(parameters, runtime, settings.safety)
     made: list[list[Replicator]] = []
     others = [name for name in names if name not in parameters]
@@ -103,6 +106,8 @@ def build_levels(
     active = [axis for axis, scheme in levels if scheme.signal != "nothing"]
     base.clip = Clip(parameters, base.optimizer, settings.clip) if settings.clip else None
     consensus.connect(active, [each for level in made for each in level])
+    if settings.balance:
+        consensus.balance_over(routes[0, 1][0])
     return made, consensus
 
 
@@ -139,6 +144,8 @@ def compare_replicas(
         if joining is None:
             tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
             description[SELFTEST] = tested[key]
+        if settings.balance:
+            description |= {"balance": "True"}
         if settings.clip:
             description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
         notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))

@@ -41,6 +41,8 @@ def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: B
         made.append(replicator_of(mine, channel, base, number % scheme.fragments, last))
     for before, after in zip(old, made, strict=True):
         _require_room(before, after)
+    if local_steps := made[0].channel.runtime.local_steps if made else None:
+        local_steps.restart(scheme.round.every)
     for before, after in zip(old, made, strict=True):
         _hand_over(before, after)
     return made
@@ -128,7 +130,8 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
         for each in after:
             own, of_owners = each.local_state(), each.channel.exchange.state()
             fresh = own.named()
-            own.load(fresh | {key: state[key] for key in fresh.keys() & state.keys() - of_owners.keys()})
+            kept = fresh.keys() & state.keys() - of_owners.keys()
+            own.load(fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape})
 
 
 def _require_room(old: Replicator, new: Replicator) -> None:

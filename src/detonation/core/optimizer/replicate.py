@@ -11,7 +11,7 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import check_arguments, checked_levels
+from detonation.core.optimizer.setup_checks import check_arguments, check_balance, checked_levels
 from detonation.core.replicator.pending import require_stateless
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 
@@ -26,6 +26,7 @@ def replicate(
     levels: Sequence[tuple[Axis, Scheme | str]] | None = None,
     intra_node: DeviceMesh | None = None,
     clip: float | None = None,
+    balance: bool = False,
     seed: int = 0,
     kernels: bool = True,
     safety: Safety | None = None,
@@ -51,6 +52,9 @@ def replicate(
             after the exchange, like hybrid sharding: the agreed update under a scheme of gradients, and the gradient of
             each replica under a scheme of parameters. torch's `clip_grad_norm_` before `step()` clips the gradient of
             each replica before the exchange.
+        balance: Under a scheme of parameters, let slow replicas take fewer local steps per round, so that all end it
+            together: see `Replicated.idle`. Replicas measure their local steps, agree on the counts at the end of each
+            round, and their movements are averaged by weights that follow the counts.
         seed: Of the random selections; the same on all replicas.
         kernels: Use compiled kernels where they can be built (g++); they round differently, so all replicas must, or
             none.
@@ -92,9 +96,12 @@ def replicate(
     check_arguments(optimizer, model)
     checked = checked_levels(levels)
     check_order([scheme for _, scheme in checked])
+    if balance:
+        check_balance([scheme for _, scheme in checked], intra_node)
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
-    return Replicated(optimizer, model, checked, Settings(intra_node, seed, kernels, safety or Safety(), clip))
+    settings = Settings(intra_node, seed, kernels, safety or Safety(), clip, balance)
+    return Replicated(optimizer, model, checked, settings)
 
 
 def check_order(schemes: Sequence[Scheme]) -> None:

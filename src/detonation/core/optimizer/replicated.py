@@ -86,10 +86,15 @@ class Replicated(OptimizerWrapper):
         """True once the levels exist: from the first step on."""
         return self._replicators is not None
 
+    @property
+    def idle(self) -> bool:
+        """True if, with `balance`, this replica sits the next step out: no gradient is needed, and no weight moves."""
+        return self._consensus is not None and self._consensus.sits_out(self.step_count)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step of training, on all ranks at once; returns the value of `closure`."""
-        loss = evaluated(closure) if closure else None
+        """Takes one step of training, on all ranks at once; returns the value of `closure`, None where it is `idle`."""
+        loss = evaluated(closure) if closure and not self.idle else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         if not overlapping and not self.base.state and states.only_creates_state():
             self._base_step.unclipped()
@@ -158,7 +163,6 @@ class Replicated(OptimizerWrapper):
 
         The options of the parameter groups must be equal, too. Buffers that differ, such as the running statistics of
         BatchNorm, become their mean.
-
         Raises `Desync` on all ranks, which names parameter and replica, or repairs the difference, according to
         `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
@@ -170,9 +174,7 @@ class Replicated(OptimizerWrapper):
     @torch.no_grad()
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
-
-        Collective. The schedule does not change: after a round that ended early, the next one ends as planned.
-        """
+        Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
         self.refuse_overlap()
         if self._consensus is None:
             return
@@ -253,10 +255,8 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without a comparison of the replicas.
-
-        With `saved`, the parameters of a saved state, they are for these; the next step changes to those trained now.
-        """
+        """Builds the levels if they do not exist yet, without a comparison of the replicas; with `saved`, for the
+        parameters of a saved state: the next step changes to those trained now."""
         parameters = self._trained.named(saved) if saved else None
         if self._replicators is not None and (not parameters or parameters.keys() == self._trained.laid_out.keys()):
             return self._replicators

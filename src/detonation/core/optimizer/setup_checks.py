@@ -14,7 +14,7 @@ from torch.optim import LBFGS
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.build import Level
 from detonation.core.schemes.registry import scheme as scheme_named
-from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.scheme import ParameterScheme, Scheme
 
 _log = logging.getLogger("detonation")
 _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'
@@ -61,6 +61,19 @@ def _checked_scheme(scheme: object) -> Scheme:
         name = getattr(scheme, "__name__", repr(scheme))
         raise TypeError(f"the scheme is the function {name}: call it, {name}()")
     raise TypeError(f"the scheme is {scheme!r}, must be one such as detonation.demo(), or its name")
+
+
+def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> None:
+    """Raises `ValueError` where replicas cannot take different numbers of local steps."""
+    if len(schemes) > 1 or not isinstance(schemes[0], ParameterScheme):
+        names = "+".join(scheme.name for scheme in schemes)
+        raise ValueError(f"balance=True needs one level of rounds, such as diloco(): replicas of {names} step together")
+    if schemes[0].round.every == 1:
+        raise ValueError(f"balance=True needs rounds of several steps: {schemes[0].name} has every=1")
+    if schemes[0].resume_from == "sent":
+        raise ValueError(f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as it is")
+    if intra_node is not None:
+        raise ValueError("balance=True takes no intra_node: shard the model inside the node")
 
 
 def check_layout(

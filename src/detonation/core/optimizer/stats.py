@@ -35,8 +35,9 @@ class Stats:
         grad_norm: Tensor | None = None,
     ) -> None:
         self.grad_norm = grad_norm
-        self._links = links
+        self._links, self._step = links, step
         self._counts = consensus.counts if consensus else []
+        self._balance = consensus.balance if consensus else None
         for counts in self._counts:
             counts.catch_up(step - 1)
 
@@ -54,6 +55,16 @@ class Stats:
     def waited_s(self) -> float:
         """Seconds that this rank's host stood still because an exchange was not over."""
         return sum(link.waited_s for links in self._links for link in links)
+
+    @property
+    def local_steps(self) -> list[int]:
+        """Local steps per round of each replica, where replicas are balanced; else empty."""
+        return [] if self._balance is None else self._balance.local_steps.counts.tolist()
+
+    @property
+    def taking(self) -> int | None:
+        """The number of replicas that take the next step, where replicas are balanced."""
+        return None if self._balance is None else int(self._balance.local_steps.taken(self._step).sum())
 
     @property
     def skipped(self) -> int:

@@ -46,10 +46,15 @@ class ParameterReplicator(Replicator):
         # until the message lands; 0 where none is on its way
         self._steps_left = torch.zeros((), dtype=torch.int64, device="cpu")
         self._anchor = OuterSGD(self.layout.flatten(locals_of(parameters), channel.runtime.device), scheme.outer)
+        self._local_steps = channel.runtime.local_steps
+        # by replica, since the last message: the local steps that are in it
+        self._taken = torch.zeros(channel.link.replicas if self._local_steps else 0, dtype=torch.int64, device="cpu")
         eager = scheme.resume_from == "own_share"
         self._start = EagerStart(self._anchor.flat, scheme.outer, channel.link.replicas) if eager else None
 
     def after(self, step: int) -> None:
+        if self._local_steps:
+            self._taken += self._local_steps.taken(step)
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:
@@ -107,6 +112,8 @@ class ParameterReplicator(Replicator):
         if self._round.delay:
             flats["arriving"] = self._arriving()
             others["steps_left"] = self._steps_left
+        if self._local_steps:
+            others |= {"taken": self._taken, "local_steps": self._local_steps.counts}
         return self.channel.local_state(flats, others)
 
     def _agreed(self) -> dict[str, Tensor]:
@@ -121,18 +128,27 @@ class ParameterReplicator(Replicator):
         """
         self._arrived = None
         self._steps_left.fill_(delay)
+        weight = self._weight()
         with self._weights() as weights:
             if not self.scheme.divides_messages:
                 self._in_flight.append((self.channel.start(step), []))
             for pipeline in self.channel.pipelines:
-                self._send(pipeline, weights, step)
+                self._send(pipeline, weights, step, weight)
                 if not delay and len(self._in_flight) > 1:
                     self._land_next(weights)
             if not delay:
                 self._land_next(weights)
+        self._taken.zero_()
 
-    def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int) -> None:
+    def _weight(self) -> float:
+        """The weight of this replica's movement in the mean, times the number of replicas: its part of all tokens."""
+        taken = self._taken.tolist()
+        return taken[self.link.replica] * len(taken) / sum(taken) if any(taken) else 1.0
+
+    def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int, weight: float) -> None:
         moved = self._movement(pipeline.bucket, weights)
+        if weight != 1.0:
+            moved *= weight
         pieces = pipeline.bucket.layout.parts(moved)
         if self.scheme.divides_messages:
             transfer = self.channel.send_part(pipeline, pieces, step)

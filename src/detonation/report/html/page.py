@@ -9,7 +9,7 @@ from string import Template
 from detonation.report.figures.charts import charts
 from detonation.report.figures.colours import NIGHT, PAPER, variables
 from detonation.report.figures.drawing import Chart
-from detonation.report.html.sections import configurations, environments, figures, plans, raw, runs_table, tiles
+from detonation.report.html.sections import configurations, environments, figures, plans, raw, runs_table, tiles, waits
 from detonation.report.read import Run, read_all, read_plan
 
 _FIGURES = "-figures"
@@ -110,6 +110,7 @@ def page_html(
         tiles(runs[0]) if single else runs_table(runs),
         _section("Loss", figures(loss, folder, runs)),
         _section("Cost per step", figures(costs, folder)),
+        _section("Who waits for whom", waits(runs[0]) if single else ""),
         _section("The plan", plans(runs, plan)),
         _section("Configuration" if single else "What differs", configurations(runs)),
         _section("Environment", environments(runs)),

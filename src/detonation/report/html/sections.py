@@ -17,6 +17,7 @@ from detonation.report.table import run_rows
 from detonation.report.words import duration, factor, less_text, size_text
 
 _PLAN_ROWS = 10
+_MOST_REPLICAS = 16
 _STROKES = {"-": "", "--": "6 3", "-.": "7 3 2 3", ":": "2 3"}
 _SHAPES = {
     "o": '<circle cx="16" cy="6" r="4"/>',
@@ -45,6 +46,20 @@ def tiles(run: Run) -> str:
     items = "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for value, label in shown)
     table = grid([], [(escape(label), escape(text)) for label, text in run_rows(summary)])
     return f'<ul class="tiles">{items}</ul>\n<details><summary>All numbers</summary>\n{table}</details>'
+
+
+def waits(run: Run) -> str:
+    """The seconds that each replica waited for each other one, and for the network."""
+    found = run.summary.get("waits")
+    if not found or len(found["seconds"]) > _MOST_REPLICAS:
+        return ""
+    head = ["waited", *(f"for replica {replica}" for replica in range(len(found["seconds"]))), "for the network"]
+    rows = zip(found["seconds"], found["network_s"], strict=True)
+    body = [
+        (f"replica {replica}", *(f"{seconds:.1f} s" for seconds in (*row, network)))
+        for replica, (row, network) in enumerate(rows)
+    ]
+    return grid(head, body, numbers=True)
 
 
 def _unit(summary: dict[str, Any]) -> str:

@@ -52,20 +52,23 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         Stopped: On all ranks, after a step in which `stop` was set on one.
         Unsafe: On all ranks, where the optimizer refuses to go on.
     """
-    train = session.config.train
+    train, rounds = session.config.train, UnevenRounds(session, until) if session.config.train.balance else None
     schedule, shard_sent = scheduler(session, done), shard_bytes_sent(session.model)
     for step in range(done, until):
         began = time.perf_counter()
         before, waited = session.optimizer.stats.bytes_sent_by_level, session.optimizer.stats.waited_s
-        lr = float(session.optimizer.param_groups[0]["lr"])
+        lr, taking = float(session.optimizer.param_groups[0]["lr"]), session.optimizer.stats.taking
         with _safely():
-            loss, asked = _gradients(session, step, stop)
+            loss, asked, agreeing = rounds.gradients(step) if rounds else _gradients(session, step, stop)
             computed = time.perf_counter()
             _update(session, schedule)
+            if rounds and rounds.ends(step):
+                loss, asked, agreeing = rounds.agreed(stop)
             if step + 1 == train.steps:
                 session.optimizer.synchronize()
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
         waited = session.optimizer.stats.waited_s - waited
+        session.waiting.add(seconds, waited + agreeing, rounds is None or rounds.ends(step))
         now = session.optimizer.stats.bytes_sent_by_level
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
         held_out: dict[str, Any] = {}
@@ -75,7 +78,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
                 if step + 1 == train.steps and train.bleu_sentences:
                     held_out |= translate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
-        record = Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, **held_out)
+        record = Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, taking=taking, **held_out)
         if session.config.mesh.shard_wire:
             shard_sent, before_it = shard_bytes_sent(session.model), shard_sent
             record = replace(record, shard_bytes_sent=session.world.over_shards(shard_sent - before_it))
@@ -90,9 +93,68 @@ def backward(session: Session, step: int) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
-    """Computes the gradients of one step's examples; returns the mean loss and the signal as `_agreed` does.
+class UnevenRounds:
+    """Gradients where each replica takes the steps for which it has time, and all agree on losses once per round.
 
+    A replica whose loss is not finite takes no more steps until the end of the round, where all hear of it; so do they
+    of a signal to stop. The loss of a step is the mean over all ranks in the round before, and in the first round the
+    latest loss of this rank.
+    """
+
+    def __init__(self, session: Session, until: int) -> None:
+        self._session, self._until = session, until
+        self._every = session.optimizer.levels[0][1].round.every
+        self._loss, self._known = math.nan, False
+        self._losses: list[float] = []  # of this rank, in this round
+        self._lost_at = 0  # the number of the step whose loss was not finite
+
+    def ends(self, step: int) -> bool:
+        """True for the last step of a round or of the run."""
+        return (step + 1) % self._every == 0 or step + 1 == self._until
+
+    def gradients(self, step: int) -> tuple[float, int, float]:
+        """Computes the gradients of one step's examples, unless this replica sits it out; as `_gradients`."""
+        session = self._session
+        if not session.optimizer.idle and not self._lost_at:
+            total = 0.0
+            for loss in _losses(session, step):
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            if session.world.over_shards(int(not math.isfinite(total))):
+                session.optimizer.zero_grad()
+                self._lost_at = step + 1
+            else:
+                self._losses.append(total)
+                self._loss = self._loss if self._known else total
+        elif math.isnan(self._loss):  # in the middle of a round that an earlier start began
+            with torch.no_grad():
+                self._loss = sum(float(loss) for loss in _losses(session, step))
+            reshard(session.model)
+        return self._loss, 0, 0.0
+
+    def agreed(self, stop: Stop) -> tuple[float, int, float]:
+        """The mean loss of the round over all ranks, the signal as `_agreed` returns it, and the seconds of waiting."""
+        own = [sum(self._losses), len(self._losses), self._lost_at, stop.number]
+        began = time.perf_counter()
+        reports = self._session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._session.device))()
+        agreeing = time.perf_counter() - began
+        for rank, (_, _, lost_at, _) in enumerate(reports):
+            if lost_at:
+                replica, shard = divmod(rank, self._session.config.mesh.shards)
+                raise NonFiniteLoss(
+                    f"the loss is not finite at step {lost_at:.0f} on replica {replica} (shard {shard})"
+                )
+        taken = sum(count for _, count, _, _ in reports)
+        if taken:
+            self._loss, self._known = sum(total for total, _, _, _ in reports) / taken, True
+        self._losses.clear()
+        return self._loss, int(max(number for *_, number in reports)), agreeing
+
+
+def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, float]:
+    """Computes the gradients of one step's examples.
+
+    Returns the mean loss and the signal as `_agreed` does, and the seconds for which this rank waited for them.
     Gradients that are sent during backward cannot be taken back, so ranks agree on the loss first. Otherwise they agree
     while backward computes.
     """
@@ -106,11 +168,14 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int]:
     _, innermost = session.optimizer.levels[0]
     if not innermost.worth_overlapping:
         loss.backward()  # type: ignore[no-untyped-call]
-        return _agreed(session, step, reports())
-    agreed = _agreed(session, step, reports())
-    with session.optimizer.overlap():
-        loss.backward()  # type: ignore[no-untyped-call]
-    return agreed
+    began = time.perf_counter()
+    arrived = reports()
+    agreeing = time.perf_counter() - began
+    agreed = _agreed(session, step, arrived)
+    if innermost.worth_overlapping:
+        with session.optimizer.overlap():
+            loss.backward()  # type: ignore[no-untyped-call]
+    return *agreed, agreeing
 
 
 def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -25,11 +25,13 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.setup_checks import check_balance
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
+from detonation.train.loop.waits import Waiting
 from detonation.train.loop.world import Ranks, World
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
@@ -49,6 +51,7 @@ class Session:
     model: nn.Module
     base: torch.optim.Optimizer
     optimizer: Replicated
+    waiting: Waiting = field(default_factory=Waiting)
 
     @property
     def rank(self) -> int:
@@ -71,7 +74,7 @@ def check_config(config: Config) -> Config:
     check_types("data", dataset_function(config.data.name), config.data.arguments)
     form = {} if config.data.name != "images" else image_arguments(config.model.name, config.model.arguments)
     config = replace(config, data=Choice(config.data.name, {**form, **config.data.arguments}))
-    levels = check_levels(config.levels)
+    levels = check_levels(config.levels, config.train.balance)
     optimizers.check_optimizer(config.optimizer)
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
@@ -137,7 +140,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     joined = axes(config, mesh) if axis is None else [axis]
     levels = list(zip(joined, map(scheme_of, config.levels), strict=True))
     clip = config.train.clip or None
-    optimizer = replicate(base, model, levels=levels, clip=clip, seed=config.seed, safety=safety(config))
+    balance, seed = config.train.balance, config.seed
+    optimizer = replicate(base, model, levels=levels, clip=clip, balance=balance, seed=seed, safety=safety(config))
     return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
 
 
@@ -155,14 +159,20 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
     return model
 
 
-def check_levels(levels: Sequence[LevelConfig]) -> tuple[LevelConfig, ...]:
-    """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order."""
+def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
+    """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order.
+
+    Args:
+        balance: Whether replicas are to take different numbers of steps.
+    """
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
         function = find_function("scheme", level.scheme.name, schemes(), "detonation.schemes")
         check_types(where, function, level.scheme.arguments)
     made = [scheme_of(level) for level in levels]
     check_order(made)
+    if balance:
+        check_balance(made, None)
     pairs = zip(levels, made, strict=True)
     return tuple(replace(level, scheme=Choice(chosen.name, dict(chosen.arguments))) for level, chosen in pairs)
 

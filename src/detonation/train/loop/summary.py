@@ -11,6 +11,7 @@ from detonation.cluster.machine.usage import peak_memory
 from detonation.data import bigram_loss
 from detonation.train.loop.counts import NOTHING, Counts, counted
 from detonation.train.loop.session import Session
+from detonation.train.loop.waits import gathered_waits
 from detonation.train.output.metrics import Portion, Record, reduction
 
 _LATEST = 20
@@ -23,6 +24,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
+    `waits` is `waits_between` of the steps since the last start, `local_steps` those that replicas agreed on last.
     `adapted_to` is the last scheme of a run that followed its link.
     """
     config, last = session.config, records[-1]
@@ -33,7 +35,9 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     moves = [record.setting for record in records if record.setting]
     data, (memory, mfu) = portion(session), _usage(session, records)
     bigram = bigram_loss(session.data)
-    examples = config.train.batch_size * config.train.accumulate * session.world_size * len(records)
+    steps = sum(1 if each.taking is None else each.taking / config.mesh.replicas for each in records)
+    examples = config.train.batch_size * config.train.accumulate * session.world_size * steps
+    waits = gathered_waits(session.world, session.waiting, config.mesh.shards, session.device)
     return {
         "scheme": config.schemes,
         **_levels(session, records),
@@ -54,9 +58,11 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
-        **({"tokens_per_second": data.count * len(records) / seconds} if data.unit == "tokens" else {}),
+        **({"tokens_per_second": data.count * steps / seconds} if data.unit == "tokens" else {}),
         **({"peak_memory": memory} if memory else {}),
         **({"mfu": mfu} if mfu else {}),
+        **({"waits": waits} if waits and config.mesh.replicas > 1 else {}),
+        **({"local_steps": counts} if (counts := session.optimizer.stats.local_steps) else {}),
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),

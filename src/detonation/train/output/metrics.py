@@ -28,6 +28,7 @@ class Record:
         memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
         mfu: The share of the device's peak in bf16 that forward and backward used over the whole step.
         setting: The scheme from the next step on, where it changes.
+        taking: The replicas that took this step, where slow ones sit some out; `loss` is then that of the last round.
         shard_bytes_sent: By one replica between the nodes that its shards lie on, since the last step.
     """
 
@@ -47,6 +48,7 @@ class Record:
     mfu: float | None = None
     setting: str | None = None
     shard_bytes_sent: int | None = None
+    taking: int | None = None
 
     def values(self) -> dict[str, Any]:
         """The values by name, without those that were not measured, and without `levels` where there is only one."""

@@ -85,6 +85,7 @@ class TrainConfig:
         init_from: Directory of a run, a checkpoint or an exported model whose weights the run begins with; the
             optimizer and the memories of the replicas are new. "" begins with those of the model.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
+        balance: Slow replicas take fewer local steps per round, so that all end it together: for schemes of rounds.
         autocast: "bf16" computes forward and backward in it; "" in the precision of the weights.
         checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in backward: less memory
             for about a third more time.
@@ -114,6 +115,7 @@ class TrainConfig:
     accumulate: int = 1
     init_from: str = ""
     clip: float = 0.0
+    balance: bool = False
     autocast: str = ""
     checkpoint_activations: bool = False
     compile: str = ""

@@ -182,7 +182,7 @@ def _train(
             feed.close(ended=until == steps)
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
-        raise NonFiniteLoss(f"{error}; the state before that step is saved in {saved}") from error
+        raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
     except Stopped as stopped:
         save_now(session, checkpoints, recorder.before, followed())
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}

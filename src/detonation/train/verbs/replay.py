@@ -88,7 +88,8 @@ def _alone(config: Config) -> Config:
 def _saved(session: Session, out: Path) -> Path:
     """A checkpoint of what the replicas agreed on: of one replica, whose memory is empty."""
     scheme, replayed = scheme_of(session.config.levels[-1]), session.optimizer
-    optimizer = replicate(session.base, session.model, LoopbackCommunicator(), scheme, seed=session.config.seed)
+    balance, seed = session.config.train.balance, session.config.seed
+    optimizer = replicate(session.base, session.model, LoopbackCommunicator(), scheme, balance=balance, seed=seed)
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)

@@ -87,6 +87,7 @@ def configured(request: Simulation) -> Config:
         raise ValueError("scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo")
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
     require(not config.mesh.link, "mesh.link", config.mesh.link, "'' in a simulation, where nothing is sent")
+    require(not config.train.balance, "train.balance", True, "false in a simulation, whose replicas compute in turns")
     return check_config(config if request.total_batch is None else batch_share(config, request.total_batch))
 
 
@@ -108,7 +109,10 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     base = optimizers.build_optimizer(config.optimizer, model)
     scheme = scheme_of(config.levels[-1])
     clip = config.train.clip or None
-    optimizer = replicate(base, model, communicator, scheme, clip=clip, seed=config.seed, safety=safety(config))
+    balance, seed = config.train.balance, config.seed
+    optimizer = replicate(
+        base, model, communicator, scheme, clip=clip, balance=balance, seed=seed, safety=safety(config)
+    )
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
@@ -127,6 +131,7 @@ def train_virtual(session: Session, recorder: Recorder | None = None, predicted:
 
     fit(session, 0, session.config.train.steps, report, Stop())
     summary = summarise(session, recorder.records if recorder else records)
+    summary.pop("waits", None)  # of replicas that compute in turns
     return {**summary, "simulated": True, "seconds_predicted": predicted is not None}
 
 

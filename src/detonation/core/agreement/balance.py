@@ -1,0 +1,85 @@
+"""Balance: replicas of different speed end their rounds together, because the slower ones take fewer local steps."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from detonation.core.link.link import Link
+from detonation.core.round import LocalSteps
+
+_ODD = 4
+
+
+class Balance:
+    """Measures the local steps of this replica, and agrees with the others on how many each takes per round.
+
+    A local step counts from the end of a call of `step()` to the end of the base optimizer's step in the next one:
+    loading, forward, backward. Their mean in a round counts, without those of over `_ODD` medians: an evaluation or a
+    checkpoint between two steps says nothing about their speed.
+    At the end of a round the replicas exchange 8 bytes each, which all wait for; an accelerator's host waits, too.
+
+    Args:
+        local_steps: Of the level, which `agree` changes.
+        link: Between the replicas.
+        shards: Links to the other ranks of this replica: the slowest of them counts.
+    """
+
+    def __init__(self, local_steps: LocalSteps, link: Link, shards: Sequence[Link], device: torch.device) -> None:
+        self.local_steps = local_steps
+        self._link, self._shards, self._device = link, shards, device
+        self._since: Any = None  # the mark at which the last step ended
+        self._laps: list[tuple[Any, Any]] = []
+
+    def idle(self, step: int) -> bool:
+        """True if this replica sits `step` out."""
+        return not bool(self.local_steps.taken(step)[self._link.replica])
+
+    def stepped(self) -> None:
+        """Ends a local step."""
+        if self._since is not None:
+            self._laps.append((self._since, time_mark(self._device)))
+
+    def end(self, step: int) -> None:
+        """Ends `step`; agrees at the end of a round. Collective there."""
+        if (step + 1) % self.local_steps.every == 0:
+            lasted = typical([elapsed_ns(*lap) for lap in self._laps])
+            mine = torch.tensor([lasted], dtype=torch.int64, device=self._device)
+            for link in self._shards:
+                mine = link.collect(mine).amax(0)
+            everyone = self._link.collect(mine).view(-1).tolist()
+            self.local_steps.agree(everyone)
+            self._laps.clear()
+        self._since = time_mark(self._device)
+
+
+def typical(durations: Sequence[int]) -> int:
+    """The mean of `durations`, without those of over `_ODD` medians; 0 for none.
+
+    >>> typical([2, 4, 3, 90]), typical([])
+    (3, 0)
+    """
+    if not durations:
+        return 0
+    most = _ODD * statistics.median_low(durations)
+    return int(statistics.fmean(each for each in durations if each <= most))
+
+
+def time_mark(device: torch.device) -> Any:
+    """The time now: of the host in seconds, or an event in the queue of an accelerator."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    module = torch.get_device_module(device)
+    event = module.Event(enable_timing=True)
+    event.record(module.current_stream(device))
+    return event
+
+
+def elapsed_ns(first: Any, last: Any) -> int:
+    """The nanoseconds between two marks; waits for an accelerator."""
+    if isinstance(first, float):
+        return int(1e9 * (last - first))
+    last.synchronize()
+    return int(1e6 * first.elapsed_time(last))

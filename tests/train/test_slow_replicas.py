@@ -1,0 +1,115 @@
+"""Runs in which a replica is slow: with `train.balance` it takes fewer steps, and in any run it is named."""
+
+import threading
+
+import pytest
+import torch
+
+import worlds
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.cluster.processes.signals import Stop
+from detonation.core.agreement import balance
+from detonation.core.flat.tensors import digest
+from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
+from detonation.train.loop.session import start_session
+from detonation.train.loop.summary import summarise
+from detonation.train.loop.waits import waits_between
+from detonation.train.verbs.simulate import virtual
+
+ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of each simulated replica, which passes where it computes: the second takes twice as long."""
+    times = {"replica 0": 0.0, "replica 1": 0.0}
+    monkeypatch.setattr(balance, "time_mark", lambda device: times[threading.current_thread().name])
+    return times
+
+
+def run(config, clock, until=16, begun=lambda step, replica, session, stop: None):
+    """Each replica's records, the steps in which it computed, and its session after `until` steps."""
+
+    def act(communicator):
+        session, stop, replica = virtual(config, communicator), Stop(), communicator.replica
+        records, computed = [], []
+
+        def before(module, *given):
+            step = session.optimizer.step_count
+            if torch.is_grad_enabled():
+                computed.append(step)
+                clock[f"replica {replica}"] += 1.0 + replica
+            begun(step, replica, session, stop)
+
+        session.model.register_forward_pre_hook(before)
+        session.optimizer.set_up()
+        error = None
+        try:
+            fit(session, 0, until, records.append, stop)
+        except (NonFiniteLoss, Stopped) as caught:
+            error = caught
+        return records, computed, session, error
+
+    return simulate_replicas(act, 2)
+
+
+def test_a_slow_replica_computes_fewer_steps_and_all_end_equal(tiny, clock):
+    (records, fast, one, _), (others, slow, two, _) = run(tiny(*ROUNDS), clock)
+    assert fast == [*range(16)] and slow == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15]
+    assert clock == {"replica 0": 16.0, "replica 1": 20.0}  # 32 without
+    assert digest(one.model.parameters()) == digest(two.model.parameters())
+    assert [record.taking for record in records] == [2, 2, 2, 2] + [1, 2] * 6
+    assert [r.loss for r in records[3:]] == [r.loss for r in others[3:]]  # of the round before, the same everywhere
+    assert len({r.loss for r in records[3:7]}) == 1 and records[7].loss != records[6].loss
+    assert [r.lr for r in records] == [r.lr for r in others]
+
+
+def test_a_signal_ends_all_replicas_at_the_end_of_the_round(tiny, clock):
+    def begun(step, replica, session, stop):
+        if (step, replica) == (5, 1):
+            stop.number = 15
+
+    found = run(tiny(*ROUNDS), clock, begun=begun)
+    assert [str(error) for *_, error in found] == ["stopped by SIGTERM after step 8"] * 2
+
+
+def test_a_loss_that_is_not_finite_moves_nobody(tiny, clock):
+    def begun(step, replica, session, stop):
+        if (step, replica) == (5, 1):
+            session.model.register_forward_hook(lambda *given: given[2].loss.data.fill_(float("nan")) and None)
+
+    (_, fast, one, error), (_, slow, two, same) = run(tiny(*ROUNDS), clock, begun=begun)
+    assert str(error) == str(same) == "the loss is not finite at step 6 on replica 1 (shard 0)"
+    assert fast == [*range(8)] and slow == [0, 1, 2, 3, 5]  # it takes no more, and all end with the round
+    weights = [*one.model.parameters(), *two.model.parameters()]
+    assert all(bool(weight.isfinite().all()) for weight in weights)
+    assert digest(one.model.parameters()) == digest(two.model.parameters())
+
+
+def test_gradient_schemes_are_refused_before_anything_starts(tiny):
+    with pytest.raises(ValueError, match="replicas of demo step together"):
+        tiny("train.balance=true")
+
+
+def test_waiting_is_the_slowest_replicas_up_to_what_it_was_busy_for():
+    waits = waits_between(busy=[[1, 3, 1], [2, 1, 9]], waited=[[2, 0, 5], [0, 1, 0]])
+    assert waits == {"seconds": [[0, 2, 0], [0, 0, 1], [0, 2, 0]], "network_s": [0, 0, 3], "slowest": 1}
+
+
+def slowed(mesh, config):
+    """A run whose second replica has more to compute in each step."""
+    session = start_session(config, torch.device("cpu"))
+    if mesh.get_rank() == 1:
+        work = torch.randn(700, 700)
+        session.model.register_forward_pre_hook(lambda *_: [work @ work for _ in range(8)] and None)
+    session.optimizer.set_up()
+    records = []
+    fit(session, 0, config.train.steps, records.append, Stop())
+    return summarise(session, records)
+
+
+@pytest.mark.parametrize("sets", [["train.steps=4"], ["train.steps=4", "scheme.name=diloco", "scheme.every=2"]])
+def test_the_slow_replica_is_named_under_every_kind_of_scheme(tiny, sets):
+    first, second = worlds.run(slowed, 2, 1, tiny(*sets))
+    assert first["waits"] == second["waits"] and first["waits"]["slowest"] == 1
+    assert first["waits"]["seconds"][0][1] > first["waits"]["seconds"][1][0]
