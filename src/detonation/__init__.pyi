@@ -12,8 +12,9 @@ from detonation.cluster.init import leave as leave
 from detonation.cluster.mesh import init_mesh as init_mesh
 from detonation.cluster.mesh import same_weights as same_weights
 from detonation.cluster.mesh import shard as shard
+from detonation.cluster.survive.agreement import ReplicaLost as ReplicaLost
 from detonation.cluster.survive.elastic_axis import elastic as elastic
-from detonation.cluster.survive.membership import ReplicaLost as ReplicaLost
+from detonation.cluster.survive.guests import Guest as Guest
 from detonation.core.agreement.consensus import HalfStep as HalfStep
 from detonation.core.agreement.safety import Safety as Safety
 from detonation.core.errors import DetonationError as DetonationError
@@ -21,6 +22,7 @@ from detonation.core.integrity.fault_counts import BadPeer as BadPeer
 from detonation.core.integrity.fault_counts import Desync as Desync
 from detonation.core.integrity.fault_counts import NonFiniteGradient as NonFiniteGradient
 from detonation.core.link.coordinates import Coordinates as Coordinates
+from detonation.core.link.elastic_communicator import PeerLost as PeerLost
 from detonation.core.link.handshake import Mismatch as Mismatch
 from detonation.core.optim.muon import Muon as Muon
 from detonation.core.optim.signsgd import SignSGD as SignSGD
@@ -57,6 +59,8 @@ from detonation.core.shard.units import resync_weights as resync_weights
 from detonation.core.shard.units import shard_bytes_sent as shard_bytes_sent
 from detonation.core.shard.wire import ShardWire as ShardWire
 from detonation.core.shard.wire import shard_wire as shard_wire
+from detonation.feed.admission import Admission as Admission
+from detonation.feed.admission import admitted as admitted
 from detonation.feed.follower import Follower as Follower
 from detonation.feed.follower import LostFeed as LostFeed
 from detonation.feed.follower import follow as follow

@@ -1,8 +1,8 @@
-"""Replicas that are killed, stopped and paused while the others train on, without a restart.
+"""Replicas that are killed, stopped, cut off and slowed down, and that come in, while the others train on.
 
-Each world is forked ranks over a store that the parent keeps. Every rank writes a line per step: its number and a
-digest of what the replicas agree on. In the end no step may be missing from a survivor, and all digests of a step must
-be equal.
+Each world is forked ranks, and its store a process of its own; where the network is cut each replica has a namespace.
+Every rank writes a line per step: its number and a digest of what the replicas agree on. In the end no step may be
+missing from a survivor, and all digests of a step must be equal.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from rows import Row
 
 import detonation as dt
+from detonation.cluster.network.namespaces import INTERFACE, NamespaceCluster, namespace_cluster
 from detonation.core.flat.tensors import digest
+from detonation.core.link.link_speed import LinkSpeed
 from zoo import Plain, batch, built
 
 SCHEMES = {
@@ -30,132 +33,201 @@ SCHEMES = {
     "diloco": dt.diloco(every=5),
 }
 SHAPES = ((4, 1), (2, 2))
-SILENCE_S, LIMIT_S = 2.0, 120.0
+ENDING = {"kill": "kill -9", "stop": "SIGSTOP", "cut": "cut cable"}
+KINDS = {**ENDING, "slow": "slow (SIGSTOP, SIGCONT)", "rejoin": "rejoin"}
+SILENCE_S, LIMIT_S, AHEAD = 2.0, 120.0, 15
+LINK, TOKEN = "1gbit", b"0123456789abcdef"
 _ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank in a world: where it meets the others, and where it writes."""
+    """A rank in a world: where it meets the others, and where it writes. joins: it comes in later."""
 
-    port: int
+    address: tuple[str, int]
     folder: Path
     replica: int
     shard: int
+    joins: bool
+    nodes: NamespaceCluster | None
 
     @property
     def file(self) -> Path:
         return self.folder / f"{self.replica}-{self.shard}"
 
+    @property
+    def host(self) -> str:
+        return self.nodes.address(self.replica) if self.nodes else "127.0.0.1"
+
 
 def survived(folder: Path, seed: int, faults: int) -> list[Row]:
     """Rows for `faults` faults, over all schemes and shapes in turn."""
-    rows = {kind: Row(f"{kind}, survived in place") for kind in ("kill -9", "SIGSTOP", "pause")}
+    kinds = [kind for kind in KINDS if kind != "cut" or os.geteuid() == 0]
+    rows = {kind: Row(f"{KINDS[kind]}, survived in place") for kind in kinds}
     rng, number, recoveries, bag = random.Random(seed), 0, list[float](), list[str]()
-    while sum(row.tried for row in rows.values()) < faults:
+    while (left := faults - sum(row.tried for row in rows.values())) > 0:
         name, shape = list(SCHEMES)[number % len(SCHEMES)], SHAPES[number // len(SCHEMES) % len(SHAPES)]
         place = folder / f"world{number}"
         place.mkdir(parents=True)
-        if len(bag) < shape[0] - 1:
-            bag += rng.sample(list(rows), len(rows))
-        kinds = [bag.pop(0) for _ in range(shape[0] - 1)]
-        recoveries += world(place, name, shape, kinds, rng, rows)
+        if len(bag) < len(kinds):
+            bag += rng.sample(kinds, len(kinds))
+        drawn = _possible(bag, shape[0], min(left, len(kinds)))
+        with contextlib.ExitStack() as held:
+            nodes = None
+            if "cut" in drawn:
+                count = shape[0] + drawn.count("rejoin") + 1
+                nodes = held.enter_context(namespace_cluster(count, LinkSpeed.parse(LINK)))
+            recoveries += world(place, name, shape, drawn, nodes, rng, rows)
         number += 1
     if recoveries:
         middle = sorted(recoveries)[len(recoveries) // 2]
-        rows["kill -9"].note = (
+        rows["kill"].note = (
             f"from notice to the next collective: median {middle:.2f} s, worst {max(recoveries):.2f} s "
             f"({len(recoveries)} recoveries of ranks)"
         )
     return list(rows.values())
 
 
+def _possible(bag: list[str], replicas: int, most: int) -> list[str]:
+    """Takes kinds of faults out of `bag`, in an order that leaves one replica at any time."""
+    drawn: list[str] = []
+    for kind in list(bag):
+        if len(drawn) < most and (kind not in ENDING or replicas > 1):
+            bag.remove(kind)
+            drawn.append(kind)
+            replicas += (kind == "rejoin") - (kind in ENDING)
+    return drawn
+
+
 def world(
-    folder: Path, name: str, shape: tuple[int, int], kinds: list[str], rng: random.Random, rows: dict[str, Row]
+    folder: Path,
+    name: str,
+    shape: tuple[int, int],
+    kinds: list[str],
+    nodes: NamespaceCluster | None,
+    rng: random.Random,
+    rows: dict[str, Row],
 ) -> list[float]:
     """One world, which suffers faults of `kinds` one after the other. Returns the seconds of each recovery."""
     replicas, shards = shape
-    listener = socket.create_server(("127.0.0.1", 0))
-    places = [Place(listener.getsockname()[1], folder, r, s) for r in range(replicas) for s in range(shards)]
-    pids = {(place.replica, place.shard): _forked(place, name, shape) for place in places}
-    port = listener.getsockname()[1]  # kept by the parent once all ranks are forked: it has threads
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-    )
+    everyone, keeper = range(replicas + kinds.count("rejoin")), replicas + kinds.count("rejoin")
+    address = (nodes.address(keeper), 29400) if nodes else ("127.0.0.1", _free_port())
+    store = _forked(lambda: _keep_store(address, nodes, keeper), folder / "store")
+    places = [Place(address, folder, r, s, r >= replicas, nodes) for r in everyone for s in range(shards)]
+    pids = {(p.replica, p.shard): _forked(lambda p=p: _train(p, name, shape), p.file) for p in places}
     alive, kind = set(range(replicas)), kinds[0]
     try:
         for kind in kinds:
             _steps_on(places, alive, rng.randrange(2, 7))
             time.sleep(rng.random() * 0.02)
-            victim, shard = rng.choice(sorted(alive)), rng.randrange(shards)
-            pid, since = pids[victim, shard], time.monotonic()
-            if kind == "pause":
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(SILENCE_S / 4)
-                os.kill(pid, signal.SIGCONT)
+            since = time.monotonic()
+            if kind == "rejoin":
+                victim = next(r for r in everyone if r >= replicas and not (folder / f"go{r}").exists())
+                (folder / f"go{victim}").touch()
+                alive.add(victim)
             else:
-                os.kill(pid, signal.SIGKILL if kind == "kill -9" else signal.SIGSTOP)
-                alive.discard(victim)
+                victim = rng.choice(sorted(alive))
+                _strike(kind, pids[victim, rng.randrange(shards)], victim, nodes)
+                alive -= {victim} if kind in ENDING else set()
             _steps_on(places, alive, 2)
             rows[kind].add(since=since)
         _steps_on(places, alive, 6)
     except TimeoutError as error:
-        rows[kind].add(f"{name} {shape}: {error}")
+        rows[kind].add(f"{name} {shape} {kinds}: {error}")
     finally:
-        _announce_end(folder, max(len(_lines(place.file)) for place in places) + 20)
-        recoveries = _ended(places, pids, alive, rows[kinds[-1]], name)
-        del store
+        (folder / "end").touch()
+        recoveries = _ended(places, pids, alive, rows[kinds[-1]], f"{name} {shape} {kinds}")
+        os.kill(store, signal.SIGKILL)
+        os.waitpid(store, 0)
     for shard in range(shards):
         _compare(places, alive, shard, rows[kinds[-1]], f"{name} {shape} {kinds}")
     return recoveries
 
 
-def _forked(place: Place, name: str, shape: tuple[int, int]) -> int:
+def _strike(kind: str, pid: int, victim: int, nodes: NamespaceCluster | None) -> None:
+    if kind == "cut":
+        assert nodes is not None
+        subprocess.run(["ip", "-n", nodes.names[victim], "link", "set", INTERFACE, "down"], check=True)
+    else:
+        os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if kind == "slow":
+        time.sleep(SILENCE_S / 4)
+        os.kill(pid, signal.SIGCONT)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _forked(act, file: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        _train(place, name, shape)
+        torch.set_num_threads(1)
+        act()
     except BaseException as error:
-        place.file.with_suffix(".error").write_text(repr(error))
+        file.with_suffix(".error").write_text(repr(error))
         os._exit(1)
     os._exit(0)
 
 
+def _keep_store(address: tuple[str, int], nodes: NamespaceCluster | None, node: int) -> None:
+    if nodes:
+        nodes.enter(node)
+    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False)
+    while store is not None:
+        signal.pause()
+
+
 def _train(place: Place, name: str, shape: tuple[int, int]) -> None:
-    torch.set_num_threads(1)
     replicas, shards = shape
-    store = dist.TCPStore("127.0.0.1", place.port, timeout=timedelta(seconds=60))
+    if place.nodes:
+        place.nodes.enter(place.replica)
+    while place.joins and not (place.folder / f"go{place.replica}").exists():
+        if _is_over(place.folder):
+            return
+        time.sleep(0.01)
+    store = dist.TCPStore(*place.address, timeout=timedelta(seconds=60))
     mesh, model = None, built(Plain)
     if shards > 1:  # each replica is a world of its own
         own = dist.PrefixStore(f"replica{place.replica}", store)
         dist.init_process_group("gloo", store=own, rank=place.shard, world_size=shards)
         mesh = dt.init_mesh(1, shards, "cpu")
         dt.shard(model, mesh)
-    axis = dt.elastic(mesh, replica=place.replica, replicas=replicas, store=store, silence_s=SILENCE_S)
-    optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, axis, SCHEMES[name])
+    if place.joins:
+        optimizer, axis = dt.admitted(model, dt.Guest(store, mesh, silence_s=SILENCE_S), token=TOKEN)
+    else:
+        axis = dt.elastic(mesh, replica=place.replica, replicas=replicas, store=store, silence_s=SILENCE_S)
+        optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, axis, SCHEMES[name])
+    door = dt.Admission(model, optimizer, place.host, token=TOKEN)
     with place.file.open("w", buffering=1) as lines:
-        while not _is_over(place.folder, optimizer.step_count):
-            model(batch(place.replica * shards + place.shard, optimizer.step_count, 32)).mean().backward()
+        while not _comes_to_end(place.folder, store, optimizer.step_count):
+            model(batch(axis.replica * shards + place.shard, optimizer.step_count, 32)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             agreed = [tensor for each in optimizer.build() for tensor in each.shared_weights()]
             lines.write(f"{optimizer.step_count} {digest(agreed)[:16]}\n")
+            door.after_step()
     axis.close()
     place.file.with_suffix(".losses").write_text(
         " ".join(str(loss.recovered_s) for loss in axis.losses if loss.replicas)
     )
 
 
-def _announce_end(folder: Path, step: int) -> None:
-    """Lets all ranks end after `step`, which none has reached: a rank that ended earlier would be a loss."""
-    (folder / "ending").write_text(str(step))
-    (folder / "ending").rename(folder / "end")
+def _is_over(folder: Path) -> bool:
+    return (folder / "end").exists()
 
 
-def _is_over(folder: Path, step: int) -> bool:
-    end = folder / "end"
-    return end.exists() and step >= int(end.read_text())
+def _comes_to_end(folder: Path, store: dist.TCPStore, step: int) -> bool:
+    """True after the last step, which the first rank that sees the end sets for all.
+
+    No other rank is as far ahead by then: a rank that ended earlier would be a loss for the others.
+    """
+    if _is_over(folder):
+        store.compare_set("last", "", str(step + AHEAD))
+    return bool(store.check(["last"])) and step >= int(store.get("last"))
 
 
 def _steps_on(places: list[Place], alive: set[int], steps: int) -> None:
@@ -172,7 +244,7 @@ def _steps_on(places: list[Place], alive: set[int], steps: int) -> None:
 
 def _ended(places: list[Place], pids: dict[tuple[int, int], int], alive: set[int], row: Row, name: str) -> list[float]:
     """Waits until those that are alive have ended, all after the same step, and ends the others."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     left = [pid for (replica, _), pid in pids.items() if replica in alive]
     while time.monotonic() < deadline and any(os.waitid(os.P_PID, p, _ENDED) is None for p in left):
         time.sleep(0.01)
@@ -180,25 +252,37 @@ def _ended(places: list[Place], pids: dict[tuple[int, int], int], alive: set[int
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    errors = {place.file.name: _error(place.file) for place in places if place.replica in alive and _error(place.file)}
+    living = [place for place in places if place.replica in alive]
+    errors = {place.file.name: _error(place.file) for place in living if _error(place.file)}
     row.losses += [f"{name}: {errors}"] if errors else []
-    losses = [place.file.with_suffix(".losses") for place in places if place.replica in alive]
+    row.losses += [
+        f"{name}: {p.file.name} did not end"
+        for p in living
+        if not p.file.with_suffix(".losses").exists() and not errors
+    ]
+    losses = [place.file.with_suffix(".losses") for place in living]
     return [float(number) for file in losses if file.exists() for number in file.read_text().split()]
 
 
 def _compare(places: list[Place], alive: set[int], shard: int, row: Row, what: str) -> None:
-    """Every survivor took every step, and all of them agreed at each."""
+    """Every survivor took every step from its first one on, and all of them agreed at each, and on the last."""
     seen: dict[str, str] = {}
+    lasts = set()
     for place in places:
         if place.shard != shard or place.replica not in alive:
             continue
-        for expected, (step, found) in enumerate((line.split() for line in _lines(place.file)), 1):
+        lines = [line.split() for line in _lines(place.file)]
+        first = int(lines[0][0]) if place.joins and lines else 1
+        for expected, (step, found) in enumerate(lines, first):
             if int(step) != expected:
                 row.losses.append(f"{what}: replica {place.replica} has step {step} in the place of {expected}")
                 break
             if seen.setdefault(step, found) != found:
                 row.losses.append(f"{what}: replica {place.replica} differs after step {step}")
                 break
+        lasts.add(lines[-1][0] if lines else "none")
+    if len(lasts) > 1:
+        row.losses.append(f"{what}: the replicas ended after steps {sorted(lasts)}")
 
 
 def _lines(file: Path) -> list[str]:

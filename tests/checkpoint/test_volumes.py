@@ -26,7 +26,7 @@ def names(folder):
 def looks(mesh, folder, nodes):
     """The volumes of a world whose rank r sees `folder / nodes[r]`, and all that is left of looking."""
     model, _ = start(mesh, DEMO, BASES["AdamW"])
-    found = survey(folder / nodes[dist.get_rank()], Texts(device_of(model)).gather)
+    found = survey(folder / nodes[dist.get_rank()], Texts(device_of(model)))
     dist.barrier()
     return found, names(folder / nodes[dist.get_rank()])
 
@@ -42,7 +42,7 @@ def test_who_shares_a_directory_is_found_and_nothing_stays_of_it(tmp_path, nodes
 def one_cannot_make_its_directory(mesh, folder):
     (folder / "file").touch()
     directory = folder / ("file" if dist.get_rank() == 3 else "a")
-    return worlds.caught(survey, directory, Texts(device_of(start(mesh, DEMO, BASES["AdamW"])[0])).gather)
+    return worlds.caught(survey, directory, Texts(device_of(start(mesh, DEMO, BASES["AdamW"])[0])))
 
 
 def test_a_directory_that_cannot_be_written_is_told_on_all_ranks(tmp_path):

@@ -2,12 +2,14 @@
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
@@ -70,9 +72,15 @@ def survivors(act, min_replicas=1, replicas=REPLICAS):
     return results
 
 
-def trained(communicator, scheme, base, overlap=False):
+def started(communicator, scheme, base):
     model = copy.deepcopy(MODEL)
-    optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, safety=dt.Safety(verify_every=1))
+    safety = dt.Safety(verify_every=1)
+    return model, dt.replicate(base(model.parameters()), model, communicator, scheme, safety=safety)
+
+
+def trained(communicator, scheme, base, overlap=False, log=None):
+    model, optimizer = started(communicator, scheme, base)
+    optimizer.record(log)
     for step in range(STEPS):
         loss = model(batch(communicator.replica, step, 32)).mean()
         step_on(optimizer, loss, overlap)
@@ -82,14 +90,14 @@ def trained(communicator, scheme, base, overlap=False):
 
 
 @pytest.mark.parametrize("name", TALKING)
-def test_law_2_the_others_take_every_step_and_stay_equal(name):
+def test_law_2_the_others_take_every_step_and_stay_equal(name, tmp_path):
     scheme, point = TALKING[name], sum(name.encode())
     base = dt.SignSGD if getattr(scheme, "lookahead", False) else torch.optim.AdamW
 
     def act(communicator):
         if communicator.replica == point // 8 % REPLICAS:
             communicator.countdown, communicator.under_way = point % 2, bool(point & 4)
-        return trained(communicator, scheme, base, overlap="demo" in name)
+        return trained(communicator, scheme, base, overlap="demo" in name, log=dt.UpdateLog(tmp_path))
 
     ends = survivors(act)
     assert len(ends) == REPLICAS - 1
@@ -97,6 +105,9 @@ def test_law_2_the_others_take_every_step_and_stay_equal(name):
     assert len({weights for _, weights, _ in ends.values()}) == 1
     assert [(ends[r][2].replica, ends[r][2].size()) for r in sorted(ends)] == [(0, 3), (1, 3), (2, 3)]
     assert not any(optimizer.stats.refused for optimizer, _, _ in ends.values())
+    model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme, base)
+    assert dt.replay(tmp_path, optimizer) == STEPS
+    assert digest(model.parameters()) == next(iter(ends.values()))[1]
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])
@@ -165,6 +176,36 @@ def test_a_collective_that_only_some_finished_is_finished_by_all_with_the_same_b
     assert [loss.replicas for _, _, c in ends.values() for loss in c.losses] == [()] * REPLICAS  # nobody was lost
     undisturbed = survivors(lambda c: trained(c, TALKING[scheme], torch.optim.AdamW))
     assert {weights for _, weights, _ in ends.values()} == {weights for _, weights, _ in undisturbed.values()}
+
+
+def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path):
+    def act(communicator):
+        model, optimizer = started(communicator, dt.demo(topk=4, chunk=16), torch.optim.AdamW)
+        for step in range(4):
+            if step == 2 and communicator.replica == 0:
+                raise Died
+            if step == 2:
+                with pytest.raises(dt.NotSaved, match="a replica was lost meanwhile; the next one is of the replicas"):
+                    dt.save_checkpoint(tmp_path, model, optimizer)
+            step_on(optimizer, model(batch(communicator.replica, step, 32)).mean())
+            optimizer.zero_grad()
+        return dt.save_checkpoint(tmp_path, model, optimizer)
+
+    assert set(survivors(act).values()) == {tmp_path / "step-000004"}
+    names = {path.name for path in (tmp_path / "step-000004").iterdir()}
+    assert names == {"manifest.json", *(f"replica{replica}-shard0.safetensors" for replica in range(3))}
+    assert not [*tmp_path.glob(".step*")]
+
+
+def test_a_replica_that_stood_still_itself_takes_nobody_for_lost():
+    membership = Membership(HashStore(), 0, 1, 0, 1, 30.0, 1, print)
+    membership.stop()
+    now = time.monotonic()
+    membership._seen[1] = b"7", now - 5  # an old beat, all that it knew when it was stopped
+    membership._awake = now - 5
+    assert not membership._lost(1, 0.6)
+    membership._awake = now
+    assert membership._lost(1, 0.6)
 
 
 def test_too_few_replicas_stop_and_say_how_many_are_left():

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from detonation.core.flat.tensors import local
+from detonation.core.link.elastic_communicator import ElasticCommunicator, TextExchange
+from detonation.core.optimizer.replicated import Replicated
 
 
 def gather(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -43,16 +45,36 @@ def broadcast(text: str, device: torch.device, group: dist.ProcessGroup | None =
 
 @dataclass(frozen=True)
 class Texts:
-    """`gather` and `broadcast` over one group."""
+    """`gather` and `broadcast` over one group of all ranks."""
 
     device: torch.device
     group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
 
     def gather(self, text: str) -> list[str]:
         return gather(text, self.device, self.group)
 
     def broadcast(self, text: str) -> str:
         return broadcast(text, self.device, self.group)
+
+
+def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
+    """The axis between the replicas of `optimizer`, if they may be lost."""
+    found = (axis for axis, _ in optimizer.levels if isinstance(axis, ElasticCommunicator))
+    return next(found, None)
+
+
+def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
+    """Texts between all ranks that train `model`: those of an elastic axis, or of the default group."""
+    elastic = elastic_axis(optimizer)
+    return elastic.texts() if elastic is not None else Texts(device_of(model))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -3,17 +3,13 @@
 import contextlib
 import platform
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import torch.distributed as dist
-
 from detonation.checkpoint.files import disk
-
-GatherText = Callable[[str], list[str]]
-"""All-gathers a text: the texts of all ranks, by rank."""
+from detonation.core.link.elastic_communicator import TextExchange
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class Volumes:
         return "; ".join(f"ranks {ranges(members[leader])}" for leader in sorted(members))
 
 
-def survey(directory: Path, gather: GatherText) -> Volumes:
-    """Finds out which ranks see the same `directory`, by files that are gone afterwards. Collective by `gather`.
+def survey(directory: Path, texts: TextExchange) -> Volumes:
+    """Finds out which ranks see the same `directory`, by files that are gone afterwards. Collective by `texts`.
 
     Rank 0 writes a file under a random name, and all ranks look for it. Only ranks that do not see it make their
     directory and write a file, too. Then each looks again for the file of rank 0, because the cache of a network file
@@ -54,7 +50,7 @@ def survey(directory: Path, gather: GatherText) -> Volumes:
 
     Raises `OSError` on all ranks where one cannot write, with the host and the reason.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, gather = texts.rank, texts.world_size, texts.gather
     if world_size == 1:
         return Volumes((0,))
     token = gather(secrets.token_hex(8))[0]

@@ -44,6 +44,14 @@ class Train(Shortcuts):
     """Keep the agreed update of each step since the last checkpoints, for detonation replay."""
     publish: Annotated[str | None, shown("HOST:PORT")] = None
     """Serve the weights in training there, for detonation follow; needs a token in DETONATION_TOKEN."""
+    elastic: Flag = False
+    """Train on without replicas that are lost, in the same processes, while mesh.min_replicas are left."""
+    meet: Annotated[str | None, shown("HOST:PORT")] = None
+    """Where the replicas of an elastic run meet; this machine alone when left out."""
+    replica: Integer = None
+    """Run this replica alone, which meets the others at --meet, where detonation meet serves."""
+    join: Annotated[str | None, shown("HOST:PORT")] = None
+    """Come in as one more replica of an elastic run whose replicas meet there; needs its token in DETONATION_TOKEN."""
     interface: Annotated[str, shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
@@ -228,6 +236,13 @@ class Follow(Common):
 
 
 @dataclasses.dataclass(frozen=True)
+class Meet(Common):
+    """Serve the place where the replicas of an elastic run meet (train --elastic --meet --replica), until ended."""
+
+    address: Positional[Annotated[str, arg(metavar="HOST:PORT")]] = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Fetch(Common):
     """Download data sets to this machine."""
 
@@ -277,6 +292,7 @@ Verb = (
     | Annotated[Export, subcommand("export")]
     | Annotated[Replay, subcommand("replay")]
     | Annotated[Follow, subcommand("follow")]
+    | Annotated[Meet, subcommand("meet")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Recipes, subcommand("recipes")]
     | Annotated[Init, subcommand("init")]

@@ -15,6 +15,7 @@ from detonation.cli.arguments import (
     Fetch,
     Follow,
     Init,
+    Meet,
     Plan,
     Probe,
     Recipes,
@@ -177,6 +178,12 @@ def _follow(verb: Follow) -> dict[str, Any]:
     return found
 
 
+def _meet(verb: Meet) -> None:
+    from detonation.cluster.survive.meeting import serve_meeting
+
+    serve_meeting(verb.address, lambda where: say(verb, f"replicas meet at {where}"))
+
+
 def _fetch(verb: Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
     from detonation.data.download.fetch import fetch
@@ -246,6 +253,7 @@ VERBS: dict[type, Any] = {
     Export: _export,
     Replay: _replay,
     Follow: _follow,
+    Meet: _meet,
     Fetch: _fetch,
     Recipes: _recipes,
     Init: _init,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from detonation.cluster.machine.devices import choose_device, look_for_gpus, require_gpu_each
 from detonation.cluster.machine.position import LaunchPosition as LaunchPosition
@@ -37,6 +37,20 @@ _lost = False
 _watch: Watch | None = None
 
 
+def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
+    """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), which no other replica can harm.
+
+    Args:
+        position: in the world of all replicas.
+        store: where the ranks of all replicas meet.
+        shards: ranks of a replica, which are neighbours.
+    """
+    device = take_device(position)
+    keep_to_one_interface(os.environ, position.one_machine)
+    replica, shard = divmod(position.rank, shards)
+    _init_group(PrefixStore(f"replica{replica}", store), shard, shards, device)
+
+
 def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = None) -> Heartbeat | None:
     """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat.
 
@@ -51,26 +65,30 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
         ValueError: as `meet`.
     """
     store, device = meet(position, folder)
-    if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     if folder is not None:
         board: FileBoard | StoreBoard = FileBoard(folder)
     else:
         host = describe_store_host(os.environ)
         hosted_here = position.rank == 0 and host.startswith("rank 0")
         board = StoreBoard(store, position.rank, host, hosted_here, os.environ.get("DETONATION_TOKEN", ""))
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        store=store,
-        rank=position.rank,
-        world_size=position.world_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        device_id=None if device.type == "cpu" else device,
-    )
+    _init_group(store, position.rank, position.world_size, device)
     global _heartbeat
     _heartbeat = Heartbeat(board, position.rank, position.world_size, end) if position.world_size > 1 else None
     watch_waiting()
     return _heartbeat
+
+
+def _init_group(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        device_id=None if device.type == "cpu" else device,
+    )
 
 
 def join_world(asked: str | None = None) -> torch.device:
@@ -127,10 +145,8 @@ def watch_waiting() -> None:
 
 
 def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None = None) -> tuple[Store, torch.device]:
-    """Takes this rank's device, keeps to one network interface, and opens the store where all ranks meet.
-
-    Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and LOCAL_WORLD_SIZE, for
-    launchers that leave them out.
+    """Takes this rank's device (see `take_device`), keeps to one network interface, and opens the store where all
+    ranks meet.
 
     Args:
         folder: as in `init_rank`.
@@ -139,13 +155,7 @@ def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None
     Raises:
         ValueError: a GPU is in sight that this rank cannot take, two ranks share one, or MASTER_ADDR is missing.
     """
-    device = choose_device(os.environ, look_for_gpus(), position, asked)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
-    os.environ["LOCAL_RANK"] = str((position.local_rank or 0) if device.index is None else device.index)
-    if position.local_world_size is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
+    device = take_device(position, asked)
     if position.address:
         os.environ.setdefault("MASTER_ADDR", position.address)
         os.environ.setdefault("MASTER_PORT", str(position.port))
@@ -154,6 +164,25 @@ def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None
     if folder is None:  # the launcher of this machine has checked it for its own ranks
         compare_devices(store, position, device)
     return store, device
+
+
+def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:
+    """Takes this rank's device; `asked` as in `meet`.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and LOCAL_WORLD_SIZE, for
+    launchers that leave them out.
+
+    Raises:
+        ValueError: a GPU is in sight that this rank cannot take.
+    """
+    device = choose_device(os.environ, look_for_gpus(), position, asked)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
+    os.environ["LOCAL_RANK"] = str((position.local_rank or 0) if device.index is None else device.index)
+    if position.local_world_size is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
+    return device
 
 
 def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:

@@ -29,8 +29,11 @@ from detonation.cluster.processes.failure import (
     root_cause,
 )
 from detonation.cluster.processes.signals import STOP_SIGNALS, Stop
+from detonation.cluster.survive.meeting import MeetingPoint, Survival, join_replicas
 
 _POLL_S = 0.02
+_LEAVING_S = 15.0
+"""Where replicas may be lost, the last ranks have this long to end once the first one has."""
 
 
 def run_local(
@@ -40,6 +43,7 @@ def run_local(
     *,
     timeout_s: float | None = None,
     enter: Callable[[int], None] | None = None,
+    survival: Survival | None = None,
 ) -> list[Any]:
     """Calls `function(*arguments)` on `world_size` processes of this machine that share a process group.
 
@@ -49,9 +53,10 @@ def run_local(
     Args:
         timeout_s: ends the world after this time; by default never.
         enter: called with its rank in each forked process, before it has sockets and threads.
+        survival: the replicas share no process group, and those that are left go on when one is lost.
 
     Returns:
-        The result of each rank (JSON values and tensors), by rank.
+        The result of each rank (JSON values and tensors), by rank; without those that were lost.
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.
@@ -59,6 +64,8 @@ def run_local(
     """
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
+    meeting = MeetingPoint(survival, world_size // survival.shards) if survival else None
+    where = [meeting.host, meeting.port, survival.shards] if survival and meeting else None
     try:
         with _signals_pass_on(pids) as stop:
             fork = hasattr(os, "fork") and not gpus_for(world_size)
@@ -67,15 +74,20 @@ def run_local(
             start = partial(_fork, enter) if fork else _spawn
             for rank in range(world_size):
                 with _signals_held_back(stop, pids):
-                    pids[rank] = start(rank, world_size, folder, function, arguments)
-            failure = _wait(pids, folder, None if timeout_s is None else time.monotonic() + timeout_s)
+                    pids[rank] = start(rank, world_size, folder, function, arguments, where)
+            if meeting is not None:
+                meeting.serve()
+            failure = _wait(pids, folder, None if timeout_s is None else time.monotonic() + timeout_s, meeting)
             if failure is not None and stop and failure.kind == signal.Signals(stop.number).name:
                 raise SystemExit(128 + stop.number)
             if failure is not None:
                 raise WorldError(failure, world_size)
-            return [ipc.read_result(folder / f"result-{rank}.json") for rank in range(world_size)]
+            results = [folder / f"result-{rank}.json" for rank in range(world_size)]
+            return [ipc.read_result(path) for path in results if meeting is None or path.exists()]
     finally:
         _kill(pids)
+        if meeting is not None:
+            meeting.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -86,6 +98,7 @@ def _fork(
     folder: Path,
     function: Callable[..., Any],
     arguments: Sequence[Any],
+    where: Sequence[Any] | None,
 ) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -98,16 +111,23 @@ def _fork(
         code = 1
         gc.freeze()  # the parent's objects are never garbage here: a collection would copy all of its memory
         try:
-            code = _child(rank, world_size, folder, function, arguments, parent, enter)
+            code = _child(rank, world_size, folder, function, arguments, parent, where, enter)
         finally:
             # Never back into the parent's stack: its finally clauses and atexit hooks are not the child's.
             os._exit(code)
     return pid
 
 
-def _spawn(rank: int, world_size: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> int:
-    task = folder / f"task-{rank}.json"
-    ipc.write_result(task, [rank, world_size, function.__module__, function.__qualname__, list(arguments), os.getpid()])
+def _spawn(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    where: Sequence[Any] | None,
+) -> int:
+    task, called = folder / f"task-{rank}.json", (function.__module__, function.__qualname__)
+    ipc.write_result(task, [rank, world_size, *called, list(arguments), os.getpid(), where])
     return os.posix_spawn(sys.executable, [sys.executable, "-m", __name__, str(task)], os.environ)
 
 
@@ -118,6 +138,7 @@ def _child(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     parent: int,
+    where: Sequence[Any] | None,
     enter: Callable[[int], None] | None = None,
 ) -> int:
     die_with_parent(parent)
@@ -132,7 +153,10 @@ def _child(
         if enter is not None:
             enter(rank)
         position = LaunchPosition(rank, world_size, rank, world_size)
-        heartbeat = init_rank(position, partial(_end_lost, rank, folder), folder)
+        if where is None:
+            heartbeat = init_rank(position, partial(_end_lost, rank, folder), folder)
+        else:
+            join_replicas(position, *where)
         ipc.write_result(folder / f"result-{rank}.json", function(*arguments))
         leave()
     except BaseException as error:
@@ -157,21 +181,33 @@ def _failure_file(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.json"
 
 
-def _wait(pids: dict[int, int], folder: Path, deadline: float | None) -> Failure | None:
-    """Waits for all ranks, and removes those that ended from `pids`; `None` when all succeeded, else the root cause."""
+def _wait(
+    pids: dict[int, int], folder: Path, deadline: float | None, meeting: MeetingPoint | None = None
+) -> Failure | None:
+    """Waits for all ranks, and removes those that ended from `pids`; `None` when all succeeded, else the root cause.
+
+    With a `meeting` point the ranks of a lost replica do not count, where the others go on.
+    """
     failures: list[Failure] = []
-    cause_deadline = float("inf")
-    while pids:
+    survived: list[Failure] = []
+    cause_deadline = end_deadline = float("inf")
+    while pids and time.monotonic() < end_deadline:
         for rank, pid in list(pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
                 continue
             del pids[rank]
             code, path = os.waitstatus_to_exitcode(status), _failure_file(folder, rank)
-            if code:
-                failures.append(
-                    Failure(**ipc.read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
-                )
+            if not code:
+                end_deadline = time.monotonic() + _LEAVING_S if meeting is not None else end_deadline
+                continue
+            failure = Failure(**ipc.read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
+            beside = meeting.survives(failure) if meeting is not None else ()
+            for other in pids.keys() & set(beside):
+                os.kill(pids[other], signal.SIGKILL)
+            (survived if beside else failures).append(failure)
+        for rank in pids.keys() & set(meeting.left_out() if meeting is not None else ()):
+            os.kill(pids[rank], signal.SIGKILL)  # it stands still, with memory, a port or a lock
         if any(not failure.network for failure in failures):
             break
         if failures:
@@ -182,7 +218,7 @@ def _wait(pids: dict[int, int], folder: Path, deadline: float | None) -> Failure
             text = f"ranks {sorted(pids)} did not finish in time and were ended"
             return Failure(min(pids), time.time(), "TimeoutError", text, complete=True)
         time.sleep(_POLL_S)
-    return root_cause(failures)
+    return root_cause([*failures, *survived] if all(failure.network for failure in failures) and failures else failures)
 
 
 def _kill(pids: dict[int, int]) -> None:
@@ -233,6 +269,6 @@ def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    rank_, world_, module, name, given, parent_ = ipc.read_result(Path(sys.argv[1]))
+    rank_, world_, module, name, given, parent_, where_ = ipc.read_result(Path(sys.argv[1]))
     called = getattr(importlib.import_module(module), name)
-    sys.exit(_child(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_))
+    sys.exit(_child(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_, where_))

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from detonation.checkpoint.files.box import Box
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
+from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.optimizer.reconfigure import welcome
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.shard import MakeOptimizer, ShardFollower, base_optimizer, scheme_of_training
@@ -47,6 +49,12 @@ def joined_optimizer(
         base, model, axis, chosen, clip=about["clip"], seed=about["seed"], kernels=about["kernels"], safety=safety
     )
     _hand_over(shards, optimizer, parameters)
+    if isinstance(axis, ElasticCommunicator):
+        welcome(optimizer.build(), optimizer.settings, optimizer.param_groups, newcomer=True)
+        optimizer.step_count = before.step_count
+        for replicator in optimizer.build():
+            replicator.leave_agreed()
+        return optimizer
     optimizer.resume_at(before.step_count)
     return optimizer
 

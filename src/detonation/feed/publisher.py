@@ -98,6 +98,8 @@ class Feed(StepRecorder):
         self._subscribed: list[Subscription] = []
         self._levels: object = None  # of which the followers know
         self._next_copy = 0.0
+        self.first_copy = 0.0
+        """The step before which no follower gets a copy."""
         self._synchronized = 0  # calls of `synchronize` since the last step
         self._sent: dict[int, bytes] = {}  # the buffers of the model, as they were sent last
         self.records = self._closed = False
@@ -127,7 +129,8 @@ class Feed(StepRecorder):
             self._levels = optimizer.build()
         if self._subscribed:
             self.add(messages + self._extras(optimizer), what, optimizer)
-        if self._coming and time.monotonic() >= self._next_copy:
+        due = time.monotonic() >= self._next_copy and optimizer.step_count >= self.first_copy
+        if self._coming and due:
             try:
                 self._let_in(optimizer)
             except Exception as error:  # whatever it is, as a lack of memory for the copy: training goes on

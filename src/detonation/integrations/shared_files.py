@@ -36,7 +36,7 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> bool:
         True
         >>> dist.destroy_process_group()
     """
-    disks = survey(directory, Texts(device_of(model)).gather)
+    disks = survey(directory, Texts(device_of(model)))
     if dist.get_rank() == 0 and not disks.shared:
         _log.warning(
             "%s is not one directory for all ranks (%s): before a checkpoint is resumed, copy to each node what it "

@@ -104,6 +104,7 @@ class Playback(Player):
             raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
         self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
         self._identity = identity(optimizer)
+        ((self._axis, _),) = optimizer.levels
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
@@ -139,6 +140,9 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
+        replicas = about.get("replicas")
+        if type(replicas) is int and hasattr(self._axis, "next_size"):  # some were lost, or came, before the next step
+            self._axis.next_size = self._identity["replicas"] = replicas
         for key, now in self._identity.items():
             if about.get(key) != now:
                 raise ValueError(f"{path} was written with {key} {about.get(key)}, this run has {now}")

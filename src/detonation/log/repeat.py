@@ -19,7 +19,8 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
     step on, replay ends before it, and goes on from a checkpoint after it.
 
     One process per shard replays; no other replica is needed: replicate the optimizer over a `LoopbackCommunicator`
-    with as many replicas as there were, and load a checkpoint, or begin with the weights of the start.
+    with as many replicas as there were, and load a checkpoint, or begin with the weights of the start. Where replicas
+    were lost, or came, the log says from which step on there were others.
 
     Args:
         directory: Of the `UpdateLog`.

@@ -13,7 +13,8 @@ from detonation.core.link.tape import Tape
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import MESSAGE, STEP, SYNCHRONIZE, LogRecord, noted
 
-_Copies = list[tuple[int, int, Readback]]
+Copies = list[tuple[int, int, Readback]]
+"""The place, the step and the bytes of messages."""
 
 
 class StepRecorder(ABC):
@@ -26,8 +27,8 @@ class StepRecorder(ABC):
 
     def __init__(self) -> None:
         self.records = True  # false where there is nobody to record for
-        self._messages: _Copies = []
-        self._waiting: list[tuple[_Copies, LogRecord]] = []
+        self._messages: Copies = []
+        self._waiting: list[tuple[Copies, LogRecord]] = []
         self._late = 0  # steps whose messages are on their way to the host
         self._spare: list[Tensor] = []  # buffers that nobody reads any more: fresh memory costs more than the copy
         self._options: list[dict[str, Any]] = []  # of each group, as they were recorded last
@@ -66,7 +67,7 @@ class StepRecorder(ABC):
         messages, self._messages = self._messages, []
         return messages
 
-    def add(self, messages: _Copies, what: str, optimizer: Replicated, more: Mapping[str, Any] | None = None) -> None:
+    def add(self, messages: Copies, what: str, optimizer: Replicated, more: Mapping[str, Any] | None = None) -> None:
         """Ends a step, or a call of `synchronize`, to which `messages` belong.
 
         Args:

@@ -3,9 +3,11 @@
 import hashlib
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ from typing import Any
 from torch import Tensor
 
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
+from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.traffic import buckets_of, collective_for
-from detonation.log.records import LOG_VERSION, START, LogRecord, noted
-from detonation.log.step_recorder import StepRecorder
+from detonation.log.records import LOG_VERSION, START, STEP, LogRecord, noted
+from detonation.log.step_recorder import Copies, StepRecorder
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16
 """A step with more bytes is written by a thread: less takes no longer than to wake one up."""
+_KEPT = 4
+"""Steps that a replica keeps which may have to go on with the log of another."""
 _log = logging.getLogger("detonation")
 
 
@@ -68,24 +73,52 @@ class UpdateLog(StepRecorder):
         self._levels: object = None  # of which the file is
         self._thread: ThreadPoolExecutor | None = None
         self._writing: tuple[Future[None], Sequence[Tensor]] | None = None  # the last step, and what it is written from
+        self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
+        self._identity: dict[str, Any] = {}  # of the kept steps
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
-        self.records = self.records and optimizer.coordinates.replica == 0
+        first = optimizer.coordinates.replica == 0
+        may_follow = any(isinstance(axis, ElasticCommunicator) for axis, _ in optimizer.levels)
+        self.records = self.records and (first or may_follow)
         messages = self.take_messages()
         if not self.records:
             return
         with self._forgiving():
+            if not first:
+                self._keep(messages, what, optimizer)
+                return
             if optimizer.build() is not self._levels:  # another setting, other parameters, or the first step
                 self.close()
             if not self.records:  # the last step of that file could not be written
                 return
             if self._file < 0:
+                if self._kept:
+                    self._write_kept(optimizer)
                 self._open(optimizer, optimizer.step_count - (what == "step"))
             self.add(messages, what, optimizer)
             if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
                 self._finish()
                 os.fsync(self._file)
+
+    def _keep(self, messages: Copies, what: str, optimizer: Replicated) -> None:
+        """Keeps the latest steps, which the first replica may not have written when it is lost."""
+        if optimizer.build() is not self._levels:
+            self.flush()
+            self._kept.clear()
+            self._levels, self._identity = optimizer.build(), identity(optimizer)
+        self._options = []  # so that each step has all options of the groups
+        self.add(messages, what, optimizer)
+
+    def _write_kept(self, optimizer: Replicated) -> None:
+        """Writes the kept steps, in the place of the first replica before; those that it has written are the same."""
+        self.flush()
+        kept, self._kept = list(self._kept), deque(maxlen=_KEPT)
+        end = kept[0][-1]
+        self._begin(optimizer, end.step - (end.kind == STEP), self._identity)
+        for records in kept:
+            self.hand_on(records)
+        self.close()
 
     def rotate(self, oldest: int = 0) -> None:
         """Begins another file with the next step, as after a checkpoint.
@@ -128,20 +161,28 @@ class UpdateLog(StepRecorder):
                     os.ftruncate(self._file, self._length)
 
     def _open(self, optimizer: Replicated, first: int) -> None:
+        self._begin(optimizer, first, identity(optimizer))
+        self._levels = optimizer.build()
+
+    def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
-        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **identity(optimizer)}
+        about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-        self._levels = optimizer.build()
         self._options, self._length = [], 0
         self.hand_on([noted(START, first, about)])
 
     def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
-        """Appends the records to the file: many bytes in a thread, while the next step computes.
+        """Appends the records to the file, many bytes in a thread while the next step computes; keeps them where
+        another replica writes it.
 
         Shapes: any.
         """
+        if self._file < 0:
+            self._kept.append([replace(record, content=bytes(record.content)) for record in records])
+            self.recycle(kept)
+            return
         self._finish()
         if sum(len(record.content) for record in records) <= AT_ONCE_BYTES:
             self._append(records)

@@ -10,7 +10,7 @@ from torch import nn
 from detonation.checkpoint.files import retention
 from detonation.checkpoint.files.manifest import Manifest, versions
 from detonation.checkpoint.files.reader import CheckpointReader
-from detonation.checkpoint.gather import Texts, device_of, gather
+from detonation.checkpoint.gather import texts_between
 from detonation.checkpoint.load.restore import restore
 from detonation.checkpoint.load.views import candidates, inspect
 from detonation.core.errors import DetonationError
@@ -89,7 +89,7 @@ def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | N
 
     Raises `NoCheckpoint` where there are checkpoints and none is whole.
     """
-    texts, rejected = Texts(device_of(model)), list[str]()
+    texts, rejected = texts_between(model, optimizer), list[str]()
     names = [name for name in candidates(directory, texts) if most is None or retention.step_of(Path(name)) <= most]
     for position, name in enumerate(names):
         path, manifest, reason = inspect(directory, name, optimizer.coordinates, texts)
@@ -112,7 +112,7 @@ def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     except Exception as error:  # whatever a stranger wrote, all ranks refuse it together
         text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
         problem = text.split("\n")[0][:_LONGEST]
-    for text in gather(problem, device_of(model)):
+    for text in texts_between(model, optimizer).gather(problem):
         if text:
             raise ValueError(text)
     optimizer.resume_at(found.manifest.step)

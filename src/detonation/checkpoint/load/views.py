@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from detonation.checkpoint.files import retention
 from detonation.checkpoint.files.manifest import (
     MANIFEST_NAME,
@@ -23,9 +21,9 @@ from detonation.checkpoint.files.manifest import (
     parse_manifest,
 )
 from detonation.checkpoint.files.shard_file import shard_fault
-from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.volumes import ranges
 from detonation.core.link.coordinates import Coordinates
+from detonation.core.link.elastic_communicator import TextExchange
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,14 @@ class View:
     has: Sequence[int] = ()
 
 
-def candidates(directory: Path, texts: Texts) -> list[str]:
+def candidates(directory: Path, texts: TextExchange) -> list[str]:
     """The names of the checkpoints that any rank sees in its `directory`, newest first. Collective."""
     mine = json.dumps([path.name for path in retention.saved_checkpoints(directory)])
     names = {Path(name) for text in set(texts.gather(mine)) for name in json.loads(text)}
     return [path.name for path in retention.newest_first(names)]
 
 
-def inspect(directory: Path, name: str, own: Coordinates, texts: Texts) -> tuple[Path, Manifest | None, str]:
+def inspect(directory: Path, name: str, own: Coordinates, texts: TextExchange) -> tuple[Path, Manifest | None, str]:
     """This rank's path of the checkpoint `name`, its manifest, and the reason why not all ranks can load it.
 
     Collective. The path may be that of the final name where another rank still has the partial one.
@@ -64,12 +62,12 @@ def inspect(directory: Path, name: str, own: Coordinates, texts: Texts) -> tuple
         return path, None, reason
     assert manifest is not None
     beside = [rank for rank, other in enumerate(views) if other.file == view.file]
-    view = _files(path, manifest, own, beside)
+    view = _files(path, manifest, own, beside, texts.rank)
     views = _gathered(view, texts)
     return path, manifest, _absence(views, manifest, own) or next((v.fault for v in views if v.fault), "")
 
 
-def _gathered(view: View, texts: Texts) -> list[View]:
+def _gathered(view: View, texts: TextExchange) -> list[View]:
     return [View(**json.loads(text)) for text in texts.gather(json.dumps(asdict(view)))]
 
 
@@ -99,7 +97,7 @@ def _misnamed(path: Path, manifest: Manifest) -> str:
     return "" if retention.step_of(path) == manifest.step else f"its name is not that of step {manifest.step}"
 
 
-def _files(path: Path, manifest: Manifest, own: Coordinates, beside: Sequence[int]) -> View:
+def _files(path: Path, manifest: Manifest, own: Coordinates, beside: Sequence[int], rank: int) -> View:
     """Checks the files that this rank reads. Where it reads all, it shares the work with the ranks `beside` it."""
     present = {file.name for file in path.glob("*.safetensors")}
     replicas, shards = range(manifest.replicas), range(manifest.shards)
@@ -108,7 +106,7 @@ def _files(path: Path, manifest: Manifest, own: Coordinates, beside: Sequence[in
         checked = [file_name(own.replica, own.shard)]
         lacks = [] if checked[0] in present else [own.replica]
     else:
-        checked = list(manifest.files)[beside.index(dist.get_rank()) :: len(beside)]
+        checked = list(manifest.files)[beside.index(rank) :: len(beside)]
         lacks = [replica for replica in replicas if replica not in has]
     faults = [fault for name in checked if (fault := shard_fault(path / name, manifest.files[name]))]
     return View(platform.node(), "", "", faults[0] if faults else "", lacks, has)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from detonation.checkpoint.gather import Texts, device_of
+from detonation.checkpoint.gather import Texts, elastic_axis, texts_between
 from detonation.checkpoint.save.shard_job import SaveJob, make_save_job
 from detonation.checkpoint.save.shard_saver import ShardSaver
 from detonation.core.optimizer.replicated import Replicated
@@ -79,13 +79,16 @@ class Checkpoints:
             ValueError: the state or `extra` holds something that a checkpoint cannot hold.
         """
         self._join()
-        if self._group is None and dist.get_world_size() > 1:
+        elastic = elastic_axis(self._optimizer)
+        if self._group is None and dist.get_world_size() > 1 and elastic is None:
             # collectives of the writing thread must not mix with those of training
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
         job = make_save_job(self._model, self._optimizer, extra)
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
             distributed_c10d._set_pg_timeout(timeout, self._group)
+        if elastic is not None:  # replicas may be others than at the last save
+            self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone
         self._saver = self._saver or ShardSaver(self.directory, self._keep, Texts(_HOST, self._group))
         self._thread = threading.Thread(target=self._write, args=(self._saver, job), name="checkpoint", daemon=True)
@@ -173,7 +176,7 @@ def save_checkpoint(
     """
     _require_positive(keep)
     job = make_save_job(model, optimizer, extra, frozen)
-    return ShardSaver(Path(directory), keep, Texts(device_of(model))).save(job)
+    return ShardSaver(Path(directory), keep, texts_between(model, optimizer)).save(job)
 
 
 def _require_positive(keep: int) -> None:

@@ -10,13 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from detonation.checkpoint.files import retention, shard_file
 from detonation.checkpoint.files.manifest import file_name
-from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.save.shard_job import NotSaved, SaveJob
 from detonation.checkpoint.volumes import Volumes, survey
+from detonation.core.link.elastic_communicator import PeerLost, TextExchange
 
 _log = logging.getLogger("detonation.checkpoint")
 
@@ -31,7 +29,7 @@ class ShardSaver:
         keep: how many of the newest checkpoints stay.
     """
 
-    def __init__(self, directory: Path, keep: int, texts: Texts) -> None:
+    def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
         self._directory, self._keep, self._texts = directory, keep, texts
         self._volumes: Volumes | None = None
 
@@ -41,14 +39,23 @@ class ShardSaver:
         All manifests are on the disk before the first of them counts, and all count before an older checkpoint goes. So
         whenever a node ends, one checkpoint is whole on all nodes.
 
-        Raises `NotSaved` on all ranks where one of them cannot write.
+        Raises `NotSaved` on all ranks where one of them cannot write, or is lost.
         """
+        try:
+            return self._saved(job)
+        except PeerLost as error:
+            name = retention.checkpoint_name(job.step)
+            raise NotSaved(
+                f"checkpoint {name} failed: {error}; the next one is of the replicas that are left"
+            ) from error
+
+    def _saved(self, job: SaveJob) -> Path:
         directory, step = self._directory, job.step
         volumes = self._volumes = self._volumes or self._survey(job)
-        leads = volumes.leads(dist.get_rank())
+        leads = volumes.leads(self._texts.rank)
         self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
-        reports = self._agree(job, volumes, True, lambda: _write_shard(retention.partial_path(directory, step), job))
-        manifest = job.manifest(reports, volumes).dumps() if dist.get_rank() == 0 else ""
+        reports = self._agree(job, volumes, True, lambda: self._write_shard(job))
+        manifest = job.manifest(reports, volumes).dumps() if self._texts.rank == 0 else ""
         if not volumes.shared:
             manifest = self._texts.broadcast(manifest)
         self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
@@ -60,14 +67,22 @@ class ShardSaver:
 
     def _survey(self, job: SaveJob) -> Volumes:
         try:
-            volumes = survey(self._directory, self._texts.gather)
+            volumes = survey(self._directory, self._texts)
         except OSError as error:
             report = {"failure": error.strerror, "free": _free(self._directory)}
             raise self._failure(job, report, job.bytes) from error
-        if not volumes.shared and dist.get_rank() == 0:
+        if not volumes.shared and self._texts.rank == 0:
             ranks = volumes.ranks_text()
             _log.warning("no shared file system: each node saves its ranks in its own %s (%s)", self._directory, ranks)
         return volumes
+
+    def _write_shard(self, job: SaveJob) -> dict[str, Any]:
+        own, world_size = job.coordinates, self._texts.world_size
+        path = retention.partial_path(self._directory, job.step) / file_name(own.replica, own.shard)
+        if world_size != own.replicas * own.shards or path.exists():
+            world = f"{own.replicas} replicas x {own.shards} shards"
+            raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}")
+        return {"name": path.name, **asdict(shard_file.write_shard(path, job.snapshot.tensors, job.snapshot.rest))}
 
     def _agree(
         self, job: SaveJob, volumes: Volumes, acts: bool, act: Callable[[], Mapping[str, Any] | None]
@@ -84,7 +99,7 @@ class ShardSaver:
         failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
         if failed is None:
             return reports
-        if volumes.leads(dist.get_rank()):
+        if volumes.leads(self._texts.rank):
             with contextlib.suppress(OSError):
                 retention.abandon(self._directory, job.step)
         self._volumes = None  # a file system may have come or gone
@@ -99,15 +114,6 @@ class ShardSaver:
         sizes = f"need {_amount(need)}, {_amount(report['free'])} free"
         name = retention.checkpoint_name(job.step)
         return NotSaved(f"checkpoint {name} failed: {report['failure']} ({sizes}); {still}")
-
-
-def _write_shard(folder: Path, job: SaveJob) -> dict[str, Any]:
-    own, world_size = job.coordinates, dist.get_world_size()
-    name = file_name(own.replica, own.shard)
-    if world_size != own.replicas * own.shards or (folder / name).exists():
-        world = f"{own.replicas} replicas x {own.shards} shards"
-        raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}")
-    return {"name": name, **asdict(shard_file.write_shard(folder / name, job.snapshot.tensors, job.snapshot.rest))}
 
 
 def _commit(directory: Path, step: int) -> dict[str, Any]:

@@ -50,3 +50,20 @@ def _source_addresses(target: str) -> Iterator[str]:
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(where)
                 yield probe.getsockname()[0]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of "HOST:PORT"; an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: It is no such address.
+
+    Example:
+        >>> host_and_port("10.10.0.1:7000"), host_and_port("[::1]:7000")
+        (('10.10.0.1', 7000), ('::1', 7000))
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"the address is {address!r}, must be HOST:PORT such as 127.0.0.1:7000")
+    return host, int(port)

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 
 from detonation.core.integrity.header import resent
+from detonation.core.link.elastic_communicator import RenumberedCommunicator
 
 
-class LoopbackCommunicator:
-    """A communicator whose replicas all send the same, each under its own number. Nothing leaves this rank."""
+class LoopbackCommunicator(RenumberedCommunicator):
+    """A communicator whose replicas all send the same, each under its own number. Nothing leaves this rank.
+
+    next_size: The number of replicas from the next step on.
+    """
 
     def __init__(self, replicas: int = 1) -> None:
-        self._replicas, self.replica = replicas, 0
+        self._replicas, self.replica, self.next_size = replicas, 0, replicas
 
     def size(self) -> int:
         return self._replicas
@@ -25,3 +29,11 @@ class LoopbackCommunicator:
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.all_gather(mine.view(self._replicas, -1)[0])
+
+    def enter_step(self, step: int) -> bool:
+        return self.next_size != self._replicas
+
+    def adopt(self, step: int) -> list[int]:
+        kept = list(range(min(self._replicas, self.next_size)))
+        self._replicas = self.next_size
+        return kept

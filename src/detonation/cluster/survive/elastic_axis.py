@@ -1,20 +1,19 @@
 """`elastic`: the axis between replicas, of which some may be lost while the others train on."""
 
-import itertools
 import logging
 from collections.abc import Callable
 
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.processes.exit import end_now
+from detonation.cluster.survive.agreement import next_axis_store
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 
 _log = logging.getLogger("detonation")
-_made = itertools.count()
 
 
 def elastic(
@@ -71,11 +70,20 @@ def elastic(
     if store is None and mesh is None:
         raise ValueError("replicas without a common process group need a store, such as torch.distributed.TCPStore")
     base = store or distributed_c10d._get_default_store()
-    own = PrefixStore(f"detonation/elastic/{next(_made)}", base)
-    membership = Membership(own, replica, replicas, shard, shards, silence_s, min_replicas, end or _end)
+    membership = Membership(
+        next_axis_store(base, replica * shards + shard),
+        replica,
+        replicas,
+        shard,
+        shards,
+        silence_s,
+        min_replicas,
+        end or end_here,
+    )
     return SurvivingCommunicator(membership, timeout_s)
 
 
-def _end(reason: str) -> None:
+def end_here(reason: str) -> None:
+    """Logs the reason and ends this process."""
     _log.error("%s: this process ends", reason)
     end_now(1)

@@ -1,10 +1,12 @@
-"""Process groups of gloo outside of torch's registry: made in milliseconds, and left behind when a peer is lost."""
+"""Process groups of gloo outside of torch's registry, made in milliseconds and left behind when a peer is lost; their
+collectives with a number, and the record of a loss."""
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -94,3 +96,40 @@ def host(tensor: Tensor) -> Tensor:
     Shapes: any -> the same.
     """
     return tensor.to(torch.device("cpu"))
+
+
+NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class SurvivedLoss:
+    """A loss that the replicas survived. recovered_s: from its notice until all collectives went on.
+
+    replicas: those that were lost; came: one that came in.
+    """
+
+    replicas: tuple[int, ...]
+    next_step: int
+    recovered_s: float
+    came: tuple[int, ...] = ()
+
+
+@dataclass
+class NumberedCollective:
+    """A collective that this rank started; it is kept until every replica has surely finished it.
+
+    Args:
+        layout: The replicas that have a number now, by the numbers with which they began.
+        floor: This rank had finished all collectives up to here when it started this one, and so had all others.
+    """
+
+    number: int
+    kind: NumberedKind
+    sent: Tensor
+    layout: list[int]
+    floor: int
+    members: list[int]
+    target: Tensor
+    flight: Flight | None = None  # None: the group refused it
+    result: Tensor | None = None
+    absent: frozenset[int] = frozenset()

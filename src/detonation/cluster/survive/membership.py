@@ -10,77 +10,55 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from detonation.core.errors import DetonationError
+from detonation.cluster.survive.agreement import (
+    EPOCH,
+    GONE,
+    SIZE,
+    Agreement,
+    RankReport,
+    ReplicaLost,
+    admit_key,
+    ask_key,
+    at_key,
+    beat_key,
+    left_key,
+    parse_agreement,
+    range_of,
+    ready_key,
+)
 
 TICK_S = 0.05
 CONFIRM_S = 0.6
 """A recovery takes about this long: shorter, and a busy machine may lose replicas that are alive."""
 STARTUP_S = 120.0
 """The least limit of silence until a rank has taken its first steps: kernels are built and libraries are loaded."""
+ARRIVE_S = 10.0
+"""How long all wait for a replica that comes in, once they have come to its first step."""
 LEAVE_S = 5.0
 """A rank that was left out has this long to end by itself."""
 _POLL_S = 0.005
 _log = logging.getLogger("detonation")
 
 
-class ReplicaLost(DetonationError, RuntimeError):
-    """The others go on without this replica, or too few are left to go on."""
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """How far a rank has come.
-
-    floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
-    collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
-    """
-
-    floor: int
-    beyond: list[int]
-    absent: dict[str, list[int]]
-    begun: int
-
-    def has(self, number: int) -> bool:
-        """True if the rank finished the collective `number`."""
-        return number <= self.floor or number in self.beyond
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """The members of an epoch, and how far each of their ranks had come.
-
-    Args:
-        members: Replicas, by the numbers with which they began.
-        reports: By rank.
-    """
-
-    epoch: int
-    members: list[int]
-    reports: dict[int, RankReport] = field(default_factory=dict)
-
-    @property
-    def next_step(self) -> int:
-        """The first step that no rank has begun."""
-        return max((report.begun for report in self.reports.values()), default=0)
-
-
 class Membership:
     """One rank's view of the replicas that are left. Collective: all ranks construct it together.
 
     members: replicas, by the numbers with which they began. called: a loss was noticed, so that `agree` is due.
-    under_way: the first steps are over, and silence counts.
+    under_way: the first steps are over, and silence counts. guest: the next replica that may come in; guest_asks: it
+    has asked to.
 
     Args:
         store: Reached by all ranks; it must outlive each of them.
         silence_s: A rank that does not beat for this long is lost.
         min_replicas: With fewer left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
+        is_guest: This replica is no member yet: it beats, until `join`.
         confirm_s: Once a loss was noticed, a rank that neither reports nor beats for this long is lost.
     """
 
@@ -95,8 +73,10 @@ class Membership:
         min_replicas: int,
         end: Callable[[str], object],
         confirm_s: float = CONFIRM_S,
+        is_guest: bool = False,
     ) -> None:
-        self.members, self.epoch, self.called = list(range(replicas)), 0, False
+        self.members, self.epoch, self.called = [replica] if is_guest else list(range(replicas)), 0, False
+        self.is_guest, self.guest, self.guest_asks = is_guest, replicas, False
         self.replica, self.shard, self.shards = replica, shard, shards
         self.rank = replica * shards + shard
         self.changed = threading.Condition()
@@ -108,9 +88,12 @@ class Membership:
         self._error = ""
         self._left_out_at = 0.0
         now = time.monotonic()
-        self._seen = dict.fromkeys(range(replicas * shards), (b"", now))
-        self._beats.set(_beat(self.rank), "0")
-        self._beats.wait([_beat(rank) for rank in self._seen])
+        self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
+        self._beats.set(beat_key(self.rank), "0")
+        if not is_guest:
+            self.store.set(SIZE, f"{replicas} {shards}")
+            self.store.set(EPOCH, "0")
+        self._beats.wait([beat_key(rank) for rank in self._seen])
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
@@ -121,29 +104,45 @@ class Membership:
             self.store.set(self._key("call"), "1")
             self._notice()
 
+    def call_if_left(self) -> None:
+        """Notices a rank that has ended, where no collective is under way that would fail. Raises as `agree`."""
+        self.require_store()
+        if any(self._seen[rank][0] == GONE or self._has_left(rank) for rank in self._ranks()):
+            self.call()
+
     def agree(self, report: RankReport) -> Agreement:
         """Waits until all ranks that are left have reported, and returns what all of them get. Collective.
 
         Raises `ReplicaLost` where this replica is not a member any more, or too few are.
         """
-        self._require_store()
+        self.require_store()
         self.call()
         self.store.set(self._key(f"report/{self.rank}"), json.dumps(asdict(report)))
+        wanted, began = self._ranks(report.guest), time.monotonic()
         while not self.store.check([self._key("record")]):
-            self._require_store()
-            reported = {rank for rank in self._ranks() if self.store.check([self._key(f"report/{rank}")])}
-            away = [rank for rank in self._ranks() if rank not in reported]
+            self.require_store()
+            reported = {rank for rank in wanted if self.store.check([self._key(f"report/{rank}")])}
+            away = [rank for rank in wanted if rank not in reported]
             lost = {rank // self.shards for rank in away if self._lost(rank, self._confirm_s) or self._has_left(rank)}
-            if all(rank in reported or rank // self.shards in lost for rank in self._ranks()):
-                self._propose([member for member in self.members if member not in lost])
+            if time.monotonic() - began > ARRIVE_S:
+                lost |= {rank // self.shards for rank in away} & {report.guest}
+            if all(rank in reported or rank // self.shards in lost for rank in wanted):
+                self._propose([member for member in self.members if member not in lost], {report.guest} - lost)
             else:
                 time.sleep(_POLL_S)
-        agreement = _parse(self.epoch + 1, self.store.get(self._key("record")))
+        agreement = parse_agreement(self.epoch + 1, self.store.get(self._key("record")))
         lost_here = [member for member in self.members if member not in agreement.members]
+        for member in lost_here:
+            self.store.set(f"lost/{member}", "1")
         if self.replica not in agreement.members:
             raise ReplicaLost(self._left_out(agreement))
         with self.changed:
             self.members, self.epoch, self.called = agreement.members, agreement.epoch, False
+            for rank in self._ranks(agreement.guest):
+                self._seen.setdefault(rank, (b"", time.monotonic()))
+            if agreement.awaited >= 0:
+                self.guest, self.guest_asks = agreement.awaited + 1, False
+        self.store.set(EPOCH, str(self.epoch))
         if len(self.members) < self._min:
             left = f"{len(self.members)} of the replicas are left, min_replicas is {self._min}"
             raise ReplicaLost(
@@ -159,7 +158,7 @@ class Membership:
         """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do not wait for it."""
         deadline = time.monotonic() + limit_s
         try:
-            self.store.set(_left(self.rank), "1")
+            self.store.set(left_key(self.rank), "1")
             for rank in self._ranks():
                 while not (self._has_left(rank) or self._lost(rank, self._confirm_s)):
                     if time.monotonic() > deadline:
@@ -174,29 +173,70 @@ class Membership:
         self._thread.join(timeout=1.0)
         atexit.unregister(self.stop)
 
-    def _ranks(self) -> list[int]:
-        return [member * self.shards + shard for member in self.members for shard in range(self.shards)]
+    def join(self, agreement: Agreement) -> None:
+        """Takes the place of a member that `agreement` has given to this guest."""
+        with self.changed:
+            self.members, self.epoch, self.guest = agreement.members, agreement.epoch, self.replica + 1
+            self._seen = dict.fromkeys(self._ranks(), (b"", time.monotonic()))
+            self.is_guest = False
+
+    def awaits(self, guest: int) -> bool:
+        """Notes that this rank stands at the step before which `guest` comes in; True once all members do."""
+        self.store.set(at_key(guest, self.rank), "1")
+        return bool(self.store.check([at_key(guest, rank) for rank in self._ranks()]))
+
+    def _ranks(self, guest: int = -1) -> list[int]:
+        replicas = [*self.members, *([guest] if guest >= 0 and guest not in self.members else [])]
+        return [member * self.shards + shard for member in replicas for shard in range(self.shards)]
 
     def _lost(self, rank: int, limit_s: float) -> bool:
-        return rank != self.rank and time.monotonic() - self._seen[rank][1] > limit_s
+        (beat, since), now = self._seen[rank], time.monotonic()
+        judges = now - self._awake < self._confirm_s / 2  # or this process stood still itself: it knows old beats alone
+        return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _has_left(self, rank: int) -> bool:
-        return bool(self.store.check([_left(rank)]))
+        return bool(self.store.check([left_key(rank)]))
 
-    def _propose(self, members: Sequence[int]) -> None:
-        ranks = [member * self.shards + shard for member in members for shard in range(self.shards)]
-        reports = {rank: json.loads(self.store.get(self._key(f"report/{rank}"))) for rank in ranks}
-        record = json.dumps({"members": list(members), "reports": reports})
+    def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
+        reports = self._reports(members)
+        guests = [guest for guest in awaited if all(report["guest"] == guest >= 0 for report in reports.values())]
+        reports |= self._reports(guests)
+        ready = not guests and self.guest_asks and self._is_ready(self.store)
+        record = json.dumps({"members": [*members, *guests], "reports": reports, "guest": self.guest if ready else -1})
         self.store.compare_set(self._key("record"), "", record)
 
+    def _reports(self, members: Sequence[int]) -> dict[int, dict[str, Any]]:
+        ranks = [member * self.shards + shard for member in members for shard in range(self.shards)]
+        return {rank: json.loads(self.store.get(self._key(f"report/{rank}"))) for rank in ranks}
+
+    def _is_ready(self, store: Store) -> bool:
+        return bool(store.check([ready_key(self.guest, shard) for shard in range(self.shards)]))
+
+    def _look_for_guest(self) -> None:
+        """Notes that a replica asks to come in, and lets all agree on a step for it once it is ready."""
+        if not self.guest_asks and self._beats.check([ask_key(self.guest)]):
+            with self.changed:
+                self._seen |= {rank: (b"", time.monotonic()) for rank in range_of(self.guest, self.shards)}
+                self.guest_asks = True
+        if not self.guest_asks or self._beats.check([admit_key(self.guest)]):
+            return
+        if any(self._lost(rank, self._silence_s) for rank in range_of(self.guest, self.shards)):
+            self.guest, self.guest_asks = self.guest + 1, False
+        elif self.rank == self.members[0] * self.shards and not self.called and self._is_ready(self._beats):
+            self._beats.set(self._key("call"), "1")
+
     def _run(self) -> None:
-        count, awake = 0, time.monotonic()
+        count = 0
         while not self._stopped.wait(TICK_S):
             count, epoch = count + 1, self.epoch
+            watched = [rank for rank in self._ranks(self.guest if self.guest_asks else -1) if rank != self.rank]
             others = [rank for rank in self._ranks() if rank != self.rank]
             try:
-                self._beats.set(_beat(self.rank), str(count))
-                beats = self._beats.multi_get([_beat(rank) for rank in others]) if others else []
+                self._beats.set(beat_key(self.rank), str(count))
+                if self.is_guest:
+                    continue
+                self._look_for_guest()
+                beats = self._beats.multi_get([beat_key(rank) for rank in watched]) if watched else []
                 called = self._beats.check([self._key("call")])
                 self._watch_record()
             except (RuntimeError, OSError) as error:
@@ -204,10 +244,10 @@ class Membership:
                 self._notice()
                 return
             now = time.monotonic()
-            if now - awake > self._confirm_s / 2:  # this process itself stood still: it cannot tell who else did
+            if now - self._awake > self._confirm_s / 2:  # this process itself stood still: it cannot tell who else did
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
-            awake = now
-            for rank, beat in zip(others, beats, strict=True):
+            self._awake = now
+            for rank, beat in zip(watched, beats, strict=True):
                 if beat != self._seen[rank][0]:
                     self._seen[rank] = (beat, now)
             limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
@@ -222,7 +262,7 @@ class Membership:
         """Ends this process where it was left out and its main thread waits for something else."""
         if not self.called or not self._beats.check([self._key("record")]):
             return
-        agreement = _parse(self.epoch + 1, self._beats.get(self._key("record")))
+        agreement = parse_agreement(self.epoch + 1, self._beats.get(self._key("record")))
         if self.replica not in agreement.members:
             self._left_out_at = self._left_out_at or time.monotonic()
             if time.monotonic() - self._left_out_at > LEAVE_S:
@@ -233,7 +273,8 @@ class Membership:
             self.called, self.noticed_at = True, time.monotonic()
             self.changed.notify_all()
 
-    def _require_store(self) -> None:
+    def require_store(self) -> None:
+        """Raises `ReplicaLost` where this rank cannot reach the store any more."""
         if self._error:
             raise ReplicaLost(self._error)
 
@@ -246,17 +287,3 @@ class Membership:
 
     def _key(self, name: str) -> str:
         return f"{self.epoch + 1}/{name}"
-
-
-def _beat(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _left(rank: int) -> str:
-    return f"left/{rank}"
-
-
-def _parse(epoch: int, text: bytes) -> Agreement:
-    record: dict[str, Any] = json.loads(text)
-    reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
-    return Agreement(epoch, record["members"], reports)

@@ -4,56 +4,32 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from detonation.cluster.init import note_loss
-from detonation.cluster.survive.groups import Flight, Group, host
-from detonation.cluster.survive.membership import Agreement, Membership, RankReport, ReplicaLost
+from detonation.cluster.survive.agreement import (
+    Agreement,
+    RankReport,
+    ReplicaLost,
+    admit_key,
+)
+from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
+from detonation.cluster.survive.hosts import Host
+from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.texts import StoreTexts
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 
+_POLL_S = 0.005
 _MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
-_Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 _log = logging.getLogger("detonation")
 
 
-@dataclass(frozen=True)
-class SurvivedLoss:
-    """A loss that the replicas survived. recovered_s: from its notice until all collectives went on."""
-
-    replicas: tuple[int, ...]
-    next_step: int
-    recovered_s: float
-
-
-@dataclass
-class _Numbered:
-    """A collective that this rank started; it is kept until every replica has surely finished it.
-
-    Args:
-        layout: The replicas that have a number now, by the numbers with which they began.
-        floor: This rank had finished all collectives up to here when it started this one, and so had all others.
-    """
-
-    number: int
-    kind: _Kind
-    sent: Tensor
-    layout: list[int]
-    floor: int
-    members: list[int]
-    target: Tensor
-    flight: Flight | None = None  # None: the group refused it
-    result: Tensor | None = None
-    absent: frozenset[int] = frozenset()
-
-
 class SurvivingCommunicator(ElasticCommunicator):
-    """One shard's end of the axis between replicas; `losses` lists what it survived.
+    """One shard's end of the axis between replicas; `losses` lists what it survived, `host` lets others in.
 
     All ranks start the same collectives in the same order, so a number names each. After a loss the ranks compare which
     they have finished. One that some have finished and others not is copied from the one to the other, so that all go
@@ -61,17 +37,20 @@ class SurvivingCommunicator(ElasticCommunicator):
     each replica bytes of its own, so there the others send once more.
     """
 
-    def __init__(self, membership: Membership, timeout_s: float) -> None:
+    def __init__(self, membership: Membership, timeout_s: float, floor: int = 0, begun: int = 0) -> None:
         self._membership, self._timeout_s = membership, timeout_s
-        self._layout = list(membership.members)
+        self._layout, self.host = list(membership.members), Host(membership)
         self.replica = self._layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
-        self._kept: dict[int, _Numbered] = {}
-        self._started, self._floor, self._begun = 0, 0, 0
+        self._kept: dict[int, NumberedCollective] = {}
+        self._started, self._floor, self._begun = floor, floor, begun
+        self._guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
+        self._awaits = -1
+        self._channels = 0
         self._pending: list[tuple[int, list[int]]] = []  # from which step on there are which members
-        self._group = self._formed()
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
+        self._group = self._formed()
         self._error: Exception | None = None
         # Not the main thread, which may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
@@ -91,21 +70,42 @@ class SurvivingCommunicator(ElasticCommunicator):
     def enter_step(self, step: int) -> bool:
         with self._changed:
             self._settle()
-            if any(step >= first for first, _ in self._pending):
+            if any(step >= first for first, *_ in self._pending) or (self._guest and step >= self._guest[0]):
                 return True
             self._begun = max(self._begun, step + 1)
             self._membership.under_way = self._begun > 2
         return False
 
     def adopt(self, step: int) -> list[int]:
+        self._await_guest(step)
         with self._changed:  # at once: after another loss all ask who has begun this step, and with whom
             self._settle()
-            members = [members for first, members in self._pending if step >= first][-1]
+            members = [self._layout, *(members for first, members in self._pending if step >= first)][-1]
             self._pending = [each for each in self._pending if each[0] > step]
             kept = [number for number, member in enumerate(self._layout) if member in members]
-            self._layout, self._begun = members, max(self._begun, step + 1)
+            self._layout, self._begun, self._channels = members, max(self._begun, step + 1), 0
             self.replica = members.index(self._membership.replica)
         return kept
+
+    def _await_guest(self, step: int) -> None:
+        """Waits before `step` until all have agreed whether the guest has come."""
+        while True:
+            with self._changed:
+                self._settle()
+                if self._guest is None or step < self._guest[0]:
+                    self._awaits = -1
+                    return
+                self._awaits = self._guest[1]
+            if self._membership.awaits(self._awaits):  # and nothing is in flight anywhere
+                self._membership.call()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._guest is None or self._error, 1.0)
+            else:
+                time.sleep(_POLL_S)
+
+    def texts(self) -> StoreTexts:
+        self._channels += 1
+        return StoreTexts(self._membership, self._layout, f"{'.'.join(map(str, self._layout))}/{self._channels}")
 
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""
@@ -115,12 +115,12 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._membership.leave(limit_s)
         self._group.abandon()
 
-    def _start(self, kind: _Kind, values: Tensor) -> Callable[[], Tensor]:
+    def _start(self, kind: NumberedKind, values: Tensor) -> Callable[[], Tensor]:
         sent = host(values)
         with self._changed:
             self._settle()
             self._started += 1
-            each = _Numbered(self._started, kind, sent, self._layout, self._floor, self._layout, sent)
+            each = NumberedCollective(self._started, kind, sent, self._layout, self._floor, self._layout, sent)
             self._kept[each.number] = each
             self._launch(each)
         return partial(self._wait, each, values.device)
@@ -131,7 +131,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         if self._error:
             raise self._error
 
-    def _launch(self, each: _Numbered) -> None:
+    def _launch(self, each: NumberedCollective) -> None:
         """Starts a collective among the members that there are now."""
         each.members = [member for member in self._membership.members if member in each.layout]
         work, each.flight = None, None
@@ -156,7 +156,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, each: _Numbered, device: torch.device) -> Tensor:
+    def _wait(self, each: NumberedCollective, device: torch.device) -> Tensor:
         with self._changed:
             while each.result is None:
                 self._settle()
@@ -168,7 +168,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             self.absent = each.absent
         return each.result.to(device)
 
-    def _take(self, each: _Numbered) -> bool:
+    def _take(self, each: NumberedCollective) -> bool:
         """Takes the result of a collective that has ended; False where it failed."""
         if each.flight is None or not each.flight.good:
             return False
@@ -182,7 +182,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             del self._kept[number]
         return True
 
-    def _conclude(self, each: _Numbered, result: Tensor, absent: list[int]) -> None:
+    def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:
         each.result, each.absent = result, frozenset(absent)
         while (following := self._kept.get(self._floor + 1)) and following.result is not None:
             self._floor += 1
@@ -212,6 +212,8 @@ class SurvivingCommunicator(ElasticCommunicator):
             noticed = min(noticed, membership.noticed_at)
         for _ in range(_MOST_TRIES):
             agreement = membership.agree(self._report())
+            if agreement.awaited >= 0:
+                self._guest, self._awaits = None, -1
             self._group.abandon()
             try:
                 self._group = self._formed()
@@ -223,10 +225,14 @@ class SurvivingCommunicator(ElasticCommunicator):
             raise ReplicaLost(f"the replicas {membership.members} could not form a process group")
         if before != membership.members:
             self._pending.append((agreement.next_step, list(membership.members)))
+        if agreement.guest >= 0:
+            self._guest = agreement.next_step, agreement.guest
+            membership.store.set(admit_key(agreement.guest), str(agreement.next_step))
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
             note_loss()
-        self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed))
+        came = tuple(member for member in membership.members if member not in before)
+        self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed, came))
         if lost and membership.rank == membership.members[0] * membership.shards:
             names = f"replica{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
             text = "%s lost: %d of %d go on, with step %d as the first without it; %.2f s after the notice"
@@ -239,9 +245,10 @@ class SurvivingCommunicator(ElasticCommunicator):
                 self._take_quietly(each)
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
-        return RankReport(self._floor, beyond, {str(each.number): sorted(each.absent) for each in done}, self._begun)
+        absent = {str(each.number): sorted(each.absent) for each in done}
+        return RankReport(self._floor, beyond, absent, self._begun, self._awaits)
 
-    def _take_quietly(self, each: _Numbered) -> None:
+    def _take_quietly(self, each: NumberedCollective) -> None:
         floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it
         self._take(each)
         each.floor = floor
@@ -267,7 +274,7 @@ class SurvivingCommunicator(ElasticCommunicator):
                 self._launch(each)
         return True
 
-    def _copied(self, each: _Numbered, holder: int, absent: list[int]) -> bool:
+    def _copied(self, each: NumberedCollective, holder: int, absent: list[int]) -> bool:
         """Copies the result of a collective from the member `holder` to those that have none."""
         held = each.result
         if held is None:

@@ -89,6 +89,7 @@ class Outgoing:
             octets = self.played()
             whole, nbytes = padded([[octets[:, HEADER_BYTES:]]], HEADER_BYTES)
             whole[:, :HEADER_BYTES].copy_(octets[:, :HEADER_BYTES])
+            self.absent = {row for row, header in enumerate(octets[:, :HEADER_BYTES]) if not header.any()}
             return whole, nbytes
         arrived, pieces = [each() for each in self.arriving], []
         self.absent.update(*(each.absent for each in self.arriving))

@@ -2,19 +2,41 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from detonation.core.errors import DetonationError
 from detonation.core.link.communicator import Communicator
 
 
-class ElasticCommunicator(ABC):
-    """A `Communicator` that completes its collectives with the replicas that are left.
+class PeerLost(DetonationError, ConnectionError):
+    """A replica was lost before all had its text; raised on all ranks that are left."""
 
-    A replica that is lost in the middle of a step keeps its number until the next step that all agree on. Until then it
-    is *absent*: its row of an all-gather or all-to-all is zeros, and a sum goes without it. Then the replicas that are
-    left take the numbers 0, 1, ... in their old order.
+
+class TextExchange(Protocol):
+    """Texts between ranks. Its methods are collective."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank."""
+        ...
+
+    def broadcast(self, text: str) -> str:
+        """The text of the first rank."""
+        ...
+
+
+class RenumberedCommunicator(ABC):
+    """A `Communicator` whose replicas may be others from a step on.
+
+    Those that stay take the numbers 0, 1, ... in their old order; those that come follow them.
 
     replica: the number of this replica. absent: the replicas without a part in the collective that was waited for last.
     """
@@ -53,9 +75,25 @@ class ElasticCommunicator(ABC):
 
     @abstractmethod
     def adopt(self, step: int) -> list[int]:
-        """Renumbers the replicas, on all that are left before the same step, and begins it; returns their old numbers.
+        """Renumbers the replicas, on all of them before the same step, and begins it; returns the old numbers of those
+        that stay.
 
         Nothing is in flight then.
+        """
+
+
+class ElasticCommunicator(RenumberedCommunicator):
+    """A communicator that completes its collectives with the replicas that are left.
+
+    A replica that is lost in the middle of a step keeps its number until the next step that all agree on. Until then it
+    is *absent*: its row of an all-gather or all-to-all is zeros, and a sum goes without it.
+    """
+
+    @abstractmethod
+    def texts(self) -> TextExchange:
+        """Texts between the ranks that have a number now, beside the collectives; from any thread.
+
+        All ranks ask for them in the same order, between the same steps.
         """
 
 

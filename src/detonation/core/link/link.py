@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
-from detonation.core.link.elastic_communicator import ElasticCommunicator, present_rows
+from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.link.tape import Tape
@@ -33,7 +33,7 @@ class Link:
         self._inter_node = communicator_of(axis)
         self._intra_node = None if intra_node is None else communicator_of(intra_node)
         self._communicator = self._inter_node
-        self.elastic = self._inter_node if isinstance(self._inter_node, ElasticCommunicator) else None
+        self.elastic = self._inter_node if isinstance(self._inter_node, RenumberedCommunicator) else None
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica

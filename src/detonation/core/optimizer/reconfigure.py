@@ -2,6 +2,7 @@
 state."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -9,9 +10,9 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import local
-from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.link.elastic_communicator import RenumberedCommunicator
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.optimizer.build import Level, Route, replicator_of
+from detonation.core.optimizer.build import Level, Route, Settings, compare_replicas, replicator_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
@@ -95,24 +96,62 @@ def with_scheme(
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were lost."""
-    return any(axis.enter_step(step) for axis, _ in levels if isinstance(axis, ElasticCommunicator))
+    return any(axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator))
 
 
-def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int) -> None:
+def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int) -> bool:
     """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them before `step`.
 
     Messages in flight are received first, by the old numbers. The replicators must be built anew afterwards: owners,
-    layouts of messages and means are those of the old replicas.
+    layouts of messages and means are those of the old replicas. Returns True where another replica has come in, which
+    `welcome` compares with the others.
     """
+    grown = False
     for each in replicators:
         each.enter_agreed()
         each.local_state()
     for axis, _ in levels:
-        if isinstance(axis, ElasticCommunicator):
+        if isinstance(axis, RenumberedCommunicator):
             kept = axis.adopt(step)
             for link, counts in routes:
                 link.renumber()
                 counts.renumber(kept, link.replica)
+                grown = grown or link.replicas > len(kept)
+    return grown
+
+
+def welcome(
+    replicators: Sequence[Replicator], settings: Settings, groups: Sequence[dict[str, Any]], newcomer: bool = False
+) -> None:
+    """Compares the replicas after another one has come in. Collective; raises `Mismatch` where they differ.
+
+    Args:
+        replicators: None where nobody came.
+        groups: Of the base optimizer; those of a newcomer get the options of the first replica.
+    """
+    if not replicators:
+        return
+    plain = [
+        {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+    plain = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
+    link, runtime = replicators[0].link, replicators[0].channel.runtime
+    options = link.send_to_all(plain, runtime.device)[0]
+    for group, theirs in zip(groups, options, strict=True) if newcomer else ():
+        group |= {key: _like(group.get(key), value) for key, value in theirs.items()}
+    compare_replicas(replicators, settings, groups)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple | list)
+
+
+def _like(current: object, value: Any) -> Any:
+    """An option as JSON has it, in the type that the group has."""
+    if isinstance(current, Tensor):
+        return current.fill_(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequence[Replicator]]) -> None:

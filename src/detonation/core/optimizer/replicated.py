@@ -107,8 +107,8 @@ class Replicated(OptimizerWrapper):
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
-                if not overlapping and changes.lost_before(self.levels, self.step_count):
-                    self._renumber()
+                if not overlapping:
+                    self.renumber()
                 self._consensus.enter_step(self.step_count, begun)
                 if not overlapping and self._trained.changed:
                     self._change_trained(in_buckets=begun)
@@ -135,10 +135,6 @@ class Replicated(OptimizerWrapper):
     @contextmanager
     def overlap(self) -> Iterator[None]:
         """Context in which gradients are sent while `loss.backward()` still computes others; `step()` waits for them.
-
-            with optimizer.overlap():
-                loss.backward()
-            optimizer.step()
 
         For the last backward before each step, on all replicas or none. The results are those of a step without it,
         bit for bit where the network itself does not add more than two messages; so are the bytes, except for one
@@ -181,6 +177,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus.decides_on_device:
             self._consensus.begin(self.step_count)
         with self._consensus.runtime.exact_arithmetic():
+            self.renumber()
             for replicator in self.build():
                 replicator.synchronize(self.step_count)
         self._buffers(self.build())
@@ -207,8 +204,7 @@ class Replicated(OptimizerWrapper):
             link.tape = tape
 
     def agreed_weights(self) -> AbstractContextManager[None]:
-        """Context with the weights that the replicas agreed on last, for evaluation and saving. Only look-ahead has
-        others between steps, and returns to them."""
+        """Context with the weights that the replicas agreed on last; between steps only look-ahead has others."""
         return states.at_agreed_weights(self._replicators or [])
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,12 +277,16 @@ class Replicated(OptimizerWrapper):
         self._trained.forget_frozen_gradients()
         compare_replicas(made, self.settings, self.param_groups, [n for n, p in now.items() if before.get(n) is not p])
 
-    def _renumber(self) -> None:
-        """Goes on without replicas that were lost, on all that are left at once. Collective."""
+    @torch.no_grad()
+    def renumber(self) -> None:
+        """Goes on without replicas that were lost, or with one that came, on all at once. Collective."""
+        if not changes.lost_before(self.levels, self.step_count):
+            return
         old = self._by_level
-        changes.renumber(self.levels, self._replicators or [], self._routes.values(), self.step_count)
-        self._lay_out(self._trained.laid_out)
+        grown = changes.renumber(self.levels, self._replicators or [], self._routes.values(), self.step_count)
+        made = self._lay_out(self._trained.laid_out)
         changes.hand_over_by_name(old, self._by_level)
+        changes.welcome(made if grown else (), self.settings, self.param_groups)
         self.verify()
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:

@@ -50,7 +50,7 @@ class Decodable(Protocol):
         ...
 
 
-class Waiting(Protocol):
+class InTransit(Protocol):
     """An update that may still be on its way."""
 
     def receive(self) -> Decodable:
@@ -121,9 +121,9 @@ class Pending:
 
     def __init__(self, layout: Layout, delay: int, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._updates: deque[Waiting] = deque(Flat(layout, layout.zeros(device)) for _ in range(delay))
+        self._updates: deque[InTransit] = deque(Flat(layout, layout.zeros(device)) for _ in range(delay))
 
-    def exchange(self, update: Waiting) -> Waiting:
+    def exchange(self, update: InTransit) -> InTransit:
         """Puts in an update, and takes out the one that is due."""
         self._updates.append(update)
         return self._updates.popleft()

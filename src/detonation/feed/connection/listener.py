@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from detonation.cluster.machine.interfaces import host_and_port as host_and_port
 from detonation.feed.connection.frames import WANT, BadFrame, FrameSocket, table_of
 from detonation.feed.connection.token import prove_to_follower
 
@@ -20,23 +21,6 @@ SHORTEST_FRAMES = 4096
 STUCK_S = 30.0
 """Seconds in which a follower must take some of a frame."""
 _log = logging.getLogger("detonation.feed")
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of "HOST:PORT"; an IPv6 address stands in brackets.
-
-    Raises:
-        ValueError: It is no such address.
-
-    Example:
-        >>> host_and_port("10.10.0.1:7000"), host_and_port("[::1]:7000")
-        (('10.10.0.1', 7000), ('::1', 7000))
-    """
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"the address is {address!r}, must be HOST:PORT such as 127.0.0.1:7000")
-    return host, int(port)
 
 
 class Listener:

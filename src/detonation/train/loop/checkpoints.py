@@ -3,18 +3,19 @@
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from detonation.checkpoint.files.retention import checkpoint_name
-from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.load.newest import Loaded, NoCheckpoint, find, load_found
 from detonation.checkpoint.save.async_save import Checkpoints
 from detonation.checkpoint.save.shard_job import NotSaved
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
+from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import ParameterScheme
 from detonation.data import Data, Streamed
@@ -52,7 +53,8 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts, follo
     }
     if isinstance(session.data.train, Streamed):
         position = session.data.train.position(session.rank, session.world_size)
-        extra["positions"] = [json.loads(text) for text in Texts(session.device).gather(json.dumps(position))]
+        with suppress(PeerLost):  # the stream is then read again, up to the step of the checkpoint
+            extra["positions"] = [json.loads(text) for text in session.world.texts().gather(json.dumps(position))]
     checkpoints.save({**extra, **asdict(counted(session, before))})
 
 
@@ -62,6 +64,9 @@ def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followe
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
+        if isinstance(error.__cause__, PeerLost):
+            session.optimizer.synchronize()  # which goes on without the lost replica
+            return save_now(session, checkpoints, before, followed)
         path, reason = (
             checkpoints.directory / checkpoint_name(session.optimizer.step_count),
             str(error).partition(" failed: ")[2],

@@ -55,6 +55,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
     train, rounds = session.config.train, UnevenRounds(session, until) if session.config.train.balance else None
     schedule, shard_sent = scheduler(session, done), shard_bytes_sent(session.model)
     for step in range(done, until):
+        session.optimizer.renumber()  # before the data of the step are dealt out
         began = time.perf_counter()
         before, waited = session.optimizer.stats.bytes_sent_by_level, session.optimizer.stats.waited_s
         lr, taking = float(session.optimizer.param_groups[0]["lr"]), session.optimizer.stats.taking

@@ -20,6 +20,9 @@ from detonation.cluster.blocks import checkpoint_activations, compile_layers
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.slow_axis import slow_axis_backend
+from detonation.cluster.survive.elastic_axis import elastic
+from detonation.cluster.survive.meeting import place
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link_speed import LinkSpeed
@@ -32,7 +35,7 @@ from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.waits import Waiting
-from detonation.train.loop.world import Ranks, World
+from detonation.train.loop.world import ElasticRanks, Ranks, World
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
 from detonation.train.recipe.tables import REPLICATE
@@ -133,16 +136,31 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
         axis: In the place of the one that joins the replicas, of a run with one level.
     """
     slow = config.mesh.slow_backend or None
-    mesh = init_mesh(config.mesh.replicas, config.mesh.shards, device.type, slow_backend=slow)
+    replicas = 1 if config.mesh.elastic else config.mesh.replicas  # of the process group
+    mesh = init_mesh(replicas, config.mesh.shards, device.type, slow_backend=slow)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
+    surviving = surviving_axis(config, mesh) if config.mesh.elastic else None
+    axis = surviving or axis
     joined = axes(config, mesh) if axis is None else [axis]
     levels = list(zip(joined, map(scheme_of, config.levels), strict=True))
     clip = config.train.clip or None
     balance, seed = config.train.balance, config.seed
     optimizer = replicate(base, model, levels=levels, clip=clip, balance=balance, seed=seed, safety=safety(config))
-    return Session(config, Ranks(mesh, device), device, load_data(config.data), model, base, optimizer)
+    world: World = Ranks(mesh, device) if surviving is None else ElasticRanks(mesh, surviving)
+    return Session(config, world, device, load_data(config.data), model, base, optimizer)
+
+
+def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
+    """The axis between replicas that may be lost. Collective."""
+    here = place()
+    if here is None:
+        raise ValueError("mesh.elastic needs a place where the replicas meet: give --meet and --replica")
+    least, silence_s = config.mesh.min_replicas, config.peers.silence_s
+    return elastic(
+        mesh, replica=here.replica, replicas=here.replicas, store=here.store, min_replicas=least, silence_s=silence_s
+    )
 
 
 def seeded_model(config: Config) -> nn.Module:

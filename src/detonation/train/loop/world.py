@@ -10,12 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from detonation.checkpoint.gather import Texts
 from detonation.cluster.fingerprint import fingerprint
+from detonation.cluster.survive.groups import SurvivedLoss
+from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity import readback
 from detonation.core.link.communicator import Communicator
+from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.replicator.overlap import CommStream
 
 Gathered = Callable[[], list[list[Any]]]
@@ -41,6 +45,10 @@ class World(Protocol):
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
         """A hash of the first replica's parameters, and whether all replicas are bitwise equal to it."""
+        ...
+
+    def texts(self) -> TextExchange:
+        """Texts between all ranks."""
         ...
 
 
@@ -73,6 +81,65 @@ class Ranks:
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
         return fingerprint(model, self._mesh)
 
+    def texts(self) -> TextExchange:
+        return Texts(torch.device(self._mesh.device_type))
+
+
+class ElasticRanks:
+    """The processes of the replicas that are left; each replica is a process group of its own."""
+
+    def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
+        self._shards, self._shard, self._axis = mesh["shard"].size(), mesh["shard"].get_local_rank(), axis
+
+    @property
+    def rank(self) -> int:
+        return self._axis.replica * self._shards + self._shard
+
+    @property
+    def size(self) -> int:
+        return self._axis.size() * self._shards
+
+    def all_gather(self, values: Tensor) -> Gathered:
+        mine = [torch.empty_like(values) for _ in range(self._shards)]
+        if self._shards > 1:
+            dist.all_gather(mine, values)
+        else:
+            mine = [values]
+        arriving = self._axis.all_gather(torch.cat(mine).view(torch.uint8))
+
+        def arrived() -> list[list[Any]]:
+            rows = arriving()
+            present = [number for number in range(len(rows)) if number not in self._axis.absent]
+            return rows[present].view(values.dtype).view(-1, len(values)).tolist()
+
+        return arrived
+
+    def over_shards(self, count: int) -> int:
+        if self._shards == 1:
+            return count
+        total = torch.tensor(count)
+        dist.all_reduce(total)
+        return int(total)
+
+    def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
+        both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
+        digests = [bytes(each) for each in self.all_gather(torch.tensor(list(both), dtype=torch.uint8))()]
+        replicas = [digests[first : first + self._shards] for first in range(0, len(digests), self._shards)]
+        of_parameters = b"".join(each[:32] for each in replicas[0])
+        return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)
+
+    def texts(self) -> TextExchange:
+        return self._axis.texts()
+
+    @property
+    def changes(self) -> list[SurvivedLoss]:
+        """The losses so far, and the replicas that came in."""
+        return [change for change in self._axis.losses if change.replicas or change.came]
+
+    def close(self) -> None:
+        """Leaves together with the others."""
+        self._axis.close()
+
 
 class Alone:
     """The replicas of a simulation: whole, of one shard each, and joined by a communicator alone."""
@@ -91,6 +158,9 @@ class Alone:
         both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
         digests = [bytes(each) for each in self.all_gather(torch.tensor(list(both), dtype=torch.uint8))()]
         return hashlib.sha256(digests[0][:32]).hexdigest(), all(other == digests[0] for other in digests)
+
+    def texts(self) -> TextExchange:
+        raise NotImplementedError("a simulation has no ranks that could differ")
 
 
 def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:

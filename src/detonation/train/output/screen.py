@@ -34,6 +34,10 @@ class Screen:
         self._gauges: Gauges | None = None
         self._drawn = float("-inf")
 
+    def speak(self) -> None:
+        """Prints from now on, in the place of a rank that was lost."""
+        self._silent, self._live = False, _can_live(self._console)
+
     def start(self, done: int, total: int, portion: Portion) -> None:
         """Shows gauges from now on: `done` of `total` steps, each of which takes in a `portion`."""
         if self._live:

@@ -169,6 +169,9 @@ class MeshConfig:
         shard_resync_every: Exchanges of weights after which one is exact; 0 only at the start.
         slow_backend: "gloo" carries messages between replicas over TCP, from host memory, where NCCL cannot; NCCL
             serves the ranks of a node all the same. "" takes the backend of the device.
+        elastic: Train on without a replica that is lost, in the same processes, over gloo.
+        min_replicas: The run ends when fewer are left.
+        meet: "HOST:PORT" where the replicas of an elastic run meet; "" on this machine alone.
 
     Raises:
         ValueError: A value is out of range, `namespaces` is set without `link`, or a setting would be ignored.
@@ -184,19 +187,22 @@ class MeshConfig:
     shard_rotate: bool = False
     shard_resync_every: int = 0
     slow_backend: str = ""
+    elastic: bool = False
+    min_replicas: int = 1
+    meet: str = ""
 
     def __post_init__(self) -> None:
         require(self.slow_backend in ("", *SLOW_BACKENDS), "mesh.slow_backend", self.slow_backend, '"gloo" or ""')
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
+        require(1 <= self.min_replicas <= self.replicas, "mesh.min_replicas", self.min_replicas, "from 1 to replicas")
+        plain = (self.min_replicas, self.meet) == (1, "")
+        require(self.elastic or plain, "mesh.elastic", False, "true with mesh.min_replicas or mesh.meet")
+        require(not (self.elastic and self.link), "mesh.link", self.link, '"" with mesh.elastic')
         if self.link:
             LinkSpeed.parse(self.link)
-        require(
-            bool(self.link) or not self.namespaces,
-            "mesh.link",
-            self.link,
-            "a rate such as '100mbit' with namespaces (--link)",
-        )
+        rate = "a rate such as '100mbit' with namespaces (--link)"
+        require(bool(self.link) or not self.namespaces, "mesh.link", self.link, rate)
         fits = self.shard_nodes >= 1 and self.shards % self.shard_nodes == 0
         require(fits, "mesh.shard_nodes", self.shard_nodes, f"a divisor of the {self.shards} shards")
         if self.shard_nodes > 1:
@@ -280,6 +286,7 @@ class Config:
         )
         publish = self.train.publish
         require(one or not publish, "train.publish", publish, '"": a feed takes one level that agrees')
+        require(one or not self.mesh.elastic, "mesh.elastic", True, "false: it takes one level that agrees")
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
 
     @property

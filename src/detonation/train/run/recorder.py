@@ -39,20 +39,33 @@ class Recorder:
         self.before = before
         self._session, self._train, self._screen = session, session.config.train, screen
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
-        self.records = list(kept)
+        self.records, self._path = list(kept), path
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
         screen.line(_title(session, path, tuned))
         self._least_s = math.inf  # of a step of this rank at the peak of its device
-        if session.rank == 0:
-            peak = peak_flops(session.device)
-            self._least_s = (flops(session) or math.inf) / peak if peak else math.inf
-            self._loggers = [metrics.MetricsFile(path / directory.METRICS, self.records)]
-            self._loggers += trackers.open_trackers(path, session.config, done, lambda line: self.warn([line]))
         self._portion = portion(session)
         if session.rank == 0:
+            self._open(done)
             self.warn(misfits(session.config))
         screen.start(done, self._train.steps, self._portion)
+
+    def _open(self, done: int) -> None:
+        """Writes from now on, after `done` steps."""
+        peak = peak_flops(self._session.device)
+        self._least_s = (flops(self._session) or math.inf) / peak if peak else math.inf
+        self._loggers = [metrics.MetricsFile(self._path / directory.METRICS, self.records)]
+        self._loggers += trackers.open_trackers(self._path, self._session.config, done, lambda line: self.warn([line]))
+
+    def take_over(self) -> bool:
+        """Writes and shows in the place of a first rank that was lost; True where this rank begins to."""
+        if self._session.rank or self._loggers:
+            return False
+        self._open(len(self.records))
+        self._screen.speak()
+        self._screen.start(len(self.records), self._train.steps, self._portion)
+        self._logged = len(self.records)
+        return True
 
     def add(self, record: metrics.Record) -> None:
         """Takes in the record of one more step."""

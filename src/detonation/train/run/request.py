@@ -37,6 +37,10 @@ class Request:
     log: bool = False
     publish: str | None = None
     namespaces: bool = False
+    elastic: bool = False
+    meet: str | None = None
+    replica: int | None = None
+    join: str | None = None
     to_stderr: bool = False
 
     def __post_init__(self) -> None:
@@ -48,15 +52,20 @@ class Request:
 
     def layers(self, place: LaunchPosition | None) -> Layers:
         """The recipe with the launcher's world and the command line over it."""
+        shards, alone = self.shards, self.replica is not None or self.join is not None
+        if alone and place is not None and shards is None:  # the launcher's world is one replica of several
+            shards = place.world_size
         return read_layers(
             self.recipe,
             self.overrides,
-            place,
+            None if alone else place,
             mesh={
                 "replicas": self.replicas,
-                "shards": self.shards,
+                "shards": shards,
                 "link": self.link,
                 "namespaces": self.namespaces or None,
+                "elastic": self.elastic or bool(self.join) or None,
+                "meet": self.meet,
             },
             train={
                 "checkpoint_every": self.checkpoint_every,

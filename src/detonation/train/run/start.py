@@ -14,6 +14,7 @@ from detonation.cluster.init import LaunchPosition, gpus_for, launch_position, l
 from detonation.cluster.launch import run_local
 from detonation.cluster.network import namespaces
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
+from detonation.cluster.survive.meeting import Survival
 from detonation.cluster.under_launcher import run_under_launcher
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.feed.connection.listener import host_and_port
@@ -24,6 +25,7 @@ from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
 from detonation.train.recipe.schema import MeshConfig, Table
 from detonation.train.recipe.sizes import check_sizes
+from detonation.train.run.joining import check_place
 from detonation.train.run.request import Request, configure, from_plain, to_plain
 from detonation.train.run.restarts import restartable, restarted
 from detonation.train.run.worker import RunTask, train_on_rank
@@ -57,7 +59,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         if finished:
             return dict(finished)
         task = replace(make_task(request, place), resume=request.resume or again, may_start=may_start)
-        if place.rank == 0:
+        if place.rank == 0 and not request.replica:
             _check_directory(task)
         return train_on_rank(task)
 
@@ -86,6 +88,7 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
         raise ValueError(
             f"train.init_from is {config.train.init_from!r}, but must be the directory of a run or a model"
         )
+    check_place(request, config, place, asked is not None)
     if place is None or place.rank == 0:
         trackers.check_trackers(config.train.loggers)
     if config.train.publish:
@@ -99,12 +102,16 @@ def run_task(task: RunTask) -> Table:
 
     Raises `ValueError` where the run cannot start in its directory, and `WorldError` when a rank fails.
     """
-    _check_directory(task)
+    if not task.request.replica and not task.request.join:
+        _check_directory(task)
     keep_to_one_interface(os.environ, True, task.request.interface)
     shard_nodes = task.config.mesh.shard_nodes
     nodes = task.config.levels[-1].replicas if shard_nodes == 1 else task.config.mesh.replicas * shard_nodes
     try:
-        return dict(on_ranks(train_on_rank, task, train_afresh, task.request, task.config.mesh, nodes)[0])
+        mesh = task.config.mesh
+        if task.request.replica is not None or task.request.join:  # this machine has one replica of them
+            mesh = replace(mesh, replicas=1, elastic=False, min_replicas=1, meet="")
+        return dict(on_ranks(train_on_rank, task, train_afresh, task.request, mesh, nodes)[0])
     finally:
         clear(task.request.to_stderr)
 
@@ -123,12 +130,13 @@ def on_ranks(
     `afresh(request)`, with the request in plain values. Where `mesh` asks for namespaces, `nodes` of them are made.
     """
     size = mesh.replicas * mesh.shards
+    survival = Survival(mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
     if mesh.namespaces:
         with namespaces.namespace_cluster(nodes, LinkSpeed.parse(mesh.link)) as made:
             return run_local(work, size, [task], enter=lambda rank: made.enter(rank * nodes // size))
     if gpus_for(size):
-        return run_local(afresh, size, [to_plain(request)])
-    return run_local(work, size, [task])
+        return run_local(afresh, size, [to_plain(request)], survival=survival)
+    return run_local(work, size, [task], survival=survival)
 
 
 def is_first() -> bool:

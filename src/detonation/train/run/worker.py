@@ -3,25 +3,20 @@
 import contextlib
 import dataclasses
 import platform
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import tomli_w
 
-from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.load.newest import Loaded
 from detonation.checkpoint.volumes import Volumes, survey
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
+from detonation.cluster.survive.meeting import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
-from detonation.core.link.tape import Tape
 from detonation.core.schemes.traffic import message_bytes
-from detonation.feed.publisher import Feed
-from detonation.log.step_recorder import Tapes
-from detonation.log.writer import UpdateLog
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Adapter, Followed
 from detonation.train.auto.asked import Asked
@@ -37,7 +32,10 @@ from detonation.train.output.screen import Screen
 from detonation.train.recipe.layers import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
+from detonation.train.run.joining import joined_session
+from detonation.train.run.lost_replicas import Losses
 from detonation.train.run.recorder import Recorder
+from detonation.train.run.recording import Recording
 from detonation.train.run.request import Request
 
 
@@ -70,7 +68,12 @@ def train_on_rank(task: RunTask) -> Table:
     """
     with stoppable() as stop:
         config, chosen = _chosen(task)
+        if task.request.replica is not None:
+            meet_replicas(config.mesh.meet, task.request.replica, config.mesh.replicas)
+        if task.request.join:
+            return _train_with_others(task, joined_session(config, local_device(), task.request.join), stop)
         session = start_session(config, local_device())
+        losses = Losses(session)
         begin = ""
         if config.train.init_from and not task.request.resume:  # before the replicas take the weights as their anchor
             begin = load_weights(Path(config.train.init_from), session.model)
@@ -97,7 +100,27 @@ def train_on_rank(task: RunTask) -> Table:
             tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
             with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:
                 recorder.show([*resumed, *more])
-                return _train(session, path, recorder, done, task.request.stop_after, stop, adapter)
+                recording = Recording(session, path)
+                result = _train(
+                    session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses
+                )
+        losses.close()
+        return result
+
+
+def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
+    """Trains from where the others are, whose run directory is theirs; returns the summary as `train_on_rank` does."""
+    done, path, losses = session.optimizer.step_count, task.request.out or Path(), Losses(session)
+    _expect(session)
+    screen = Screen(session.optimizer.coordinates.shard != 0, task.request.to_stderr)
+    stop.last_act = screen.wipe
+    with screen, contextlib.closing(Recorder(session, path, screen, done)) as recorder:
+        place = session.optimizer.coordinates
+        recorder.show([f"came in after step {done}, as replica {place.replica} of {place.replicas}"])
+        recording = Recording(session, path, came_later=True)
+        result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, None, losses)
+    losses.close()
+    return result
 
 
 def _chosen(task: RunTask) -> tuple[Config, Chosen | None]:
@@ -142,44 +165,42 @@ def _train(
     session: Session,
     path: Path,
     recorder: Recorder,
+    recording: Recording,
     done: int,
     stop_after: int | None,
     stop: Stop,
     adapter: Adapter | None,
+    losses: Losses,
 ) -> Table:
     """Trains to the end, or to `stop_after`, with checkpoints; returns the summary as `train_on_rank` does."""
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
     checkpoints = open_checkpoints(session, path / directory.CHECKPOINTS)
-    log, saved_at = UpdateLog(path / directory.UPDATES), 0
-    feed = _feed(session)
-    tapes: list[Tape] = [log] if session.config.train.log_updates else []
-    if tapes or feed is not None:
-        session.optimizer.record(Tapes(tapes if feed is None else [*tapes, feed]))
 
     def followed() -> Table | None:
         return None if adapter is None else adapter.followed.table()
 
     def after_step(record: metrics.Record) -> None:
-        nonlocal saved_at
         adapted = [] if adapter is None else adapter.after(record)
         if adapted:
             _expect(session)
             record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
+        recorder.warn(losses.news(path, recorder))
         recorder.add(record)
+        recorder.warn(recording.after_step())
         recorder.show(adapted)
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
             save_async(session, checkpoints, recorder.before, followed())
-            log.rotate(saved_at)  # the one before this one is whole
-            saved_at = record.step
+            recording.saved(record.step)
 
     try:
-        with contextlib.closing(log):
+        try:
             fit(session, done, until, after_step, stop)
-        if feed is not None:
-            feed.close(ended=until == steps)
+        finally:
+            recording.close_log()
+        recording.close(ended=until == steps)
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
@@ -190,22 +211,11 @@ def _train(
     recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}
-    summary = summarise(session, recorder.records, recorder.before)
+    recorder.warn(losses.news(path, recorder))
+    summary = summarise(session, recorder.records, recorder.before) | losses.table()
     if session.rank == 0:
         directory.write_json(path / directory.SUMMARY, summary)
     return {**summary, "directory": str(path)}
-
-
-def _feed(session: Session) -> Feed | None:
-    """The feed of this rank, where the run publishes its weights: one for each shard of the first replica."""
-    address = session.config.train.publish
-    if not address:
-        return None
-    run = Texts(session.device).broadcast(secrets.token_hex(8) if session.rank == 0 else "")
-    if session.optimizer.coordinates.replica:
-        return None
-    about = {"config": to_table(session.config)}
-    return Feed(session.model, session.optimizer, address, about=about, run=run)
 
 
 def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> list[metrics.Record]:
@@ -214,10 +224,10 @@ def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> list[met
         return []
     if volumes.shared:
         found = metrics.read_metrics(file)
-        Texts(session.device).gather("")  # all have read before rank 0 writes
+        session.world.texts().gather("")  # all have read before rank 0 writes
     else:
         text = file.read_text(encoding="utf-8") if session.rank == 0 else ""
-        found = metrics.parse_metrics(Texts(session.device).broadcast(text))
+        found = metrics.parse_metrics(session.world.texts().broadcast(text))
     return [record for record in found if record.step <= done]
 
 
@@ -228,7 +238,7 @@ def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> It
     Where nodes share no file system each has one under the same name, or under its own --out. The leader of each makes
     it, writes the configuration, and holds its lock.
     """
-    texts, path = Texts(session.device), task.request.out or Path()
+    texts, path = session.world.texts(), task.request.out or Path()
     with contextlib.ExitStack() as held:
         if session.rank == 0:
             path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
@@ -237,7 +247,7 @@ def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> It
             (path / directory.SUMMARY).unlink(missing_ok=True)  # of a run that goes on
         path = Path(texts.broadcast(str(path))) if task.request.out is None else path
         try:
-            volumes = survey(path, texts.gather)
+            volumes = survey(path, texts)
         except OSError as error:
             raise directory.Unwritable(f"cannot write into the run directory: {error.strerror}") from error
         leads, problem = volumes.leads(session.rank), ""

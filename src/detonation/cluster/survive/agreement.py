@@ -1,0 +1,151 @@
+"""The words in which ranks agree on who is left: reports, agreements, and the keys of the store."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from detonation.core.errors import DetonationError
+
+SIZE, EPOCH = "size", "epoch"
+"""Keys: the numbers of replicas and shards at the start, and of the latest agreement."""
+GONE = b"gone"
+"""The beat of a rank that is known to have ended."""
+
+
+class ReplicaLost(DetonationError, RuntimeError):
+    """The others go on without this replica, or too few are left to go on."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How far a rank has come.
+
+    floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
+    collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
+    """
+
+    floor: int
+    beyond: list[int]
+    absent: dict[str, list[int]]
+    begun: int
+    guest: int = -1
+
+    def has(self, number: int) -> bool:
+        """True if the rank finished the collective `number`."""
+        return number <= self.floor or number in self.beyond
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The members of an epoch, and how far each of their ranks had come.
+
+    Args:
+        members: Replicas, by the numbers with which they began.
+        reports: By rank.
+        guest: A replica that may come in before the next step; -1 for none.
+    """
+
+    epoch: int
+    members: list[int]
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    guest: int = -1
+
+    @property
+    def next_step(self) -> int:
+        """The first step that no rank has begun."""
+        return max((report.begun for report in self.reports.values()), default=0)
+
+    @property
+    def awaited(self) -> int:
+        """The replica for which all waited, and which is a member now or not at all; -1 for none."""
+        guests = {report.guest for report in self.reports.values()}
+        return guests.pop() if len(guests) == 1 else -1
+
+
+def parse_agreement(epoch: int, text: bytes) -> Agreement:
+    """The agreement of an epoch, as the store has it."""
+    record: dict[str, Any] = json.loads(text)
+    reports = {int(rank): RankReport(**report) for rank, report in record["reports"].items()}
+    return Agreement(epoch, record["members"], reports, record["guest"])
+
+
+_AXES = "detonation/elastic"
+
+
+def axis_store(base: Store, number: int) -> Store:
+    """The part of a store where the ranks of its elastic axis `number` agree."""
+    return PrefixStore(f"{_AXES}/{number}", base)
+
+
+def next_axis_store(base: Store, rank: int) -> Store:
+    """The part for the next axis of `rank`; all ranks make theirs in the same order."""
+    number = base.add(f"{_AXES}/of/{rank}", 1) - 1
+    base.set(f"{_AXES}/latest", str(number))
+    return axis_store(base, number)
+
+
+def latest_axis_store(base: Store) -> Store:
+    """The part for the axis that was made last. Waits for one."""
+    return axis_store(base, int(base.get(f"{_AXES}/latest")))
+
+
+def left_out(store: Store, replica: int) -> bool:
+    """True where the others go on without `replica`."""
+    return bool(store.check([f"lost/{replica}"]))
+
+
+def note_gone(store: Store, rank: int) -> None:
+    """Lets the others know at once that `rank` has ended: its launcher has seen it."""
+    store.set(beat_key(rank), GONE.decode())
+
+
+def beat_key(rank: int) -> str:
+    """Of the beat of a rank."""
+    return f"beat/{rank}"
+
+
+def left_key(rank: int) -> str:
+    """Of a rank that leaves together with the others."""
+    return f"left/{rank}"
+
+
+def range_of(replica: int, shards: int) -> range:
+    """The ranks of a replica."""
+    return range(replica * shards, (replica + 1) * shards)
+
+
+def ask_key(guest: int) -> str:
+    """Of a replica that asks to come in."""
+    return f"ask/{guest}"
+
+
+def feed_key(guest: int, shard: int) -> str:
+    """Of the address where a guest finds the state of training."""
+    return f"feed/{guest}/{shard}"
+
+
+def coming_key(guest: int, shard: int) -> str:
+    """Of a guest's rank that waits for a copy of the state."""
+    return f"coming/{guest}/{shard}"
+
+
+def copy_key(guest: int) -> str:
+    """Of the step after which a guest gets its copy."""
+    return f"copy/{guest}"
+
+
+def ready_key(guest: int, shard: int) -> str:
+    """Of a guest that has the state of training."""
+    return f"ready/{guest}/{shard}"
+
+
+def admit_key(guest: int) -> str:
+    """Of the step before which a guest comes in."""
+    return f"admit/{guest}"
+
+
+def at_key(guest: int, rank: int) -> str:
+    """Of a rank that has come to the step before which a guest comes in."""
+    return f"at/{guest}/{rank}"

@@ -1,0 +1,144 @@
+"""Replicas that come in while others train: the door of those that train, and the way in for a newcomer."""
+
+import contextlib
+import logging
+import math
+
+from torch import nn
+
+from detonation.cluster.survive.guests import Guest
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.agreement.safety import Safety
+from detonation.core.optimizer.replicated import Replicated
+from detonation.feed.connection.token import read_token
+from detonation.feed.follower import Follower, follow
+from detonation.feed.publisher import Feed
+from detonation.feed.shard import MakeOptimizer
+from detonation.log.step_recorder import Tapes
+
+_log = logging.getLogger("detonation.feed")
+
+
+class Admission:
+    """Lets replicas come in that ask for it. Each rank of each replica has one, and calls `after_step` in its loop.
+
+    The ranks of the first replica open a feed for the newcomer, which takes a copy of the state, and follows until all
+    agree on a step. Without a newcomer this costs nothing.
+
+    Args:
+        model: The trained model.
+        optimizer: Made by `replicate` over an elastic axis.
+        host: An address of this machine that newcomers reach.
+        token: As in `Feed`.
+
+    Raises:
+        ValueError: The axis is not elastic, or the scheme has a delay.
+
+    Example:
+        >>> import torch, torch.distributed as dist, detonation as dt
+        >>> axis = dt.elastic(replica=0, replicas=1, store=dist.HashStore())
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.demo(topk=1, chunk=2))
+        >>> door = dt.Admission(model, optimizer)
+        >>> optimizer.step(); door.after_step()
+        >>> axis.close()
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Replicated, host: str = "127.0.0.1", *, token: bytes | None = None
+    ) -> None:
+        ((axis, scheme),) = optimizer.levels
+        if scheme.round.delay:
+            raise ValueError(f"{scheme.name} with a delay lets nobody in: between two steps a message is on its way")
+        if not isinstance(axis, SurvivingCommunicator):
+            raise ValueError("only an elastic axis lets replicas in: make it with detonation.elastic")
+        self._model, self._optimizer, self._axis = model, optimizer, axis
+        self._host, self._token = host, token
+        self._feed: Feed | None = None
+        self._guest = -1
+
+    def after_step(self) -> None:
+        """Opens a feed where a newcomer asks for it, and closes it once the newcomer is in, or gone."""
+        guest = self._axis.host.guest
+        if self._feed is not None:
+            self._feed.flush()  # the last step before the newcomer's must not wait for another
+            if self._feed.followers and math.isinf(self._feed.first_copy):
+                self._feed.first_copy = self._axis.host.copy_step(self._guest, self._optimizer.step_count)
+        if self._feed is not None and guest != self._guest:
+            self._optimizer.record(self._before)
+            self._feed.close(ended=False, wait_s=0.0)
+            self._feed = None
+        if guest is not None and guest != self._guest and not self._axis.replica:
+            self._guest = guest
+            try:
+                self._open(guest)
+            except (ValueError, OSError) as error:
+                _log.warning("replica %d asks to come in, and cannot: %s", guest, error)
+
+    def _open(self, guest: int) -> None:
+        self._feed = Feed(self._model, self._optimizer, f"{self._host}:0", token=self._token)
+        self._feed.first_copy = math.inf  # the shards of a newcomer step together, from copies of the same step
+        self._before = self._optimizer.tape
+        self._optimizer.record(self._feed if self._before is None else Tapes([self._before, self._feed]))
+        self._axis.host.offer(guest, self._feed.address)
+
+
+def admitted(
+    model: nn.Module,
+    guest: Guest,
+    *,
+    token: bytes | None = None,
+    optimizer: MakeOptimizer | None = None,
+    safety: Safety | None = None,
+    timeout_s: float = 60.0,
+) -> tuple[Replicated, SurvivingCommunicator]:
+    """Comes in as a new replica of a training that goes on elsewhere. Collective over the shards of this replica.
+
+    Weights and optimizer state come from a replica with an `Admission`, while it trains on. All agree on
+    a step; from there on this replica is one of them, bit for bit. Its memory is empty.
+
+    Args:
+        model: As the trained one, with any weights; sharded with the mesh of `guest` as the others are.
+        guest: This replica.
+        token: As in `Feed`.
+        optimizer: As in `follow`.
+        safety: As in `replicate`, the same as that of the others.
+        timeout_s: Seconds to wait for each answer of the others.
+
+    Returns:
+        The optimizer, at the step at which this replica came in (`step_count`), and the axis.
+
+    Raises:
+        ReplicaLost: Nobody has let this replica in, or the others went on without it.
+        LostFeed: The state did not come.
+        ValueError: The training is of another model or number of shards, or there is no token.
+
+    Example:
+        >>> import torch.distributed as dist, detonation as dt
+        >>> store = dist.HashStore()
+        >>> axis = dt.elastic(replica=0, replicas=1, store=store)
+        >>> dt.admitted(nn.Linear(2, 1), dt.Guest(store), token=b"0123456789abcdef", timeout_s=0.1)
+        Traceback (most recent call last):
+        ...
+        detonation.cluster.survive.agreement.ReplicaLost: no replica has let replica 1 in within 0.1 s
+        >>> axis.close()
+    """
+    token = read_token() if token is None else token
+    with contextlib.ExitStack() as undo:
+        undo.callback(guest.membership.stop)
+        addresses = guest.addresses(timeout_s)
+        with follow(model, addresses, token=token, optimizer=optimizer, timeout_s=timeout_s) as follower:
+            step = _agreed_step(guest, follower, timeout_s)
+            follower.update(to=step, wait_s=timeout_s)
+            axis = guest.come_in(step, timeout_s)
+            joined = follower.join(axis, safety)
+        joined.verify()  # as the others do
+        undo.pop_all()
+    return joined, axis
+
+
+def _agreed_step(guest: Guest, follower: Follower, timeout_s: float) -> int:
+    guest.ready()
+    while (step := guest.step()) is None:
+        follower.update(wait_s=0.05)
+    return step

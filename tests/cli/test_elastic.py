@@ -1,0 +1,85 @@
+"""`detonation train --elastic`: a rank is killed or stopped, and the replicas that are left finish the run."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from commands import Command, free_port, write_recipe
+
+pytestmark = pytest.mark.usefixtures("soon")
+
+SETS = ("--set", "train.steps=40", "train.checkpoint_every=10", "peers.silence_s=1.5", "train.log_updates=true")
+LONG = ("--set", "train.steps=100000", "train.checkpoint_every=20", "peers.silence_s=1.5")
+
+
+def elastic(folder, *more):
+    recipe = write_recipe(folder / "tiny.toml")
+    return Command(folder, "train", recipe, "--out", folder / "run", "--elastic", *SETS, *more)
+
+
+def summary(folder):
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+@pytest.fixture
+def begun(tmp_path):
+    commands = []
+
+    def begin(*more):
+        commands.append(elastic(tmp_path, *more))
+        return commands[-1]
+
+    yield begin
+    for command in commands:
+        command.kill()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_path, how):
+    command = begun("--replicas", 3)
+    command.wait_for_step(3)
+    os.kill(command.ranks[0], signal.Signals[how])
+    assert command.wait() == 0, command.errors
+    found = summary(tmp_path)
+    assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
+    assert [loss["replicas"] for loss in found["losses"]] == [[0]]
+    replayed = Command(tmp_path / "replay", "replay", tmp_path / "run", "--json")
+    assert replayed.wait() == 0, replayed.errors
+    assert json.loads(replayed.stdout.splitlines()[-1])["fingerprint"] == found["fingerprint"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
+    if how == "SIGKILL":  # and on the original number of replicas
+        resumed = elastic(tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44")
+        assert resumed.wait() == 0, resumed.errors
+        assert "resumed after step 40, from 2 replicas" in resumed.stdout and summary(tmp_path)["steps"] == 44
+
+
+def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path):
+    address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
+    commands = [Command(tmp_path / "meet", "meet", address)]
+
+    def start(name, *arguments):
+        given = ("train", recipe, "--out", tmp_path / "run", *arguments, *LONG)
+        commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
+        return commands[-1]
+
+    way = ("--elastic", "--meet", address, "--replicas", 2)
+    try:
+        second, first = start("second", *way, "--replica", 1), start("first", *way, "--replica", 0)
+        first.wait_for_step(3)
+        newcomer = start("newcomer", "--join", address)
+        newcomer.wait_for_step(1)
+        os.kill(first.pid, signal.SIGKILL)  # and its rank with it
+        second.wait_for_step(1)  # it writes now
+        os.kill(newcomer.pid, signal.SIGTERM)
+        assert [command.wait() for command in (second, newcomer)] == [0, 0], [c.errors for c in commands]
+    finally:
+        for command in commands:
+            command.kill()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert newest.name == f"step-{steps[-1]:06d}"
+    assert json.loads((newest / "manifest.json").read_text())["replicas"] == 2

@@ -1,0 +1,105 @@
+"""The law of admission: a replica that comes in while others train is one of them from an agreed step on."""
+
+import copy
+import queue
+import threading
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import detonation as dt
+from detonation.cluster.survive.agreement import next_axis_store
+from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.flat.tensors import digest
+from steps import bases
+from zoo import TALKING, Plain, batch, built
+
+REPLICAS, AFTER, TIMEOUT_S = 2, 4, 60
+TOKEN = b"0123456789abcdef"
+MODEL = built(Plain)
+COMING = ("demo", "demo-owner", "random", "full", "diloco")
+"""One of each way: all-gather, owners, all-reduce of a part and of all, anchors."""
+
+
+def steps(model, optimizer, axis, door):
+    """Trains until the newcomer is in, or gone, and some steps more."""
+    last = None
+    while last is None or optimizer.step_count < last:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + optimizer.step_count)
+        model(batch(axis.replica, optimizer.step_count, 32)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        door.after_step()
+        if last is None and axis._membership.guest > REPLICAS:  # as all know at the same step
+            last = optimizer.step_count + AFTER
+    optimizer.synchronize()
+    agreed = [tensor for each in optimizer.build() for tensor in each.shared_weights()]
+    axis.close()
+    return digest(agreed), digest(model.parameters()), optimizer.step_count, axis.size()
+
+
+def member(store, replica, scheme):
+    membership = Membership(next_axis_store(store, replica), replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
+    axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
+    safety = dt.Safety(verify_every=1)
+    optimizer = dt.replicate(bases(scheme, model.parameters()), model, axis, scheme, clip=0.5, safety=safety)
+    return steps(model, optimizer, axis, dt.Admission(model, optimizer, token=TOKEN))
+
+
+def newcomer(store, scheme):
+    model = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    safety = dt.Safety(verify_every=1)
+    optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN, safety=safety)
+    return steps(model, optimizer, axis, dt.Admission(model, optimizer, token=TOKEN))
+
+
+def left_behind(store):
+    """A newcomer that ends when all wait for it."""
+    guest, model = dt.Guest(store), copy.deepcopy(MODEL)
+    with dt.follow(model, guest.addresses(TIMEOUT_S), token=TOKEN) as follower:
+        guest.ready()
+        while guest.step() is None:
+            follower.update(wait_s=0.01)
+    guest.membership.leave(0)
+
+
+def together(*acts):
+    """What each act returns, in a thread of its own; the first error of any ends the test."""
+    ended = queue.Queue()
+
+    def run(act):
+        try:
+            ended.put((act(), None))
+        except BaseException as error:
+            ended.put((None, error))
+
+    for act in acts:
+        threading.Thread(target=run, args=[act], daemon=True).start()
+    results = []
+    for _ in acts:
+        result, error = ended.get(timeout=TIMEOUT_S)
+        if error:
+            raise error
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("name", COMING)
+def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name):
+    store, scheme = HashStore(), TALKING[name]
+    members = [lambda replica=replica: member(store, replica, scheme) for replica in range(REPLICAS)]
+    ends = together(*members, lambda: newcomer(store, scheme))
+    assert len(ends) == REPLICAS + 1
+    assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+
+
+def test_a_newcomer_that_is_lost_on_its_way_costs_the_others_nothing():
+    store, scheme = HashStore(), TALKING["demo"]
+    members = [lambda replica=replica: member(store, replica, scheme) for replica in range(REPLICAS)]
+    *ends, _ = sorted(together(*members, lambda: left_behind(store)), key=lambda end: end is None)
+    assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS
