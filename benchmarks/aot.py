@@ -1,42 +1,55 @@
 """The Triton kernels compiled ahead of time, without a GPU: registers, shared memory, spills and code of each.
 
-    python benchmarks/aot.py [--targets 80 90] [--configurations demo ...]
+    python benchmarks/aot.py [--targets 80 90] [--configurations demo ...] [--kernels encode_kernel ...]
 
-Compiles as a launch on OLMo2-1B over 8 shards would, with ptxas from triton's wheel. Local memory is what a thread
-keeps beyond its registers. Nothing runs, so nothing here says how fast a kernel is.
+Compiles what a step on OLMo2-1B over 8 shards launches (bf16 weights and gradients, two replicas, or eight through
+owners), with ptxas from triton's wheel. Local memory is what a thread keeps beyond its registers: arrays, and what is
+spilled. Nothing runs, so nothing here says how fast a kernel is.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+os.environ["DETONATION_KERNELS"] = "triton"  # so that `meta` plays an accelerator
+
 import torch
 import triton
-from launches import olmo2_1b
-from torch import Tensor
+from launches import Recycling, olmo2_1b
+from memory import accelerator
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import detonation as dt
-from detonation.core.codec.basis import dct_matrix
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.form import WHOLE
-from detonation.core.engine.accelerated import coding_of, places_of
 from detonation.kernels.gpu import inspection, launches
 
-CONFIGURATIONS = {
-    "demo 4/64": dt.demo(),
-    "demo 4/64 bf16": dt.demo(precision="bf16"),
-    "demo 4/64 sign": dt.demo(precision="sign", error_feedback=False),
-    "demo 32/64": dt.demo(topk=32),
-    "demo 32/64 2bit": dt.demo(topk=32, precision="2bit"),
-    "demo 8/128": dt.demo(topk=8, chunk=128),
-    "random 1/16": dt.random(),
-    "random_sign 1/8": dt.random_sign(),
+CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
+    "demo 4/64": (dt.demo(), 2),
+    "demo 4/64, owners": (dt.demo(), 8),
+    "demo 4/64 bf16": (dt.demo(precision="bf16"), 2),
+    "demo 4/64 4bit": (dt.demo(precision="4bit"), 2),
+    "demo 4/64 2bit": (dt.demo(precision="2bit"), 2),
+    "demo 4/64 sign": (dt.demo(precision="sign", error_feedback=False), 2),
+    "demo 1/64": (dt.demo(topk=1), 2),
+    "demo 1/64 sign": (dt.demo(topk=1, precision="sign", error_feedback=False), 2),
+    "demo 8/64": (dt.demo(topk=8), 2),
+    "demo 32/64": (dt.demo(topk=32), 2),
+    "demo 8/128": (dt.demo(topk=8, chunk=128), 2),
+    "loco 4bit": (dt.loco(), 2),
+    "random 1/16": (dt.random(), 2),
+    "random 1/16 4bit": (dt.random(precision="4bit"), 2),
+    "random_sign 1/8": (dt.random_sign(), 2),
+    "random_sign 1/8, owners": (dt.random_sign(), 8),
+    "striding 1/16": (dt.striding(), 2),
+    "slicing 1/16": (dt.slicing(), 2),
 }
 TYPES = {torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
 
@@ -45,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", type=int, default=[80, 90], help="compute capabilities, times ten")
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS)
+    parser.add_argument("--kernels", nargs="+", default=[], help="the kernels to compile; all when left out")
     args = parser.parse_args()
     print("| configuration | kernel | target | registers | local memory | shared memory | code |")
     print("|---|---|---|---|---|---|---|")
@@ -54,67 +68,68 @@ def main() -> None:
         def compiled(kernel: Any, programs: int, *arguments: Any, name: str = name, **constants: Any) -> None:
             """Compiles in the place of a launch, and prints a line unless an equal kernel had one."""
             for target in args.targets:
-                described = repr((kernel, target, sorted(constants.items())))
-                if described not in known:
+                described = repr((kernel, target, sorted(constants.items()), [kind("", each) for each in arguments]))
+                wanted = not args.kernels or kernel.__name__ in args.kernels
+                if wanted and described not in known:
                     known.add(described)
                     print(line(name, kernel, target, arguments, constants), flush=True)
 
-        with patch.object(launches, "launch", compiled), patch.object(inspection, "launch", compiled):
-            launch_all(CONFIGURATIONS[name].codec, CONFIGURATIONS[name])
+        with instead_of_launches(compiled):
+            step(*CONFIGURATIONS[name])
 
 
-def launch_all(codec: Codec, scheme: dt.Scheme) -> None:
-    """Every launch of a step: bf16 weights and gradients, messages of two replicas."""
-    meta = torch.device("meta")
-    shapes = {str(i): shape for i, shape in enumerate(olmo2_1b())}
-    layout = codec.layout(shapes)
-    slots = launches.Slots([s.row for s in layout.slots], [s.numel for s in layout.slots], layout.rows, meta)
-    tensors = [torch.empty(shape, dtype=torch.bfloat16, device=meta) for shape in shapes.values()]
-    table = launches.Addresses(meta).update(tensors)
-    coding, places = coding_of(launches, codec), places_of(launches, codec, layout.rows, WHOLE)
-    matrix = dct_matrix(codec.selection.chunk, meta) if coding.basis == "dct" else torch.empty(1, 1, device=meta)
-    coder = launches.Coder(coding, slots, matrix, matrix)
-    nbytes = codec.nbytes(layout.rows)
-    messages = torch.empty(2, -(-(64 + nbytes) // 4096) * 4096, dtype=torch.uint8, device=meta)
-    status, usual = torch.empty((), dtype=torch.int64, device=meta), torch.empty(1, device=meta)
-    feedback, memory = scheme.feedback, torch.empty(layout.rows, layout.chunk, device=meta)
-    assert feedback is not None
-    launches.Scanner([t.numel() for t in tensors], meta).first_beyond(tensors, 1e18)
-    if codec.selection.shared:
-        coder.rotations.rotate(coding, 2**40, 2**41, 3)
-    exact = not feedback.error_feedback or coding.block == 1
-    coder.encode(table, status, messages[:1, 64:], places, memory, feedback.decay, 1.0, exact, exact, False)
-    inspector, limits = launches.Inspector(2, meta), launches.Limits(1e18, 1000.0, 0.9999)
-    inspector.seal(messages, nbytes, 2**62, 2**61, 3, 2**40, status, 2**60)
-    launches.align(messages, messages)
-    inspector.inspect(messages, nbytes, coding, places, 2**62, 2**61, 3, 5, 100, usual, True, limits)
-    name = "majority" if "majority" in repr(scheme.aggregation).lower() else "mean"
-    for into in ("tensors", "signs") if exact else ("tensors", "signs", "release"):
-        coder.decode(messages[:, 64:], places, 2, name, into, table, memory, 1.0, memory)
+def instead_of_launches(act: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Context in which `act` gets what each launch would start."""
+    stack = ExitStack()
+    for module in (launches, inspection):
+        stack.enter_context(patch.object(module, "launch", act))
+    stack.enter_context(accelerator())
+    return stack
+
+
+def step(scheme: dt.Scheme, replicas: int) -> None:
+    """Every launch of a step: from the gradients to the gradients, and to weights that move by signs."""
+    model = nn.ParameterList([torch.zeros(shape, device="meta", dtype=torch.bfloat16) for shape in olmo2_1b()])
+    base = torch.optim.SGD(model.parameters(), lr=1e-3)
+    channel = dt.replicate(base, model, Recycling(replicas), scheme, kernels=True).build()[0].channel
+    gradients = [torch.empty_like(parameter) for parameter in model]
+    with torch.no_grad():
+        channel.send(gradients, 0).receive().write(gradients)
+        update = channel.send(gradients, 1).receive()
+        if update.can_apply_signs(gradients):
+            update.apply_signs(gradients, [(1.0, 1e-3)] * len(gradients))
 
 
 def line(name: str, kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> str:
     """A row of the table: one kernel for one target."""
-    signature = {each: kind(value) for each, value in zip(kernel.arg_names, arguments, strict=False)}
-    signature |= dict.fromkeys(constants, "constexpr")
+    found = compiled_for(kernel, target, arguments, constants)
+    registers, local = resources(found.asm["cubin"])
+    role = constants.get("INTO") or constants.get("KIND") or ("reply" if constants.get("AGGREGATION") else "")
+    if kernel is inspection.read_kernel:
+        role = "arrived" if constants["FACTS"] else "leaving"
+    label = f"{kernel.__name__} ({role})" if role else kernel.__name__
+    cells = [name, label, f"sm_{target}", registers, local, found.metadata.shared, len(found.asm["cubin"])]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """`kernel` as a launch with these arguments would compile it."""
+    pairs = list(zip(kernel.arg_names, arguments, strict=False))
+    signature = {each: kind(each, value) for each, value in pairs} | dict.fromkeys(constants, "constexpr")
     fixed = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(arguments) if isinstance(value, Tensor)}
-    found = triton.compile(
+    return triton.compile(
         ASTSource(kernel, signature, fixed, aligned),
         target=GPUTarget("cuda", target, 32),
         options={"num_warps": 8, "enable_fp_fusion": False},
     )
-    registers, local = resources(found.asm["cubin"])
-    into = f" ({constants['INTO']})" if "INTO" in constants else ""
-    cells = [name, f"{kernel.__name__}{into}", f"sm_{target}", registers, local, found.metadata.shared]
-    return "| " + " | ".join(map(str, [*cells, len(found.asm["cubin"])])) + " |"
 
 
-def kind(value: Any) -> str:
+def kind(name: str, value: Any) -> str:
     """The type of an argument, as triton names it."""
     if isinstance(value, Tensor):
         return f"*{TYPES[value.dtype]}"
-    return "fp32" if isinstance(value, float) else "i64" if abs(value) >= 2**31 else "i32"
+    return "fp32" if isinstance(value, float) else "i64" if name.startswith("address") or abs(value) >= 2**31 else "i32"
 
 
 def resources(binary: bytes) -> tuple[int, int]:

@@ -4,17 +4,20 @@
 
 OLMo2-1B's shapes over 8 shards, on the device `meta`: nothing is computed. Every operation but views counts, from the
 gradients to the update in their place; the base optimizer does not. With overlap, gradients leave in buckets. With
-`--kernels` the Triton kernels do the step (they are counted, not run), and memory that is only allocated is no launch.
+`--kernels` the Triton kernels do the step (they are counted, not run). Memory that is only allocated is no launch;
+allocations are counted beside, but for the buffers into which the communicator receives.
 """
 
 import argparse
 import os
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
 from memory import Mirror, Watch, accelerator
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes as no_watch
 
 import detonation as dt
 from detonation.core.replicator.channel import Channel
@@ -41,15 +44,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.kernels:
         os.environ["DETONATION_KERNELS"] = "triton"
-    print("| scheme | replicas | buckets | operations | with overlap | most, with overlap |")
-    print("|---|---|---|---|---|---|")
+    print("| scheme | replicas | buckets | operations | with overlap | allocations | most, with overlap |")
+    print("|---|---|---|---|---|---|---|")
     for name, scheme in SCHEMES.items():
         for replicas in args.replicas:
-            (_, plain), (channel, overlapped) = (
+            (_, plain, _), (channel, overlapped, allocated) = (
                 operations(scheme, replicas, overlap, args.kernels) for overlap in (False, True)
             )
             most = ", ".join(f"{what} {count}" for what, count in Counter(overlapped).most_common(8))
-            cells = [name, replicas, len(channel.pipelines), len(plain), len(overlapped), most]
+            cells = [name, replicas, len(channel.pipelines), len(plain), len(overlapped), allocated, most]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
@@ -61,15 +64,35 @@ def olmo2_1b(shards: int = 8) -> list[tuple[int, ...]]:
     return [(tokens // shards, width), *layer * 16, (width // shards,), (tokens // shards, width)]
 
 
-def operations(scheme: dt.Scheme, replicas: int, overlap: bool, kernels: bool = False) -> tuple[Channel, list[str]]:
-    """The channel, and the operations of its third step.
+class Recycling(Mirror):
+    """A communicator that receives into the same memory at every step."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas)
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with no_watch():
+            arrived = self._buffers.setdefault(len(mine), mine.new_empty(self._replicas, len(mine)))
+        return lambda: arrived
+
+    def all_to_all(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
+        with no_watch():
+            arrived = self._buffers.setdefault(-len(mine), torch.empty_like(mine))
+        return lambda: arrived.view(self._replicas, -1)
+
+
+def operations(
+    scheme: dt.Scheme, replicas: int, overlap: bool, kernels: bool = False
+) -> tuple[Channel, list[str], int]:
+    """The channel, the operations of its third step, and its allocations.
 
     Args:
         kernels: Whether the Triton kernels do the step, where DETONATION_KERNELS lets `meta` play an accelerator.
     """
     model = nn.ParameterList([torch.zeros(shape, device="meta") for shape in olmo2_1b()])
     base = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = dt.replicate(base, model, Mirror(replicas), scheme, kernels=kernels)
+    optimizer = dt.replicate(base, model, Recycling(replicas), scheme, kernels=kernels)
     channel = optimizer.build()[0].channel
     with accelerator():
         launched = import_module("detonation.kernels.gpu.launching").launch_counts if kernels else Counter()
@@ -85,8 +108,9 @@ def operations(scheme: dt.Scheme, replicas: int, overlap: bool, kernels: bool = 
                 else:
                     transfer = channel.send(gradients, step)
                 transfer.receive().write(gradients)
-    found = [name for name in watch.names if not kernels or name not in ALLOCATES]
-    return channel, [*found, *(name for name, count in launched.items() for _ in range(count))]
+    found = [name for name in watch.names if name not in ALLOCATES]
+    launches = [*found, *(name for name, count in launched.items() for _ in range(count))]
+    return channel, launches, len(watch.names) - len(found)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """Memory of a step by scheme, in bytes per parameter: kept between steps, and at the peak inside a step.
 
-    python benchmarks/memory.py [--schemes demo full ...] [--replicas 2 8] [--millions 268]
+    python benchmarks/memory.py [--schemes demo full ...] [--replicas 2 8] [--millions 268] [--kernels]
 
 Nothing is computed: the parameters are on the device `meta`, which plays an accelerator, and every storage that torch
 makes is counted until it is freed. *kept* is what stays between two steps without gradients: weights, the optimizer's
 state, and the memory, anchor and pending updates of the scheme. *messages* are those that are sent and received in a
 step, as they travel. *peak* is the largest amount at any moment of a step outside AdamW, gradients and messages
 included, and *over* the part of it beyond kept, gradients and messages. *base* is the part of the peak inside AdamW
-beyond kept and gradients: its own temporaries. SignSGD takes updates from the messages and counts as outside.
+beyond kept and gradients: its own temporaries. SignSGD takes updates from the messages and counts as outside. With
+`--kernels` Triton does the step where it can; the message buffers that it keeps are part of *kept* and of *messages*,
+which makes *over* negative.
 """
 
 import argparse
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,14 +78,17 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=[], help="cases whose name contains one of these words")
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 8])
     parser.add_argument("--millions", type=int, default=256, help="of parameters, in 16 square matrices")
+    parser.add_argument("--kernels", action="store_true", help="the Triton kernels do the step")
     args = parser.parse_args()
+    if args.kernels:
+        os.environ["DETONATION_KERNELS"] = "triton"
     side = int((args.millions * 2**20 / 16) ** 0.5) // 64 * 64
     print("| case | replicas | kept | gradients | messages | peak | over | the peak is in | base |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, case in CASES.items():
         if not args.schemes or any(word in name for word in args.schemes):
             for replicas in args.replicas:
-                found = measured(*case, [(side, side)] * 16, replicas)
+                found = measured(*case, [(side, side)] * 16, replicas, args.kernels)
                 numbers = (found.kept, found.gradients, found.messages, found.peak, found.over, max(0, found.base))
                 *columns, base_over = [f"{number / found.numel:.2f}" for number in numbers]
                 cells = [name, str(replicas), *columns, found.at, base_over]
@@ -196,12 +202,17 @@ def accelerator() -> Iterator[None]:
 
 
 def measured(
-    scheme: dt.Scheme, base: Base, dtype: torch.dtype, shapes: list[tuple[int, ...]], replicas: int
+    scheme: dt.Scheme,
+    base: Base,
+    dtype: torch.dtype,
+    shapes: list[tuple[int, ...]],
+    replicas: int,
+    kernels: bool = False,
 ) -> Measured:
     """Takes the steps of two rounds and more, and looks at those after the first round."""
     model = nn.ParameterList([torch.zeros(shape, dtype=dtype, device="meta") for shape in shapes])
     communicator, numel = Mirror(replicas), sum(p.numel() for p in model)
-    optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, kernels=False)
+    optimizer = dt.replicate(base(model.parameters()), model, communicator, scheme, kernels=kernels)
     every, messages, operations = scheme.round.every, 0, 0
     with accelerator(), Watch() as watch:
         peaks = [(0, "")]  # outside the base optimizer

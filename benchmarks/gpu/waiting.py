@@ -1,6 +1,9 @@
-"""No waiting: ten steps of every scheme in which the host may not wait for the GPU, and the profile of one step."""
+"""No waiting: ten steps of every scheme in which the host may not wait for the GPU, CUDA graphs of encode and decode,
+and the profile of one step."""
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +12,11 @@ from benchmarks.gpu.common import SIZES, Job, no_waits, numel, stepper, synchron
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.core.codec.form import WHOLE
+from detonation.core.engine.compiled import engine_for
+from detonation.core.exchange.outgoing import form_of
+from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
 
 TITLE = "The host waits for nothing"
 PROFILED = {
@@ -32,12 +40,14 @@ def measure(job: Job) -> None:
         job.attempt(f"ten steps of {name}", partial(ten_steps, job, SCHEMES[name], shapes))
     for name in ("demo", "full"):
         job.attempt(f"ten steps of {name} that send during backward", partial(ten_overlapped, job, SCHEMES[name]))
+    for name in ("demo", "demo-sign", "random-sign"):
+        job.attempt(f"graphs of {name}", partial(graphs, job, SCHEMES[name]))
     schemes = list(PROFILED.items())[: 1 if job.tiny else None]
     for name, scheme in schemes:
         for engine in ("torch", "triton") if job.on_gpu else ("torch",):
             job.attempt(f"profile of {name}", partial(profiled, job, name, scheme, engine))
     good = job.findings.checks - len(job.findings.failures)
-    job.headline(f"{good} of {job.findings.checks} schemes and profiles without a wait of the host")
+    job.headline(f"{good} of {job.findings.checks} schemes, graphs and profiles without a wait of the host")
 
 
 def ten_steps(job: Job, scheme: dt.Scheme, shapes: list[tuple[int, ...]]) -> None:
@@ -74,6 +84,51 @@ def ten_overlapped(job: Job, scheme: dt.Scheme) -> None:
     with no_waits(job.device):
         for _ in range(10):
             step()
+
+
+def graphs(job: Job, scheme: dt.Scheme) -> None:
+    """Captures encode and decode in a CUDA graph each, plays both, and compares the bits with those of launches.
+
+    A graph refuses to capture what allocates outside of its pool, or waits for the host. Where there is no GPU, plain
+    calls are compared.
+    """
+    codec, shapes = scheme.codec, SIZES["tiny"]
+    drawn = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=drawn).to(job.device) for shape in shapes]
+    layout, found = codec.layout({str(i): shape for i, shape in enumerate(shapes)}), []
+    for held in (False, True):
+        memory = Memory(layout, scheme.feedback, job.device) if scheme.feedback else None
+        engine = engine_for(codec, layout, memory, Runtime(job.device))
+        form = form_of(codec, layout.rows, WHOLE, False, job.device)
+        targets = [torch.zeros_like(gradient) for gradient in gradients]
+        encode = partial(engine.encode_into, lambda form=form: form, gradients, 0)
+        selected = encode()  # compiles, and copies tables to the device
+        (message,) = codec.encode(selected)
+        shared = selected.indices if codec.selection.shared else None
+        received = codec.received([message, message], layout.rows, shared, scheme.aggregation)
+        received = replace(received, source=replace(received.source, shared=shared))
+        decode = partial(engine.write, received, targets)
+        decode()
+        acts = [played(act) if held and job.on_gpu else act for act in (encode, decode)]
+        for _ in range(3):
+            for target in targets:
+                target.zero_()
+            for act in acts:
+                act()
+        synchronize(job.device)
+        found.append(
+            [*targets, *([memory.residual] if memory else []), *([form.buffer[:, form.room :]] if message.form else [])]
+        )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other), "a graph makes other bits than its launches"
+
+
+def played(act: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of `act`, to be played in its place."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        act()
+    return graph.replay
 
 
 def profiled(job: Job, name: str, scheme: dt.Scheme, engine: str) -> None:

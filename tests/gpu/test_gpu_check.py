@@ -46,9 +46,10 @@ def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
     assert "not found" in job.findings.failures[-1]
 
 
-def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(capsys, tmp_path):
-    assert check.main(["--out", str(tmp_path / "none")]) == 0
-    assert capsys.readouterr().out.startswith("no GPU: torch") and not (tmp_path / "none").exists()
+def test_without_a_gpu_it_says_so_in_one_line_and_does_not_end_well(capsys, tmp_path):
+    assert check.main(["--out", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("no GPU: torch") and said.count("\n") == 1 and not (tmp_path / "none").exists()
     with pytest.raises(SystemExit):
         check.main(["fats", "--device", "cpu"])
     assert "no part is called 'fats'; there are right, waiting, fast" in capsys.readouterr().err

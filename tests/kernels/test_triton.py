@@ -1,6 +1,8 @@
 """The Triton kernels, by Triton's interpreter on the CPU: each equals the engine and the guard of ordinary torch."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,14 +17,17 @@ from detonation.core.codec.basis import Identity
 from detonation.core.codec.form import WHOLE
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
-from detonation.core.engine.accelerated import TritonEngine, coding_of, places_of, why_not_triton
+from detonation.core.engine.accelerated import TritonEngine
+from detonation.core.engine.coding import coding_of, places_of, why_not_triton
 from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.outgoing import form_of
+from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from detonation.core.schemes import buckets
 from detonation.core.schemes.gradients import momentum
 from detonation.kernels.gpu import launches, launching
 from zoo import SCHEMES, TALKING
@@ -32,7 +37,7 @@ SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "ker
 RUN = {name: scheme for name, scheme in TALKING.items() if not why_not_triton(scheme.codec)}
 COMPARED = [
     "demo", "demo-senders-bf16", "demo-alpha", "demo-sign", "demo-bitmap-2bit", "random-odd", "random-majority",
-    "random-sign", "striding", "slicing",
+    "random-sign", "striding", "slicing", "loco", "muloco-2bit",
 ]  # fmt: skip
 """One of every basis, selection, precision, aggregation and coding of indices that kernels know."""
 
@@ -157,7 +162,8 @@ def test_a_seal_is_that_of_ordinary_torch(nbytes):
     header = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9)
     header.seal(wanted, nbytes)
     inspector = launches.Inspector(2, CPU)
-    inspector.seal(found, nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received)
+    run = launches.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0))
+    inspector.seal([run], nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received)
     assert torch.equal(found[:, : HEADER_BYTES + nbytes], wanted[:, : HEADER_BYTES + nbytes])
 
 
@@ -191,10 +197,13 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         usual, mine = torch.tensor([0.5]), torch.tensor([0.5])
         arrived = codec.arrived(messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
         refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
-        given = messages.clone()
+        given = torch.zeros_like(messages)
+        lengths = codec.precision.lengths(rows, codec.selection.k)
+        parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
+        run = launches.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
         found = inspector.inspect(
-            given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows, WHOLE), IDENTITY, 2**40, 3,
-            0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
+            [run], given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows, WHOLE), IDENTITY, 2**40,
+            3, 0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
         beyond = [~(norm <= LIMIT) for norm in norms]  # how far is an accident of the order of a sum
@@ -233,9 +242,11 @@ def trained(scheme, triton, base, monkeypatch):
     return simulate_replicas(act, 2)
 
 
-@pytest.mark.parametrize("name", ["demo", "random-sign", "demo-owner", "random-late", "demo-sign"])
+@pytest.mark.parametrize(
+    "name", ["demo", "random-sign", "demo-owner", "random-late", "loco-sign-owner", "random-sign-owner"]
+)
 def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
-    base = dt.SignSGD if name != "random-late" else torch.optim.SGD
+    base = dt.SignSGD if name not in ("random-late", "random-sign-owner") else torch.optim.SGD
     ours = trained(SCHEMES[name], True, lambda p: base(p, lr=0.01), monkeypatch)
     plain = trained(SCHEMES[name], False, lambda p: base(p, lr=0.01), monkeypatch)
     for one, other, wanted in zip(ours[0], ours[1], plain[0], strict=True):
@@ -243,8 +254,62 @@ def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
         torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "scheme",
+    [dt.distro(chunk=16), dt.random_sign(rate=1 / 4, delay=2), dt.demo(chunk=16, delay=1, link="owner")],
+    ids=["distro", "random_sign, two late", "owners"],
+)
+def test_a_look_ahead_reads_what_was_sent_where_it_lies(scheme, monkeypatch):
+    ours, plain = (trained(scheme, triton, lambda p: dt.SignSGD(p, lr=0.01), monkeypatch) for triton in (True, False))
+    assert not all(torch.equal(one, other) for one, other in zip(*ours, strict=True))  # each is ahead on its own
+    for one, wanted in zip([*ours[0], *ours[1]], [*plain[0], *plain[1]], strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        dt.demo(topk=4, chunk=16, precision="2bit"),
+        dt.demo(topk=4, chunk=16, link="owner"),
+        dt.random_sign(rate=1 / 4, error_feedback=True, link="owner"),
+    ],
+    ids=["all-gather", "owners", "owners-shared"],
+)
+def test_buckets_that_leave_early_make_the_same_bits(scheme, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 2**12)
+
+    def act(communicator, early):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(65, 130), nn.Linear(130, 67))
+        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=0.01), model, communicator, scheme)
+        channel = optimizer.build()[0].channel
+        assert len(channel.pipelines) > 1 and channel.engine.name == "triton"
+        for step in range(2):  # the first one sets up
+            batch = torch.randn(3, 65, generator=torch.Generator().manual_seed(100 * step + communicator.replica))
+            loss = model(batch).square().mean()
+            with optimizer.overlap() if early and step else nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        memory = channel.memory.residual if channel.memory else torch.zeros(1)
+        return [memory, *channel.exchange.state().values(), *(parameter.detach() for parameter in model.parameters())]
+
+    at_once, early = (simulate_replicas(partial(act, early=early), 2) for early in (False, True))
+    for one, other in zip(at_once, early, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True) if pair[0].numel() > 1)
+
+
+def test_messages_in_flight_lie_in_buffers_of_their_own():
+    workspace = Workspace(3)
+    taken = [workspace.take("form", (2, 5), CPU).data_ptr() for _ in range(9)]
+    assert len(set(taken)) == 3 and taken[:3] == taken[3:6] == taken[6:]
+    assert workspace.take("form", (2, 6), CPU).shape == (2, 6) and len(workspace._buffers["form"]) == 3
+    kept = [Workspace().take("form", (2, 5), CPU) for _ in range(3)]
+    assert len({each.data_ptr() for each in kept}) == 3
+
+
 def test_a_reason_is_given_where_no_kernel_encodes():
     reasons = {name: why_not_triton(scheme.codec) for name, scheme in TALKING.items()}
     assert reasons["demo"] == reasons["random-sign"] == ""
     assert "TileDCT" in reasons["demo-tiles"] and "int8" in reasons["random-int8-clipped"]
-    assert "1000" in reasons["demo-whole"] and "Everything" in reasons["full"]
+    assert "1000" in reasons["demo-whole"] and "one copy" in reasons["full"]

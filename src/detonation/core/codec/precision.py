@@ -193,11 +193,10 @@ class TwoBit(BlockCodebook):
         large, negative = size > deviation, is_negative(blocks, deviation, negative_zeros)
         tails = blocks * large  # summed line by line: scatter_add would add in any order on an accelerator
         over, under = (part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0)))
-        signs = tails.sign()
-        excess, far = signs.sum(1, keepdim=True), signs.abs_().sum(1, keepdim=True)
+        far, above = large.sum(1, keepdim=True, dtype=size.dtype), (tails > 0).sum(1, keepdim=True, dtype=size.dtype)
         small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (count - far).clamp_(min=1)
-        over, under = over / ((far + excess) / 2).clamp_(min=1), under / ((far - excess) / 2).clamp_(min=1)
-        return 2 * negative.to(torch.uint8) + large, torch.cat([small, over, -small, under], 1)
+        over, under = over / above.clamp(min=1), under / (far - above).clamp_(min=1)
+        return large.to(torch.uint8).add_(negative, alpha=2), torch.cat([small, over, -small, under], 1)
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from detonation.core.compute import kernel_library
-from detonation.core.compute.bitpack import pack, unpack
+from detonation.core.compute.bitpack import bit_counts, pack, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,10 +74,8 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(-1, rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
     else:  # without a byte for each bit
-        octets = bitmaps.view(torch.uint8)
-        pairs = octets - (octets >> 1 & 0x55)
-        nibbles = (pairs & 0x33) + (pairs >> 2 & 0x33)
-        counts = (nibbles + (nibbles >> 4) & 0x0F).view(-1, rows, chunk // 8).sum(2, dtype=torch.int32)
+        ones = bit_counts(bitmaps.device).index_select(0, bitmaps.reshape(-1).to(torch.int32))
+        counts = ones.view(-1, rows, chunk // 8).sum(2, dtype=torch.int32)
     return 2 * (counts != k).any(1).to(torch.int64)
 
 

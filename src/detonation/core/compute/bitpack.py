@@ -93,8 +93,8 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
 
 
 def _unpack(octets: Tensor, width: int) -> Tensor:  # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
-    if width == 1:
-        return _octets(octets.device).index_select(0, octets.to(torch.int32)).view(torch.uint8)
+    if width == 1 or (width in (2, 4) and octets.device.type != "cpu"):
+        return _octets(octets.device, width).index_select(0, octets.to(torch.int32)).view(torch.uint8)
     if width == 8:
         return octets
     if width < 8:
@@ -145,8 +145,20 @@ def signed(word: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _octets(device: torch.device) -> Tensor:
-    """For every byte, its eight bits as the eight bytes of a word."""  # [256] int64
-    numbers, shifts = (torch.arange(n, dtype=torch.int64, device=device) for n in (256, 8))
-    bits = numbers.unsqueeze(1) >> shifts & 1
-    return bits.to(torch.uint8).view(torch.int64).view(-1)
+def _octets(device: torch.device, width: int) -> Tensor:
+    """For every byte, its numbers of `width` bits as the bytes of one word."""  # [256] integer
+    numbers, shifts = (
+        torch.arange(0, stop, step, dtype=torch.int64, device=device) for stop, step in ((256, 1), (8, width))
+    )
+    parts = numbers.unsqueeze(1) >> shifts & (1 << width) - 1
+    return parts.to(torch.uint8).view(_unit(8 // width)).view(-1)
+
+
+@lru_cache(maxsize=8)
+def bit_counts(device: torch.device) -> Tensor:
+    """The number of bits that are set in each byte.
+
+    Shapes: -> `[256]` uint8.
+    """
+    counts: Tensor = _octets(device, 1).view(torch.uint8).view(256, 8).sum(1, dtype=torch.uint8)
+    return counts

@@ -50,11 +50,13 @@ def checksums(messages: Tensor, skipped: int = -1) -> Tensor:
     missing = -messages.shape[1] % LINE_BYTES
     padded = torch.nn.functional.pad(messages, (0, missing)) if missing else messages.contiguous()
     lines = padded.view(torch.int32).view(len(messages), -1, _WORDS)
-    sums = torch.cat([lines.sum(1, dtype=torch.int32), lines.sum(2, dtype=torch.int32)], 1)
+    sums = torch.empty(len(messages), _WORDS + lines.shape[1], dtype=torch.int32, device=messages.device)
+    torch.sum(lines, 1, dtype=torch.int32, out=sums[:, :_WORDS])
+    torch.sum(lines, 2, dtype=torch.int32, out=sums[:, _WORDS:])
     if skipped >= 0:
         words = lines[:, 0, skipped // 4 : skipped // 4 + 2]
-        sums[:, skipped // 4 : skipped // 4 + 2] -= words
-        sums[:, _WORDS] -= words.sum(1, dtype=torch.int32)
+        sums[:, skipped // 4 : skipped // 4 + 2].sub_(words)
+        sums[:, _WORDS].sub_(words.sum(1, dtype=torch.int32))
     return sums.mul(_numbers(lines.shape[1], messages.device)).sum(1)
 
 

@@ -26,7 +26,7 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
         if not any(s is not None and s.numel() for s in signals):
             return 0
         numels = tuple(0 if s is None else s.numel() for s in signals)
-        status: Tensor = _scanner(numels, runtime).first_beyond(signals, LIMIT)
+        status: Tensor = kernels.settled(_scanner(numels, runtime).scan(signals, LIMIT))
         return status
     numbers, within = signals_within(signals, runtime.device)
     return first_outside([numbers], [within]) if numbers else 0
@@ -37,7 +37,7 @@ def _scanner(numels: tuple[int, ...], runtime: Runtime) -> Any:
     """The kernels that look at signals of these sizes; a few small tensors."""
     kernels, _ = kernel_library.gpu_kernels(runtime)
     assert kernels is not None
-    return kernels.Scanner(numels, runtime.device)
+    return kernels.Scanner(numels, range(len(numels)), runtime.device)
 
 
 def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:

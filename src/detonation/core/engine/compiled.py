@@ -16,8 +16,9 @@ from detonation.core.codec.selection import TopK
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import Library, SignRate
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS
-from detonation.core.engine.accelerated import TritonEngine, why_not_triton
+from detonation.core.engine.accelerated import TritonEngine
 from detonation.core.engine.blocked import BlockedEngine
+from detonation.core.engine.coding import why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory

@@ -73,6 +73,13 @@ class ReferenceEngine:
         """
         return self.encode(signals, step, bad)
 
+    def scan(self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None) -> Tensor:
+        """For an engine that reads a status: the status of signals with these rising `numbers`; see `Scanner.scan`.
+
+        Shapes: one local shape per parameter -> `[n]` int64.
+        """
+        raise NotImplementedError
+
     def own_message(self, selected: Selected, own: Tensor | None) -> Received:
         """This replica's message as the only one that was received: `own` are its values as receivers decode them.
 

@@ -1,8 +1,8 @@
 """The contract of all exchanges, and what they share: a message in flight, how it is sealed and how it is opened."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from detonation.core.codec.codec import Arrived, Codec, Selected
 from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
 from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.zeros import zeros_are_negative
-from detonation.core.engine.accelerated import coding_of, places_of
+from detonation.core.compute.checksum import LINE_BYTES
+from detonation.core.engine.coding import coding_of, places_of
 from detonation.core.exchange.outgoing import Outgoing
+from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.link.tape import Tape
@@ -119,6 +121,12 @@ def sealed(outgoing: Outgoing, guard: Guard, step: int, status: int | Tensor | N
     """The bytes of the next collective, with a header if it is the last one of its message."""
     if status is None:
         return outgoing.next_run()
+    runs = outgoing.last_runs()
+    if runs is not None:
+        nbytes = outgoing.codec.nbytes(sum(rows for _, rows in runs))
+        parts = [row_run(guard, outgoing.codec, form.buffer, form.room, rows) for form, rows in runs]
+        guard.seal_runs(parts, nbytes, step, status, phase)
+        return next(form.buffer for form, _ in runs if form.room)
     whole, rest, nbytes = outgoing.last_run()
     guard.seal(whole, nbytes, step, status, phase)
     if rest is None:
@@ -146,6 +154,7 @@ def opened(
     phase: int = 0,
     signals: bool = True,
     tape: Tape | None = None,
+    workspace: Workspace | None = None,
 ) -> Arrived:
     """Waits for one sealed message per replica, validates and counts them; zeros replace unusable ones.
 
@@ -154,19 +163,23 @@ def opened(
         shared: Their indices, where all replicas know them.
         phase, signals: See `Guard.seal` and `Expected`.
         tape: Takes in the messages, unless they come from it.
+        workspace: Where messages in several runs are put together.
     """
     assert isinstance(flight.message, Outgoing)
-    sealed, nbytes = flight.message.wait()
-    absent = flight.message.absent
+    octets, runs, sealed = flight.message.wait(), flight.message.runs, None
+    absent, nbytes = flight.message.absent, codec.nbytes(rows)
+    if guard.kernels is None or absent or tape is not None:
+        sealed, _ = flight.message.whole(octets)
+        octets, runs = [sealed[:, : HEADER_BYTES + nbytes]], [(0, rows)]
     if tape is not None and not tape.plays:
         for sender in absent:  # which a replay finds by its empty header
-            sealed[sender, :HEADER_BYTES] = 0
-        tape.put(guard.place, flight.step, sealed[:, : HEADER_BYTES + nbytes])
-    arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
+            octets[0][sender, :HEADER_BYTES] = 0
+        tape.put(guard.place, flight.step, octets[0])
     if guard.kernels is not None and not absent:
-        coding, places = coding_of(guard.kernels, codec), places_of(guard.kernels, codec, rows, WHOLE)
-        guard.inspect(sealed, nbytes, coding, places, flight.step, phase, signals)
-        return arrived
+        body = inspected(codec, octets, runs, guard, workspace or Workspace(), flight.step, phase, signals)
+        return codec.arrived(body, rows, shared, aggregation)
+    assert sealed is not None
+    arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
     refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals, absent)
     if absent and signals:  # the aggregate is that of the others; an owner that is absent leaves its rows as they are
         present = [sender for sender in range(len(sealed)) if sender not in absent]
@@ -178,3 +191,40 @@ def opened(
             arrived = replace(arrived, body=arrived.body.clone())
         arrived.blank(refused)
     return arrived
+
+
+def row_run(guard: Guard, codec: Codec, octets: Tensor, room: int, rows: int) -> Any:
+    """A run of rows of messages, as kernels read it (`RowRun`)."""  # octets [messages, room + nbytes] uint8
+    lengths = codec.precision.lengths(rows, codec.selection.k)
+    values, statistics = lengths[0], sum(lengths[1:])
+    return guard.kernels.RowRun(octets, room, rows, (values, statistics, codec.nbytes(rows) - values - statistics))
+
+
+def inspected(
+    codec: Codec,
+    octets: Sequence[Tensor],
+    runs: Sequence[tuple[int, int]],
+    guard: Guard,
+    workspace: Workspace,
+    step: int,
+    phase: int,
+    signals: bool,
+) -> Tensor:
+    """The messages that arrived run by run, put together and inspected by kernels; zeros replace unusable ones.
+
+    Args:
+        runs: The first row of each run, and its rows.
+
+    Shapes: octets `[replicas, bytes]` each -> `[replicas, nbytes]` uint8.
+    """
+    rows = sum(count for _, count in runs)
+    nbytes, pairs = codec.nbytes(rows), sorted(zip(runs, octets, strict=True), key=lambda pair: pair[0])
+    parts = [row_run(guard, codec, each, each.shape[1] - codec.nbytes(count), count) for (_, count), each in pairs]
+    whole = octets[0]
+    # the replicas of a simulation receive one buffer together, in which none may write
+    if len(parts) > 1 or whole.device.type == "cpu" or not guard.kernels.is_aligned(whole, 16):
+        width = -(-(HEADER_BYTES + nbytes) // LINE_BYTES) * LINE_BYTES
+        whole = workspace.take(("whole", phase), (len(whole), width), whole.device)
+    coding, places = coding_of(guard.kernels, codec), places_of(guard.kernels, codec, rows, WHOLE)
+    guard.inspect(parts, whole, nbytes, coding, places, step, phase, signals)
+    return whole[:, HEADER_BYTES : HEADER_BYTES + nbytes]

@@ -14,6 +14,7 @@ from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import Float
 from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
 from detonation.core.exchange.outgoing import Outgoing, form_of
+from detonation.core.exchange.workspace import workspace_for
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import DIGITS
 from detonation.core.link.link import Link
@@ -124,12 +125,14 @@ class AllGather:
 
     def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
         self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
+        self._workspace = workspace_for(scheme, link)
 
     def start(self, step: int) -> InFlight:
         return InFlight(step, Outgoing(self._codec, 1, kernels=self._guard.kernels))
 
     def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
-        return form_of(self._codec, rows, WHOLE, self._zeros(flight.step), self._guard.usual.device)
+        zeros, device = self._zeros(flight.step), self._guard.usual.device
+        return form_of(self._codec, rows, WHOLE, zeros, device, first, self._workspace)
 
     def _zeros(self, step: int) -> bool:
         return negative_zeros(self._scheme, step, self._link.replica, self._link.replicas)
@@ -154,7 +157,10 @@ class AllGather:
 
     def receive(self, flight: InFlight) -> Received:
         aggregation, shared = self._scheme.aggregation, flight.indices()
-        arrived = opened(flight, self._codec, self._guard, self._rows, shared, aggregation, tape=self._link.tape)
+        tape, workspace = self._link.tape, self._workspace
+        arrived = opened(
+            flight, self._codec, self._guard, self._rows, shared, aggregation, tape=tape, workspace=workspace
+        )
         assert isinstance(flight.message, Outgoing)
         return arrived.received(aligned_rows(self._codec), flight.message.release)
 

@@ -11,6 +11,7 @@ from detonation.core.codec.codec import Codec, Message
 from detonation.core.codec.form import Dealt, MessageForm
 from detonation.core.compute import kernel_library
 from detonation.core.compute.checksum import LINE_BYTES
+from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.header import HEADER_BYTES
 from detonation.core.link.link import Arriving
 
@@ -50,17 +51,37 @@ class Outgoing:
 
     def add(self, first: int, rows: int, message: Message) -> None:
         """Adds the encoded rows from `first` on."""
-        self.waiting.append(Piece(first, rows, self.codec.parts(message, rows, self.count), message.form))
+        form = message.form
+        if form is None:
+            parts: Sequence[Tensor] = self.codec.parts(message, rows, self.count)
+        else:
+            body = form.buffer[:, form.room : form.room + self.codec.nbytes(rows)]
+            parts = torch.split(body, list(self.codec.lengths(rows)), 1)
+        self.waiting.append(Piece(first, rows, parts, form))
 
     def next_run(self) -> Tensor:
         """The bytes of the pieces that wait, to be sent before the last.
 
         Shapes: -> `[messages, nbytes]` uint8.
         """
-        pieces, self.waiting = _in_order(self.waiting), []
+        pieces = self._take_waiting()
         self.sent += pieces
-        self.runs.append((pieces[0].first, sum(piece.rows for piece in pieces)))
+        form = pieces[0].form
+        if form is not None and len(pieces) == 1 and not form.room:
+            return form.buffer
         return joined([piece.parts for piece in pieces])
+
+    def last_runs(self) -> list[tuple[MessageForm, int]] | None:
+        """The forms of all pieces in the order of their rows, and the rows of each, where engines wrote a run each and
+        left room for the header in the last to be sent; else None, and `last_run` has it all."""
+        pieces = _in_order([*self.sent, *self.waiting])
+        forms = [(piece.form, piece.rows) for piece in pieces if piece.form is not None]
+        if self.kernels is None or len(forms) < len(pieces) or len(self.waiting) > 1 or not self.waiting[0].form:
+            return None
+        if [form for form, _ in forms if form.room] != [self.waiting[0].form]:
+            return None
+        self._take_waiting()
+        return forms
 
     def last_run(self) -> tuple[Tensor, Tensor | None, int]:
         """The whole of each message, to be sealed; then the room for the header and the bytes that were not sent yet,
@@ -68,67 +89,83 @@ class Outgoing:
 
         Shapes: -> `[messages, 64 + nbytes + padding]` and `[messages, 64 + some bytes]` uint8, and nbytes.
         """
-        pieces, early = _in_order(self.waiting), self.sent
-        self.waiting, self.sent = [], []
-        self.runs.append((pieces[0].first, sum(piece.rows for piece in pieces)))
-        form = pieces[0].form
-        if self.kernels is not None and form is not None and len(pieces) == 1 and not early:
-            nbytes = self.codec.nbytes(form.owned)
-            return form.buffer, None, nbytes
+        early, pieces = self.sent, self._take_waiting()
+        self.sent = []
         whole, nbytes = padded([piece.parts for piece in _in_order([*early, *pieces])], HEADER_BYTES)
         if not early:
             return whole, None, nbytes
         return whole, joined([piece.parts for piece in pieces], HEADER_BYTES), nbytes
 
-    def wait(self) -> tuple[Tensor, int]:
-        """Waits for all runs and puts them together.
+    def wait(self) -> list[Tensor]:
+        """Waits for all runs.
+
+        Shapes: -> of each `[messages of all replicas, bytes]` uint8.
+        """
+        if self.played:
+            octets = self.played()
+            self.absent = {row for row, header in enumerate(octets[:, :HEADER_BYTES]) if not header.any()}
+            return [octets]
+        arrived = [each() for each in self.arriving]
+        self.absent.update(*(each.absent for each in self.arriving))
+        return arrived
+
+    def whole(self, arrived: Sequence[Tensor]) -> tuple[Tensor, int]:
+        """The output of `wait`, put together.
 
         Shapes: -> `[messages of all replicas, 64 + nbytes + padding]` uint8, and nbytes.
         """
         if self.played:
-            octets = self.played()
-            whole, nbytes = padded([[octets[:, HEADER_BYTES:]]], HEADER_BYTES)
-            whole[:, :HEADER_BYTES].copy_(octets[:, :HEADER_BYTES])
-            self.absent = {row for row, header in enumerate(octets[:, :HEADER_BYTES]) if not header.any()}
-            return whole, nbytes
-        arrived, pieces = [each() for each in self.arriving], []
-        self.absent.update(*(each.absent for each in self.arriving))
-        nbytes = self.codec.nbytes(sum(rows for _, rows in self.runs))
-        of_several = len(arrived) == 1 and len(arrived[0]) > 1  # torch refuses other types at the odd stride of one
-        if of_several and arrived[0].device.type == "cpu" and kernel_library.load_library():
-            return arrived[0], nbytes  # which kernels read at any address
-        if self.kernels is not None and len(arrived) == 1:
-            return self._aligned(arrived[0]), nbytes
-        for (first, rows), octets in zip(self.runs, arrived, strict=True):
-            body = octets[:, octets.shape[1] - self.codec.nbytes(rows) :]
-            pieces.append(Piece(first, rows, torch.split(body, list(self.codec.lengths(rows)), 1)))
-        whole, _ = padded([piece.parts for piece in _in_order(pieces)], HEADER_BYTES)
-        whole[:, :HEADER_BYTES].copy_(arrived[-1][:, :HEADER_BYTES])
+            nbytes = arrived[0].shape[1] - HEADER_BYTES
+            whole = padded([[arrived[0]]], 0)[0]
+        else:
+            nbytes = self.codec.nbytes(sum(rows for _, rows in self.runs))
+            of_several = len(arrived) == 1 and len(arrived[0]) > 1  # torch refuses other types at the odd stride of one
+            if of_several and arrived[0].device.type == "cpu" and kernel_library.load_library():
+                return arrived[0], nbytes  # which kernels read at any address
+            pieces = []
+            for (first, rows), octets in zip(self.runs, arrived, strict=True):
+                body = octets[:, octets.shape[1] - self.codec.nbytes(rows) :]
+                pieces.append(Piece(first, rows, torch.split(body, list(self.codec.lengths(rows)), 1)))
+            parts = [
+                part for parts in zip(*[piece.parts for piece in _in_order(pieces)], strict=True) for part in parts
+            ]
+            whole = padded([[arrived[-1][:, :HEADER_BYTES], *parts]], 0)[0]
         self.release()
         return whole, nbytes
 
-    def _aligned(self, octets: Tensor) -> Tensor:
-        """Messages as kernels read them: each begins at an address for any type."""
-        if not (octets.data_ptr() % 16 or octets.stride(0) % 16):
-            return octets
-        width = -(-octets.shape[1] // LINE_BYTES) * LINE_BYTES
-        whole = torch.empty(len(octets), width, dtype=torch.uint8, device=octets.device)
-        self.kernels.align(octets, whole)
-        self.release()
-        return whole
+    def _take_waiting(self) -> list[Piece]:
+        """The pieces that wait, which become one run."""
+        pieces, self.waiting = _in_order(self.waiting), []
+        self.runs.append((pieces[0].first, sum(piece.rows for piece in pieces)))
+        return pieces
 
     def release(self) -> None:
-        """Returns the receive buffers."""
+        """Returns the receive buffers. On an accelerator they are kept for the next step only where a step by kernels
+        allocates nothing else: torch's allocator has others for them until then."""
         for each in self.arriving:
-            each.release()
+            if self.kernels is not None or (each.rows is not None and each.rows.device.type == "cpu"):
+                each.release()
         self.arriving.clear()
 
 
-def form_of(codec: Codec, rows: int, dealt: Dealt, negative_zeros: bool, device: torch.device) -> MessageForm:
-    """The form of `dealt.count` messages of `rows` rows, each with room for a header, padded to lines of a checksum."""
-    width = -(-(HEADER_BYTES + codec.nbytes(rows)) // LINE_BYTES) * LINE_BYTES
-    buffer = torch.empty(dealt.count, width, dtype=torch.uint8, device=device)
-    return MessageForm(buffer, HEADER_BYTES, rows, dealt, negative_zeros)
+def form_of(
+    codec: Codec,
+    rows: int,
+    dealt: Dealt,
+    negative_zeros: bool,
+    device: torch.device,
+    first: int = 0,
+    workspace: Workspace | None = None,
+) -> MessageForm:
+    """The form of `dealt.count` messages of `rows` rows, as they travel.
+
+    Args:
+        first: The first row, which is 0 in the run that is sent last: that one has room for the header.
+    """
+    room = 0 if first else HEADER_BYTES
+    shape = dealt.count, room + codec.nbytes(rows)
+    buffer = (workspace or Workspace()).take(("form", first), shape, device)
+    return MessageForm(buffer, room, rows, dealt, negative_zeros)
 
 
 def joined(pieces: Sequence[Sequence[Tensor]], room: int = 0) -> Tensor:
@@ -144,13 +181,15 @@ def joined(pieces: Sequence[Sequence[Tensor]], room: int = 0) -> Tensor:
 
 
 def padded(pieces: Sequence[Sequence[Tensor]], room: int) -> tuple[Tensor, int]:
-    """`joined`, zero-padded to whole lines of a checksum; every message begins at an address for any type."""
+    """`joined`, zero-padded to whole lines of a checksum; every message begins at an address for any type.
+
+    The free bytes are written by the header.
+    """
     parts = [part for parts in zip(*pieces, strict=True) for part in parts]
     nbytes = sum(part.shape[1] for part in parts)
     width = -(-(room + nbytes) // LINE_BYTES) * LINE_BYTES
     found = torch.empty(len(parts[0]), width, dtype=torch.uint8, device=parts[0].device)
     _write(found[:, room : room + nbytes], parts)
-    found[:, :room].zero_()
     found[:, room + nbytes :].zero_()
     return found, nbytes
 

@@ -1,5 +1,6 @@
 """The exchange of two collectives, through the owners of rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -7,13 +8,14 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate
 from detonation.core.codec.codec import Arrived, Codec, Selected
-from detonation.core.codec.form import WHOLE, MessageForm
+from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
 from detonation.core.codec.indices import narrow
-from detonation.core.compute.scatter_sum import scatter_sum
-from detonation.core.engine.accelerated import replying_engine, why_not_triton
+from detonation.core.engine.accelerated import replying_engine
+from detonation.core.engine.coding import why_not_triton
 from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
 from detonation.core.exchange.outgoing import Outgoing, form_of
 from detonation.core.exchange.owners import RowOwners
+from detonation.core.exchange.workspace import workspace_for
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.link.tape import Tape
@@ -28,30 +30,49 @@ class TwoStage:
     The bytes that a replica sends do not grow with the number of replicas. The result is selected and encoded again by
     the codec of the reply; the rest stays in the server residual of the owner and is sent later, so that nothing is
     lost (law 1) between the two stages.
+
+    Args:
+        residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
+        seed: Of random selections.
+        first: The number of the first row among those of the whole flat.
     """
 
     secluded = True
 
     def __init__(
-        self, scheme: Scheme, codec: Codec, link: Link, owners: RowOwners, residual: Tensor, guard: Guard
+        self,
+        scheme: Scheme,
+        codec: Codec,
+        link: Link,
+        owners: RowOwners,
+        residual: Tensor,
+        guard: Guard,
+        seed: int,
+        first: int = 0,
     ) -> None:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self._answer = scheme.reply_codec(link.replicas)
-        self.owners, self.residual = owners, residual  # [owned, chunk]
+        self.owners, self.residual = owners, residual
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
-        kernels = guard.kernels if not why_not_triton(codec) and not codec.selection.shared else None
-        self._replier = None if kernels is None else replying_engine(kernels, self._answer, residual)
+        self._seed, self._replier = seed, None
+        if guard.kernels is not None and not why_not_triton(self._answer, scheme.aggregation):
+            mine = (self.replica, owners.replicas, owners.dealt.turns, owners.run, owners.owned, owners.rows)
+            answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
+            self._replier = replying_engine(guard.kernels, answer, residual, seed, mine)
+        self._workspace, self._answers = workspace_for(scheme, link), workspace_for(scheme, link)
         self._block = owners.owned if residual.device.type == "cpu" else block_rows(scheme, owners.rows)
 
     def start(self, step: int) -> InFlight:
         return InFlight(step, Outgoing(self._codec, self._link.replicas, kernels=self._guard.kernels))
 
     def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
-        if self._codec.selection.shared:
+        if self._guard.kernels is None:
             return None
-        owners = RowOwners(rows, self._link.replicas, self.owners.run)
-        zeros = negative_zeros(self._scheme, flight.step, self._link.replica, self._link.replicas)
-        return form_of(self._codec, owners.owned, owners.dealt, zeros, self.residual.device)
+        replicas = self._link.replicas
+        owners = RowOwners(rows, replicas, self.owners.run)
+        zeros = negative_zeros(self._scheme, flight.step, self._link.replica, replicas)
+        device = self.residual.device
+        return form_of(self._codec, owners.owned, owners.dealt, zeros, device, first // replicas, self._workspace)
 
     def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
         # selected values [rows, k] fp32 -> [rows, k] fp32
@@ -60,6 +81,7 @@ class TwoStage:
         owners, indices = RowOwners(len(selected.values), replicas, self.owners.run), None
         if selected.message is not None:  # an engine has dealt them already
             flight.message.add(first // replicas, owners.owned, selected.message)
+            flight.know(first // replicas, selected.indices if self._codec.selection.shared else None)
             return None
         if selected.indices is not None:  # padding is zeros, at valid indices
             sent = narrow(selected.indices)
@@ -79,17 +101,19 @@ class TwoStage:
         flight.message.arriving.append(self._link.all_to_all(octets.contiguous()))
 
     def forward(self, flight: InFlight) -> None:
-        owned, shared = self.owners.owned, flight.indices()
-        mine = None if shared is None else narrow(shared)[self._link.replica]
-        arrived = opened(flight, self._codec, self._guard, owned, mine, self._scheme.aggregation, phase=1)
-        reply, first = Outgoing(self._answer, 1, kernels=self._guard.kernels), 0
+        owned, mine = self.owners.owned, self._shared(flight)
+        if isinstance(mine, Tensor):
+            mine = mine[self._link.replica]
+        arrived = opened(
+            flight, self._codec, self._guard, owned, mine, self._scheme.aggregation, 1, workspace=self._workspace
+        )
+        assert isinstance(flight.message, Outgoing)
+        came, reply, first = flight.message, Outgoing(self._answer, 1, kernels=self._guard.kernels), 0
         received, zeros = arrived.received(self.owners.run), negative_zeros(self._scheme, flight.step)
         if self._replier is not None and self._replier.reads(received):
-            self._replier.add(received)
-            form = form_of(self._answer, owned, WHOLE, zeros, self.residual.device)
-            selected = self._replier.encode_into(lambda: form, [None], flight.step)
-            reply.add(0, owned, self._answer.encode(selected)[0])
-            self._replier.release(selected, None)
+            form = form_of(self._answer, owned, WHOLE, zeros, self.residual.device, 0, self._answers)
+            reply.add(0, owned, self._replier.reply(received, form, flight.step))
+            came.release()
         else:
             for block in received.blocks(self._block):
                 self._reply(reply, first, block, zeros)
@@ -106,16 +130,31 @@ class TwoStage:
         selected = self._answer.pick(residual, block.indices if self._codec.selection.shared else None)
         (message,) = self._answer.encode(selected, negative_zeros=zeros)
         sent, indices = self._answer.read(message, rows), selected.indices
-        residual -= scatter_sum([sent], [indices], chunk) if isinstance(indices, Tensor) else sent
+        if isinstance(indices, Tensor):  # no two of a row are equal
+            residual.scatter_add_(1, indices, sent.neg())
+        else:
+            residual -= sent
         reply.add(first, rows, message)
 
     def receive(self, flight: InFlight) -> Received:
         owned = self.owners.owned
-        tape, shared = self._link.tape, flight.indices()
-        arrived = opened(flight, self._answer, self._guard, owned, shared, Mean(), signals=False, tape=tape)
+        tape, shared = self._link.tape, self._shared(flight)
+        arrived = opened(
+            flight, self._answer, self._guard, owned, shared, Mean(), signals=False, tape=tape, workspace=self._answers
+        )
         unit, width = self.owners.run * self._link.replicas, self._answer.selection.k
         read, dealt = partial(self._collected, arrived), self.owners.dealt
-        return Received(self.owners.rows, read, unit=unit, width=width, source=arrived, dealt=dealt)
+        assert isinstance(flight.message, Outgoing)
+        release = flight.message.release
+        return Received(self.owners.rows, read, unit=unit, width=width, release=release, source=arrived, dealt=dealt)
+
+    def _shared(self, flight: InFlight) -> Tensor | SharedIndices | None:
+        """The indices that all replicas know: of all rows by their rule, or of those of each owner."""
+        shared = flight.indices()
+        if self._replier is not None or not isinstance(shared, SharedIndices):
+            return shared
+        padding = torch.arange(self._codec.selection.k, dtype=torch.int64, device=self.residual.device)
+        return self.owners.deal(shared.unpacked, padding if self.owners.missing else None)  # [replicas, owned, k]
 
     def _collected(self, arrived: Arrived, first: int, end: int) -> Coefficients:
         """The replies of all owners about the rows from `first` to below `end`, as one message."""
@@ -133,7 +172,7 @@ class TwoStage:
         owners = RowOwners(rows, self.owners.replicas, self.owners.run)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard)
+        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard, self._seed, first)
 
     def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}

@@ -13,7 +13,7 @@ from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, IDENTITY, Header, constant, put, unsealed
+from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant, put, unsealed
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable, explain_faults
 
 
@@ -68,20 +68,36 @@ class Guard:
             status: 0, or 1 + the number of the parameter because of which a part of the message is zeros.
             phase: Which of the collectives of an exchange; the last is 0.
 
-        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose first 64 bytes and padding are zeros.
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose padding is zeros.
         """
+        header = self._header(step, status, phase)
+        if self.kernels is None:
+            header.seal(messages, nbytes)
+        else:
+            self._seal([self.kernels.RowRun(messages, HEADER_BYTES, 0, (nbytes, 0, 0))], nbytes, header)
+
+    def seal_runs(self, runs: Sequence[Any], nbytes: int, step: int, status: int | Tensor, phase: int = 0) -> None:
+        """`seal` by kernels, for messages that lie in several runs of rows.
+
+        Args:
+            runs: In the order of their rows (`RowRun`).
+        """
+        self._seal(runs, nbytes, self._header(step, status, phase))
+
+    def _header(self, step: int, status: int | Tensor, phase: int) -> Header:
         received = 0
         if not phase:
             # of the exchange that all have surely opened, whoever looked at a message on its way
             received = self._received.get(self._sent - 1 - self._delay, 0)
             self._sent += 1
-        header = Header(self._schema, step, self._place | phase, self._replica, status, received)
-        if self.kernels is None:
-            header.seal(messages, nbytes)
-            return
-        found = status if isinstance(status, Tensor) else constant(status, messages.device)
-        inspector = self._inspector(len(messages))
-        inspector.seal(messages, nbytes, IDENTITY, header.schema, step, header.origin, found, received)
+        return Header(self._schema, step, self._place | phase, self._replica, status, received)
+
+    def _seal(self, runs: Sequence[Any], nbytes: int, header: Header) -> None:
+        octets, status = runs[0].octets, header.status
+        found = status if isinstance(status, Tensor) else constant(status, octets.device)
+        self._inspector(len(octets)).seal(
+            runs, nbytes, IDENTITY, header.schema, header.step, header.origin, found, header.received
+        )
 
     def admit(
         self,
@@ -113,23 +129,35 @@ class Guard:
         return None if self._report(table.tolist(), expected, not phase, absent) else refused
 
     def inspect(
-        self, messages: Tensor, nbytes: int, coding: Any, places: Any, step: int, phase: int = 0, signals: bool = True
+        self,
+        runs: Sequence[Any],
+        whole: Tensor,
+        nbytes: int,
+        coding: Any,
+        places: Any,
+        step: int,
+        phase: int = 0,
+        signals: bool = True,
     ) -> None:
         """`admit`, and zeros in the place of refused messages, by kernels.
 
         Args:
+            runs: Of the messages, in the order of their rows (`RowRun`).
+            whole: Where they are joined; the octets of the only run, if that is aligned and no one else's.
             coding, places: Of the messages, as kernels read them (`engine.accelerated`).
 
-        Shapes: messages `[replicas, 64 + nbytes or more]` uint8.
+        Shapes: whole `[replicas, 64 + nbytes or more]` uint8.
         """
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), signals)
         limits = self.kernels.Limits(LIMIT, LOUDER, FORGET)
-        table = self._inspector(len(messages)).inspect(
-            messages, nbytes, coding, places, IDENTITY, header.schema, step, header.place, expected.parameters,
+        table = self._inspector(len(whole)).inspect(
+            runs, whole, nbytes, coding, places, IDENTITY, header.schema, step, header.place, expected.parameters,
             self.usual, signals, limits,
         )  # fmt: skip
         report = partial(self._report, expected=expected, last=not phase)
+        if table.device.type == "cpu":  # which plays an accelerator: the next inspection writes here, too
+            table = table.clone()
         self._counts.report_later(step + self._delay, readback.Readback(table), report)
 
     def _inspector(self, count: int) -> Any:
@@ -144,6 +172,8 @@ class Guard:
 
         Shapes: `[3 * replicas]`, zeros.
         """
+        if isinstance(status, Tensor) and status.dim():
+            status = self.kernels.settled(status)
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
                 put(digits[DIGITS * self._replica + i], status >> 8 * i & 255)

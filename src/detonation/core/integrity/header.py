@@ -59,16 +59,15 @@ class Header:
         if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
             content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
             return torch.tensor(content, dtype=torch.int64, device="cpu")
-        words = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device).clone()
-        words[2].fill_(self.step)
+        constants = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device)
+        words = constants.add(_unit(2, device), alpha=self.step).add_(_unit(6, device), alpha=self.received)
         put(words[5], self.status)
-        words[6].fill_(self.received)
         return words
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose first 64 bytes and padding are zeros.
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose padding is zeros.
         """
         messages[:, :HEADER_BYTES].copy_(self.words(nbytes, messages.device).view(torch.uint8))
         messages[:, CHECKSUM_AT:HEADER_BYTES].copy_(checksums(messages).unsqueeze(1).view(torch.uint8))
@@ -80,6 +79,11 @@ def _constants(words: tuple[int, ...], device: torch.device) -> Tensor:
     for place, word in zip(found.unbind(), words, strict=True):
         place.fill_(word)
     return found
+
+
+@lru_cache(maxsize=16)
+def _unit(place: int, device: torch.device) -> Tensor:
+    return _constants(tuple(int(word == place) for word in range(8)), device)
 
 
 def constant(number: int, device: torch.device) -> Tensor:

@@ -80,20 +80,21 @@ def decide_usable(facts: Facts, expected: Expected, usual: Tensor) -> tuple[Tens
     alike = [facts.checksums - stated, status.clamp(0, expected.parameters) - status, facts.content]
     wrong = torch.cat([words[:, :5] - wanted, torch.stack(alike, 1)], 1)
     fine = (wrong == 0).all(1) & (norms <= LIMIT)
-    bound = torch.full_like(norms, torch.inf)
     if expected.signals:
         sending = fine & (norms > 0)
         rising = norms.masked_fill(sending.logical_not(), torch.inf).sort().values
         middle = rising.gather(0, sending.sum(0, keepdim=True) // 2)  # of two replicas the larger: none is accused
-        middle.masked_fill_(middle.isinf(), 0.0)  # nobody sends anything
+        middle.nan_to_num_(posinf=0.0)  # nobody sends anything
         bound = torch.maximum(middle, usual).mul_(LOUDER).expand_as(norms)
         fine = fine & (norms <= bound)
         remembered = torch.where(middle * LOUDER < usual, usual, usual * FORGET)
-        usual.copy_(torch.maximum(middle, remembered))
+        torch.maximum(middle, remembered, out=usual)
+    else:
+        bound = torch.full_like(norms, torch.inf)
     refused = fine.logical_not()
-    numbers = torch.stack([norms, bound]).double().view(torch.int64)
-    rest = torch.stack([facts.checksums, facts.content, *numbers, refused.long()], 1)
-    return refused, torch.cat([words, rest], 1)
+    numbers = torch.stack([norms, bound], 1).double().view(torch.int64)
+    checked = torch.stack([facts.checksums, facts.content], 1)
+    return refused, torch.cat([words, checked, numbers, refused.unsqueeze(1)], 1)
 
 
 @lru_cache(maxsize=64)

@@ -74,6 +74,10 @@ def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
+MOST_FREE = 16
+"""The most receive buffers that wait for their next use: of a few buckets and two stages."""
+
+
 class ProcessGroupCommunicator:
     """The process group of one mesh axis."""
 
@@ -84,7 +88,7 @@ class ProcessGroupCommunicator:
         self._size, self.replica = axis.size(), axis.get_local_rank()
         # a gloo group reads host memory only: a message from an accelerator takes a detour
         self._staging = HostStaging() if dist.get_backend(self._group) == "gloo" else None
-        self._buffer: Tensor | None = None
+        self._free: list[Tensor] = []  # receive buffers that were returned
 
     def size(self) -> int:
         return self._size
@@ -105,9 +109,7 @@ class ProcessGroupCommunicator:
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
         sent = self._to_wire(mine)
-        gathered, self._buffer = self._buffer, None
-        if gathered is None or gathered.shape != (self._size, len(sent)):
-            gathered = self._empty((self._size, len(sent)), mine)
+        gathered = self._buffer((self._size, len(sent)), mine)
         work = _all_gather(gathered.view(-1), sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
@@ -116,31 +118,37 @@ class ProcessGroupCommunicator:
 
         return wait
 
-    def recycle(self, gathered: Tensor) -> None:
-        """Takes back a buffer that `all_gather` returned on a CPU, for its next call.
+    def recycle(self, received: Tensor) -> None:
+        """Takes back a buffer that a collective returned, for a later one of its size.
 
-        New memory pages for a large message cost more than the message.
+        On a CPU new memory pages for a large message cost more than the message; there one buffer is kept.
 
         Shapes: `[replicas, bytes]` uint8.
         """
-        if gathered.device.type == "cpu":
-            self._buffer = gathered
+        if received.device.type == "cpu":
+            self._free.clear()
+        if received.device.type == "cpu" or self._staging is None:
+            self._free.append(received)
+            del self._free[:-MOST_FREE]
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
         sent = self._to_wire(mine)
-        received = self._empty(tuple(sent.shape), mine)
-        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        received = self._buffer((self._size, len(sent) // self._size), mine)
+        work = dist.all_to_all_single(received.view(-1), sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return self._from_wire(received.view(self._size, -1), mine)
+            return self._from_wire(received, mine)
 
         return wait
 
     def _to_wire(self, message: Tensor) -> Tensor:  # [any] -> [any]
         return message if self._staging is None else self._staging.to_host(message)
 
-    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:  # -> shape
+    def _buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:  # -> shape
+        for index, free in enumerate(self._free):
+            if free.shape == shape:
+                return self._free.pop(index)
         return like.new_empty(shape) if self._staging is None else self._staging.empty(shape, like)
 
     def _from_wire(self, received: Tensor, like: Tensor) -> Tensor:  # [any] -> [any]

@@ -9,6 +9,7 @@ from torch import Tensor
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.kinds import exchange_for
 from detonation.core.flat.layout import Layout
@@ -52,7 +53,7 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, block_rows(scheme, layout.rows))
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
-        self.exchange = exchange_for(scheme, link, layout, runtime.device, self._guard(layout, 0))
+        self.exchange = exchange_for(scheme, link, layout, runtime, self._guard(layout, 0))
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
@@ -65,6 +66,13 @@ class Channel:
         if len(buckets) == 1:
             return [BucketPipeline(buckets[0], self.engine)]
         return [self._pipeline(bucket) for bucket in reversed(buckets)]
+
+    @cached_property
+    def _statuses(self) -> Tensor:
+        """The status of each bucket of a step, for engines that read one."""  # [buckets, n] int64
+        signals: list[Tensor | None] = [None] * len(self.layout.slots)
+        one = self.engine.scan(signals, range(len(signals)))
+        return one.new_zeros(len(self.pipelines), len(one))
 
     def start(self, step: int) -> Transfer:
         """The transfer of `step`, with nothing in it yet."""
@@ -81,7 +89,7 @@ class Channel:
         at_once = self.runtime.device.type == "cpu" or self.engine.reads_status  # kernels need no temporaries
         pipelines = [BucketPipeline(Bucket.whole(self.layout), self.engine)] if at_once else self.pipelines
         parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in pipelines]
-        self._send(transfer, parts, first_nonfinite(signals, self.runtime))
+        self._send(transfer, parts, self._status(self.engine, signals))
         return transfer
 
     def send_part(self, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], step: int) -> Transfer:
@@ -92,7 +100,7 @@ class Channel:
         Shapes: one per piece of the bucket.
         """
         transfer = self._start_part(pipeline, step)
-        self._send(transfer, [(pipeline, pieces)], first_nonfinite(pieces, self.runtime))
+        self._send(transfer, [(pipeline, pieces)], self._status(pipeline.engine, pieces))
         return transfer
 
     def send_bucket(
@@ -110,7 +118,10 @@ class Channel:
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [pipeline], is_last)
             return False
-        if self.runtime.decides_on_device:
+        if self.engine.reads_status:
+            numbers = [piece.index for piece in bucket.pieces]
+            bad = pipeline.engine.scan(pieces, numbers, self._statuses[self.pipelines.index(pipeline)])
+        elif self.runtime.decides_on_device:
             numbers, within = signals_within(pieces, self.runtime.device)
             transfer.within.append(([bucket.pieces[i].index for i in numbers], within))
             bad = within.all().logical_not()
@@ -122,7 +133,9 @@ class Channel:
                 transfer.status = 1 + bucket.pieces[found - 1].index
         self._encode(transfer, pipeline, pieces, bad)
         status: int | Tensor | None = None
-        if is_last:
+        if is_last and self.engine.reads_status:
+            status = self._statuses
+        elif is_last:
             of_all = [numbers for numbers, _ in transfer.within]
             status = first_outside(of_all, [w for _, w in transfer.within]) if any(of_all) else transfer.status
             transfer.is_empty = status > 0
@@ -164,6 +177,12 @@ class Channel:
         memory = {"residual": self.memory.residual} if self.memory else {}
         return LocalState(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
+    def _status(self, engine: ReferenceEngine, signals: Sequence[Tensor | None]) -> int | Tensor:
+        """0, or which of the signals is not finite: see `Header`."""
+        if engine.reads_status:
+            return engine.scan(signals, range(len(signals)))
+        return first_nonfinite(signals, self.runtime)
+
     def _send(
         self,
         transfer: Transfer,
@@ -174,8 +193,10 @@ class Channel:
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [pipeline for pipeline, _ in parts])
             return
-        if isinstance(status, int) or self.scheme.signal == "parameters" or not self.engine.reads_status:
+        if not self.engine.reads_status:
             transfer.is_empty = status > 0
+        elif isinstance(status, Tensor) and self.scheme.signal == "parameters":
+            transfer.is_empty = status.any()
         bad = status if isinstance(status, Tensor) and self.engine.reads_status else transfer.is_empty
         for pipeline, pieces in parts:
             self._encode(transfer, pipeline, pieces, bad)

@@ -27,6 +27,15 @@ def as_bf16(numbers):
 
 
 @triton.jit
+def status_of(status, statuses, STATUSES: tl.constexpr):
+    """The smallest of `[statuses]` int64 that is not 0, or 0."""
+    item = tl.arange(0, STATUSES)
+    found = tl.load(status + item, mask=item < statuses, other=0)
+    least = tl.min(tl.where(found > 0, found, 1 << 62), axis=0)
+    return tl.where(least == (1 << 62), 0, least)
+
+
+@triton.jit
 def slot_of(starts, rows, slots, SEARCH: tl.constexpr):
     """The number of the last slot that begins at or before each row; slots of no rows come before the one they share
     their start with."""

@@ -53,6 +53,23 @@ def permutation_of_row(start, row):
 
 
 @triton.jit
+def places_of_row(
+    table, turn, first_row, row, rows, column, CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr
+):  # fmt: skip
+    """The place of each coefficient of some rows among those that all replicas send, -1 for one that is not sent.
+
+    table, turn: The output of `rotation_kernel`. first_row: The number of row 0 among those of the whole flat. rows: Of
+    the flat; later ones are padding, of which the first coefficients are sent.
+    """
+    permutation = tl.zeros_like(row)
+    if SELECTION == "random":
+        permutation = permutation_of_row(tl.load(turn), first_row + row)
+    real = (row < rows)[:, None] & (column < CHUNK)[None, :]
+    first = tl.where((row >= rows)[:, None] & (column < K)[None, :], column[None, :], -1)
+    return tl.load((table + permutation * CHUNK)[:, None] + column[None, :], mask=real, other=first)
+
+
+@triton.jit
 def rotation_kernel(
     table, turn, words, choices, phase, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr

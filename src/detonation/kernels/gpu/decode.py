@@ -10,8 +10,9 @@ from detonation.kernels.gpu.addressing import (
     slot_of,
     span_of,
     store_coordinates,
+    wide,
 )
-from detonation.kernels.gpu.choosing import permutation_of_row
+from detonation.kernels.gpu.choosing import places_of_row
 from detonation.kernels.gpu.numbers import load_packed, load_value
 
 
@@ -19,7 +20,7 @@ from detonation.kernels.gpu.numbers import load_packed, load_value
 def coefficients_of(
     values, statistics, indices, local, present, at, column,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The coefficients of some rows of a message, zeros where none was sent.
 
@@ -37,41 +38,73 @@ def coefficients_of(
             marked = load_packed(indices, bit, inside, 1)
             at = tl.cumsum(marked, axis=1) - 1
             real = inside & (marked == 1) & (at < K)
-            return tl.where(real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK), 0.0)
+            return tl.where(real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK, ALIGNED), 0.0)
         found = tl.zeros_like(local * K + column[None, :]).to(tl.float32)
         for number in range(K):
-            value = load_value(values, statistics, local * K + number, present, PRECISION, BLOCK)
+            value = load_value(values, statistics, local * K + number, present, PRECISION, BLOCK, ALIGNED)
             index = tl.zeros_like(local).to(tl.int32)
             if WIDTH > 0:
                 index = load_packed(indices, local * K + number, present, WIDTH)
             found += tl.where(inside & (column[None, :] == index), value, 0.0)
         return found
     real = inside & (at >= 0)
-    return tl.where(real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK), 0.0)
+    return tl.where(real, load_value(values, statistics, local * K + at, real, PRECISION, BLOCK, ALIGNED), 0.0)
+
+
+@triton.jit
+def aggregated(
+    values, stride, statistics_at, indices_at, replicas, local, present, at, column,
+    CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr,
+):  # fmt: skip
+    """The coefficients of some rows, aggregated over `replicas` messages in replica order.
+
+    Args:
+        values: Where the values of the first message begin, for each row; those of the next are `stride` bytes further.
+
+    Shapes: values `[rows, 1]` pointers, and as in `coefficients_of` -> `[rows, columns]` fp32.
+    """
+    total = tl.zeros(at.shape, dtype=tl.float32)
+    votes = tl.zeros(at.shape, dtype=tl.int32)
+    for replica in range(replicas):
+        begin = values + replica * stride
+        sent = coefficients_of(begin, begin + statistics_at, begin + indices_at, local, present, at, column,
+                               CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED)  # fmt: skip
+        if AGGREGATION == "majority":
+            votes += (sent > 0).to(tl.int32) - (sent < 0).to(tl.int32)
+            total += tl.abs(sent)
+        else:
+            votes += (sent != 0).to(tl.int32)
+            total += sent
+    if AGGREGATION == "nonzero":
+        return tl.div_rn(total, tl.maximum(votes, 1).to(tl.float32))
+    update = tl.div_rn(total, tl.zeros_like(total) + replicas)
+    if AGGREGATION == "majority":
+        update = tl.where(votes > 0, update, tl.where(votes < 0, -update, 0.0))
+    return update
 
 
 @triton.jit
 def decode_kernel(
     message, stride, statistics_at, indices_at, replicas, count, turns, run, owned,
     inverse, table, turn, first_row,
-    flat, targets, starts, numels, slots, rows, alpha, rates,
+    flat, targets, starts, numels, slots, rows, rates,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr, SELECTION: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
-    AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update what `INTO` says.
 
     Args:
         message: The first byte of the values of the first message; `stride` bytes further those of the next one.
         replicas: Whose messages hold all rows; with `count` above 1 it is one, in as many messages of `owned` rows.
-        flat: `[rows, CHUNK]` fp32, for the `INTO` "flat" (the update is stored), "release" (it is taken out, `alpha`
-            times) and "add".
+        flat: `[rows, CHUNK]` fp32, for the `INTO` "flat" (the update is stored).
         targets: A table as in `encode_kernel`, for the `INTO` "tensors" (the update is stored) and "signs" (weights
             move by its signs).
         rates: `[slots, 2]` fp32, shrink and lr of each weight.
     """
     column = tl.arange(0, COLUMNS)
-    in_row = column < CHUNK
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < rows
     row = tl.where(present, row, 0)
@@ -81,38 +114,15 @@ def decode_kernel(
     holder, local = message_of_row(row, count, turns, run, owned)
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     if SELECTION != "topk":
-        permutation = tl.zeros_like(row)
-        if SELECTION == "random":
-            permutation = permutation_of_row(tl.load(turn), first_row + row)
-        at = tl.load((table + permutation * CHUNK)[:, None] + column[None, :], mask=in_row[None, :], other=-1)
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    votes = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
-    for replica in range(replicas):
-        values = message + ((replica + holder) * stride)[:, None]
-        sent = coefficients_of(values, values + statistics_at, values + indices_at, local[:, None], present[:, None],
-                               at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP)  # fmt: skip
-        if AGGREGATION == "majority":
-            votes += (sent > 0).to(tl.int32) - (sent < 0).to(tl.int32)
-            total += tl.abs(sent)
-        else:
-            votes += (sent != 0).to(tl.int32)
-            total += sent
-    replicas_here = tl.zeros_like(total) + replicas
-    if AGGREGATION == "nonzero":
-        update = tl.div_rn(total, tl.maximum(votes, 1).to(tl.float32))
-    else:
-        update = tl.div_rn(total, replicas_here)
-    if AGGREGATION == "majority":
-        update = tl.where(votes > 0, update, tl.where(votes < 0, -update, 0.0))
+        at = places_of_row(table, turn, first_row, row, rows, column, CHUNK, K, SELECTION)
+    values = (message + holder * stride)[:, None]
+    update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None], present[:, None], at,
+                        column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
     if BASIS == "dct":
         update = tl.dot(update, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]), input_precision="ieee")
     place = (flat + row * CHUNK)[:, None] + column[None, :]
     if INTO == "flat":
         tl.store(place, update, mask=inside)
-    elif INTO == "release":
-        tl.store(place, tl.load(place, mask=inside, other=0.0) - update * alpha, mask=inside)
-    elif INTO == "add":
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + update, mask=inside)
     elif INTO == "tensors":
         store_coordinates(targets, slot, slots, start, column, inside, update, KINDS)
     else:

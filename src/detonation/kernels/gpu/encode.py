@@ -3,21 +3,35 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import as_bf16, bf16_bits, dealt_row, load_coordinates, slot_of, span_of
-from detonation.kernels.gpu.choosing import largest_of, permutation_of_row
-from detonation.kernels.gpu.numbers import quantised, store_packed
+from detonation.kernels.gpu.addressing import (
+    as_bf16,
+    bf16_bits,
+    dealt_row,
+    load_coordinates,
+    slot_of,
+    span_of,
+    status_of,
+    wide,
+)
+from detonation.kernels.gpu.choosing import largest_of, places_of_row
+from detonation.kernels.gpu.decode import aggregated, coefficients_of
+from detonation.kernels.gpu.numbers import quantised, store_bf16, store_fp32, store_packed
 
 
 @triton.jit
 def encode_kernel(
-    residual, signals, starts, numels, slots, rows, status, decay, alpha,
+    residual, signals, starts, numels, slots, rows, status, statuses, decay, alpha,
     forward, inverse,
     message, stride, statistics_at, indices_at, count, turns, run, owned,
-    table, turn, first_row, negative_zeros,
+    table, turn, first_row, owner, owners, owner_turns, owner_run, owner_owned, flat_rows, negative_zeros,
+    arrived, arrived_stride, arrived_statistics_at, arrived_indices_at, replicas,
     scratch, numbers, units,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr, SELECTION: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, RELEASE: tl.constexpr,
-    ROUND: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
+    AGGREGATION: tl.constexpr, ARRIVED_K: tl.constexpr, ARRIVED_SELECTION: tl.constexpr,
+    ARRIVED_PRECISION: tl.constexpr, ARRIVED_BLOCK: tl.constexpr, ARRIVED_WIDTH: tl.constexpr,
+    ARRIVED_BITMAP: tl.constexpr,
+    RELEASE: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the precision.
@@ -27,18 +41,22 @@ def encode_kernel(
     Args:
         residual: `[rows, CHUNK]` fp32, decayed and added to; without `MEMORY` the signal takes its place.
         signals: A table of addresses and kinds, `[2, slots]` int64; see `addressing`.
-        status: `[]` int64; where it is not 0 the residual stays as it is, and zeros are sent.
+        status: `[statuses]` int64; where any is not 0 the residual stays as it is, and zeros are sent.
         message: The first byte of the values of the first message; `stride` bytes further those of the next one.
         statistics_at, indices_at: Where statistics and indices begin, after the values.
         count, turns, run, owned: The messages, and the rows of each: see `addressing.dealt_row`.
         table, turn: The output of `rotation_kernel`, for a selection that all replicas share.
-        first_row: The number of the first row, among those of the whole flat.
+        first_row: The number of the first row, among those of the whole flat; of the rows of one owner `owner` to
+            `owner_owned` say which of `flat_rows` they are, as in `dealt_row`.
+        arrived: With an `AGGREGATION` the signal is what the messages of `replicas` make, in coefficients; these
+            describe them as the arguments above do the message that is written.
         scratch, numbers: `[programs, UNIT * K]` fp32, `[programs, UNIT * max(K, CHUNK)]` uint8.
-        RELEASE: Whether the sent part leaves the residual here; with `ROUND` as it is read after rounding.
+        RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from the message, as every
+            receiver does; "" where it stays.
     """
     column = tl.arange(0, COLUMNS)
     in_row = column < CHUNK
-    silent = tl.load(status) != 0
+    silent = status_of(status, statuses, STATUSES) != 0
     kept = tl.where(silent, 1.0, decay)
     scratch += tl.program_id(0).to(tl.int64) * UNIT * K
     numbers += tl.program_id(0).to(tl.int64) * UNIT * (CHUNK if BITMAP else K)
@@ -56,7 +74,17 @@ def encode_kernel(
             slot = slot_of(starts, row, slots, SEARCH)
             start, left = span_of(starts, numels, slot, row, CHUNK)
             inside = present[:, None] & (column[None, :] < left[:, None])
-            signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
+            at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+            if SELECTION != "topk":
+                of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
+                at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
+            if AGGREGATION == "":
+                signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
+            else:
+                signal = aggregated(arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at, replicas,
+                                    local[:, None], present[:, None], at, column, CHUNK, ARRIVED_K, ARRIVED_SELECTION,
+                                    ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH, ARRIVED_BITMAP, True,
+                                    AGGREGATION)  # fmt: skip
             place = (residual + row * CHUNK)[:, None] + column[None, :]
             if MEMORY:
                 signal += tl.load(place, mask=inside, other=0.0) * kept
@@ -69,21 +97,21 @@ def encode_kernel(
                 chosen = largest_of(tl.where(in_row[None, :], size, -1), column, K, COLUMNS)
                 at = tl.where(chosen == 1, tl.cumsum(chosen, axis=1) - 1, -1)
             else:
-                permutation = tl.zeros_like(row)
-                if SELECTION == "random":
-                    permutation = permutation_of_row(tl.load(turn), first_row + row)
-                at = tl.load((table + permutation * CHUNK)[:, None] + column[None, :], mask=in_row[None, :], other=-1)
                 chosen = (at >= 0).to(tl.int32)
             real = (chosen == 1) & (local < owned)[:, None]
             value = tl.where(silent | (present[:, None] == 0), 0.0, coefficients)
+            numbered = local[:, None] * K + at
             if PRECISION == "fp32":
-                numbered = values_out.to(tl.pointer_type(tl.float32), bitcast=True) + local * K
-                tl.store(numbered[:, None] + at, value, mask=real)
+                if ALIGNED:
+                    tl.store(values_out.to(tl.pointer_type(tl.float32), bitcast=True) + numbered, value, mask=real)
+                else:
+                    store_fp32(values_out, numbered, value, real)
             elif PRECISION == "bf16":
-                numbered = values_out.to(tl.pointer_type(tl.int16), bitcast=True) + local * K
-                tl.store(numbered[:, None] + at, bf16_bits(value).to(tl.int16), mask=real)
-                if ROUND:
-                    value = as_bf16(value)
+                if ALIGNED:
+                    halves = values_out.to(tl.pointer_type(tl.int16), bitcast=True)
+                    tl.store(halves + numbered, bf16_bits(value).to(tl.int16), mask=real)
+                else:
+                    store_bf16(values_out, numbered, value, real)
             else:
                 tl.store(scratch + within[:, None] * K + at, value, mask=real)
             if WIDTH > 0:
@@ -94,7 +122,9 @@ def encode_kernel(
                     index = tl.zeros_like(chosen) + column[None, :]
                     tl.store(numbers + within[:, None] * K + at, index.to(tl.uint8), mask=real)
             if MEMORY:
-                if RELEASE:
+                if RELEASE == "exact" or RELEASE == "rounded":
+                    if RELEASE == "rounded":
+                        value = as_bf16(value)
                     sent = tl.where(chosen == 1, value, 0.0)
                     if BASIS == "dct":
                         sent = tl.dot(sent, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]),
@@ -117,7 +147,7 @@ def encode_kernel(
             bits: tl.constexpr = 1 if PRECISION == "sign" else 2 if PRECISION == "2bit" else 4
             each: tl.constexpr = 8 // bits
             octet = tl.arange(0, BLOCK // each)
-            for block in range(UNIT * K // BLOCK):
+            for block in range(tl.cdiv(here * K, BLOCK)):
                 number = block * BLOCK + item
                 real_values = number < here * K
                 values = tl.load(scratch + number, mask=real_values, other=0.0)
@@ -128,4 +158,26 @@ def encode_kernel(
                 packed = tl.sum(tl.reshape(code, [BLOCK // each, each]) << (bits * tl.arange(0, each))[None, :], axis=1)
                 used = block * BLOCK + octet * each < here * K
                 tl.store(values_out + (begin * K + block * BLOCK) // each + octet, packed.to(tl.uint8), mask=used)
-        tl.debug_barrier()  # all have read them: the next unit may overwrite them
+        tl.debug_barrier()  # all have read them: the next unit may overwrite them; and the message is written
+        if RELEASE == "read":
+            for part in range(0, UNIT, ROWS):
+                local = begin + part + tl.arange(0, ROWS)
+                row = dealt_row(which, local, count, turns, run, owned)
+                present = (local < owned) & (row < rows)
+                row = tl.where(present, row, 0)
+                slot = slot_of(starts, row, slots, SEARCH)
+                start, left = span_of(starts, numels, slot, row, CHUNK)
+                inside = present[:, None] & (column[None, :] < left[:, None])
+                at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+                if SELECTION != "topk":
+                    of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
+                    at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
+                sent = coefficients_of(
+                    values_out, values_out + statistics_at, values_out + indices_at, local[:, None], present[:, None],
+                    at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
+                )  # fmt: skip
+                if BASIS == "dct":
+                    sent = tl.dot(sent, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]),
+                                  input_precision="ieee")  # fmt: skip
+                place = (residual + row * CHUNK)[:, None] + column[None, :]
+                tl.store(place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside)

@@ -6,26 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch
-from detonation.kernels.gpu.messages import (
-    align_kernel,
-    decide_kernel,
-    facts_kernel,
-    scan_kernel,
-    seal_kernel,
-    settle_kernel,
-    sums_kernel,
-)
+from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
+from detonation.kernels.gpu.messages import decide_kernel, read_kernel, scan_kernel, seal_kernel, settle_kernel
 
-LINE_BYTES, HEADER_WORDS, CHECKSUM_WORD = 4096, 16, 14
+LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
 PARTS = 2 if INTERPRETED else 128
-"""The programs that sum or inspect one message."""
+"""The programs that read one message."""
 OCTETS = 4096
-"""The bytes, or the values, that a program looks at together."""
-
-
+"""The values that a program looks at together."""
 ROW, SCANNING = 1024, 512
 """The coordinates that are looked at together, and the most programs, which look at one row after the other."""
+RUNS = 4
+"""The most runs of rows in which a message may lie."""
 
 
 @dataclass(frozen=True)
@@ -37,102 +29,167 @@ class Limits:
     forget: float
 
 
+@dataclass(frozen=True)
+class RowRun:
+    """Some rows of several messages, which begin at any address.
+
+    Args:
+        octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and indices.
+        lengths: The bytes of values, statistics and indices.
+    """
+
+    octets: Tensor
+    room: int
+    rows: int
+    lengths: tuple[int, int, int]
+
+
 class Inspector:
     """Seals and inspects `count` messages at a time, in memory that it keeps."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._count = count
+        self._count, self._device = count, device
         self._columns = torch.empty(count, PARTS, LINE_BYTES // 4, dtype=torch.int32, device=device)
         self._sums = torch.empty(count, PARTS, dtype=torch.int64, device=device)
         self._firsts = torch.empty(count, dtype=torch.int32, device=device)
         self._squares = torch.empty(count, PARTS, dtype=torch.float32, device=device)
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
+        self._runs: dict[tuple[int, ...], Tensor] = {}
 
     def seal(
-        self, messages: Tensor, nbytes: int, identity: int, schema: int, step: int, origin: int, status: Tensor,
+        self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int, origin: int, status: Tensor,
         received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message, which begins at an address for any type.
+        """Writes the header of each message before the one of its runs that has room for it.
 
-        Shapes: messages `[count, 64 + nbytes + padding]` uint8, status `[]` int64.
+        Args:
+            runs: In the order of their rows, at most `RUNS`.
+
+        Shapes: status `[n]` int64, see `status_of`.
         """
-        self._sum(messages, nbytes, skipped=0)
+        self._read(runs, None, skipped=0)
+        (head,) = (run.octets for run in runs if run.room)
         launch(
-            seal_kernel, self._count, messages, messages.stride(0), self._columns, self._sums, self._firsts, PARTS,
-            identity, schema, step, origin, nbytes, status, received,
+            seal_kernel, self._count, head, head.stride(0), self._columns, self._sums, self._firsts, PARTS,
+            identity, schema, step, origin, nbytes, status, status.numel(), received, STATUSES=power(status.numel()),
         )  # fmt: skip
 
     def inspect(
-        self, messages: Tensor, nbytes: int, coding: Coding, places: Places, identity: int, schema: int, step: int,
-        place: int, parameters: int, usual: Tensor, signals: bool, limits: Limits,
+        self, runs: Sequence[RowRun], whole: Tensor, nbytes: int, coding: Coding, places: Places, identity: int,
+        schema: int, step: int, place: int, parameters: int, usual: Tensor, signals: bool, limits: Limits,
       ) -> Tensor:  # fmt: skip
-        """Decides which messages are refused, replaces these by zeros, and returns the table of `decide_usable`.
+        """Joins messages, decides which of them are refused, replaces these by zeros, and returns the table of
+        `decide_usable`.
 
-        Shapes: messages `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
+        Args:
+            runs: As in `seal`.
+            whole: Where the messages are joined; the octets of the only run, if they are whole and aligned already.
+
+        Shapes: whole `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
         """
-        self._sum(messages, nbytes, skipped=CHECKSUM_WORD)
-        body = messages[:, 4 * HEADER_WORDS :]
-        constants = coding.constants
-        del constants["BASIS"], constants["SELECTION"]
-        launch(
-            facts_kernel, self._count * PARTS, body, body.stride(0), places.statistics_at, places.indices_at,
-            places.owned, self._squares, self._faults, PARTS, **constants, SOME=OCTETS,
-        )  # fmt: skip
+        self._read(runs, whole, skipped=CHECKSUM_WORD, coding=coding)
         values = places.owned * coding.k
         scale = min(coding.block, values) ** 0.5 if coding.block > 1 else 1.0
         launch(
-            decide_kernel, 1, messages, messages.stride(0), self._columns, self._sums, self._firsts, PARTS,
+            decide_kernel, 1, whole, whole.stride(0), self._columns, self._sums, self._firsts, PARTS,
             self._squares, self._faults, PARTS, scale, identity, schema, step, place, nbytes, parameters,
             usual, limits.limit, limits.louder, limits.forget, self._table, self._count,
-            REPLICAS=1 << (self._count - 1).bit_length(), SIGNALS=signals,
+            REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
         return self._table
 
-    def _sum(self, messages: Tensor, nbytes: int, skipped: int) -> None:
-        total = 4 * HEADER_WORDS + nbytes
+    def _read(self, runs: Sequence[RowRun], whole: Tensor | None, skipped: int, coding: Coding | None = None) -> None:
+        given = [*runs, *[runs[0]] * (RUNS - len(runs))]
+        addresses = [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
+        constants = (coding or _ANY).constants
+        del constants["BASIS"], constants["SELECTION"]
+        join = whole is not None and whole.data_ptr() != runs[0].octets.data_ptr()
+        target = self._columns if whole is None else whole
+        total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
         launch(
-            sums_kernel, self._count * PARTS, messages, messages.stride(0), total, -(-total // LINE_BYTES),
-            self._columns, self._sums, self._firsts, PARTS, SKIPPED=skipped,
+            read_kernel, self._count * PARTS, *addresses, self._table_of(runs), -(-total // LINE_BYTES),
+            target, target.stride(0), self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS,
+            RUNS=len(runs), SKIPPED=skipped, JOIN=join, FACTS=coding is not None,
+            ALIGNED=all(is_aligned(run.octets, 4, run.room) for run in runs), **constants, SOME=OCTETS,
         )  # fmt: skip
 
-
-def align(source: Tensor, target: Tensor) -> None:
-    """Copies messages to where each begins at an address for any type.
-
-    Shapes: source `[messages, nbytes]`, target `[messages, nbytes or more]` uint8.
-    """
-    launch(
-        align_kernel, len(source) * PARTS, source, source.stride(0), target, target.stride(0), source.shape[1], PARTS,
-        SOME=OCTETS,
-    )  # fmt: skip
+    def _table_of(self, runs: Sequence[RowRun]) -> Tensor:
+        """Where the parts of runs lie in the whole, as `read_kernel` reads it."""  # [runs, 16] int64
+        key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
+        if key not in self._runs:
+            lines, begin = [[0] * 3 if not run.room else [0, HEADER_BYTES, 0] for run in runs], HEADER_BYTES
+            for part in range(3):
+                for line, run in zip(lines, runs, strict=True):
+                    line += [begin, begin + run.lengths[part], run.room + sum(run.lengths[:part])]
+                    begin = line[-2]
+            numbers = [number for line, run in zip(lines, runs, strict=True) for number in (*line, run.rows, 0, 0, 0)]
+            self._runs[key] = uploaded(numbers, torch.int64, self._device)
+        return self._runs[key]
 
 
 class Scanner:
-    """Looks for values that are not finite in tensors of the same sizes, step after step."""
+    """Looks for values that are not finite in tensors of the same sizes, step after step.
 
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+    Args:
+        numbers: Of the tensors, rising.
+        addresses: The table of the tensors, for an encoder that reads it, too.
+    """
+
+    def __init__(
+        self, numels: Sequence[int], numbers: Sequence[int], device: torch.device, addresses: Addresses | None = None
+    ) -> None:
         starts, row = [], 0
         for numel in numels:
             starts.append(row)
             row += -(-numel // ROW)
-        self._slots, self._addresses = Slots(starts, numels, row, device), Addresses(device)
+        self._slots, self._addresses = Slots(starts, numels, row, device), addresses or Addresses(device)
+        self._numbers = uploaded(numbers, torch.int64, device)
         self._rows = 64 if INTERPRETED else 4
         self._programs = max(1, min(SCANNING, -(-row // self._rows)))
-        self._found = torch.empty(self._programs, dtype=torch.int64, device=device)
+        self._found = torch.zeros(SCANNING, dtype=torch.int64, device=device)
 
-    def first_beyond(self, signals: Sequence[Tensor | None], limit: float) -> Tensor:
-        """1 + the number of the first signal with a value that is not finite or above `limit`; 0 where none has.
+    def scan(self, signals: Sequence[Tensor | None], limit: float, found: Tensor | None = None) -> Tensor:
+        """A status: the smallest of the numbers that is not 0 is 1 + the number of the first signal with a value that
+        is not finite or above `limit`; all are 0 where none has.
 
-        Shapes: any -> `[]` int64.
+        Args:
+            found: Zeros at first; memory of the scanner when left out.
+
+        Shapes: any -> `[SCANNING]` int64.
         """
-        slots, device = self._slots, self._slots.device
+        slots, found = self._slots, self._found if found is None else found
         read = [s if s is None or s.dtype in KIND_OF else s.float() for s in signals]
         table = self._addresses.update([None if s is None else s.contiguous() for s in read])
-        status = torch.empty((), dtype=torch.int64, device=device)
         launch(
-            scan_kernel, self._programs, table.table, slots.starts, slots.numels, slots.count, slots.rows, limit,
-            self._found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds, SEARCH=slots.search,
+            scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers, slots.count,
+            slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds, SEARCH=slots.search,
         )  # fmt: skip
-        launch(settle_kernel, 1, self._found, self._programs, slots.count, status, SOME=SCANNING)
-        return status
+        return found
+
+
+def settled(status: Tensor) -> Tensor:
+    """A status as one number.
+
+    Shapes: `[n]` int64 -> `[]` int64.
+    """
+    found = torch.empty((), dtype=torch.int64, device=status.device)
+    launch(settle_kernel, 1, status, status.numel(), found, SOME=power(status.numel()))
+    return found
+
+
+def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
+    """True if each message begins, after `room` bytes, at an address that `unit` divides.
+
+    Shapes: `[messages, bytes]` uint8.
+    """
+    return not ((messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit))
+
+
+def power(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+_ANY = Coding(1, 1, "none", "topk", "fp32", 1, 0, False)
+"""The coding of messages at which only the sums look."""

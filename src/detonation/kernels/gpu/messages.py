@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, wide
-from detonation.kernels.gpu.numbers import load_bf16, load_packed, load_value
+from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, status_of, wide
+from detonation.kernels.gpu.numbers import facts_of
 
-LINE_WORDS = tl.constexpr(1024)
+LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 HEADER_WORDS = tl.constexpr(16)
 
 
@@ -18,13 +18,42 @@ def place_number(index):
 
 
 @triton.jit
-def sums_kernel(message, stride, nbytes, lines, columns, sums, firsts, parts, SKIPPED: tl.constexpr):
-    """Adds up each column of a message over some of its lines, and these lines, weighted; `parts` programs a message.
+def add_run(words, octets, run, line):
+    """Adds to the words of a line the bytes that one run of rows has of it, part by part; see `read_kernel`."""
+    octet = line * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
+    shift = 8 * tl.arange(0, 4)[None, :]
+    for part in range(4):
+        begin, end = tl.load(run + 3 * part), tl.load(run + 3 * part + 1)
+        source = tl.load(run + 3 * part + 2)
+        if (begin < end) & (begin // LINE_BYTES <= line) & (line <= (end - 1) // LINE_BYTES):
+            there = (octet >= begin) & (octet < end)
+            found = tl.load(octets + (source + octet - begin), mask=there, other=0).to(tl.int32)
+            words += tl.sum(found << shift, axis=1)
+    return words
+
+
+@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3"])
+def read_kernel(
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, target, target_stride,
+    columns, sums, firsts, squares, faults, parts,
+    RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, FACTS: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """Reads messages that lie in up to four runs of rows: sums for the checksum, and facts; `parts` programs a message.
+
+    A run holds its own header, values, statistics and indices; in the whole message each of these is joined from all
+    runs. The checksum is that of the whole.
 
     Args:
-        nbytes: Of a message with its header; what comes after it counts as zeros.
-        columns, sums: `[messages, parts, 1024]` int32 and `[messages, parts]` int64.
+        address0: Where the first run of the first message begins; `stride0` bytes further that of the next message.
+        runs: `[RUNS, 16]` int64: of each of the four parts where it begins and ends in the whole message, and where it
+            begins in the run; then the rows of the run.
+        target: With `JOIN` the whole messages are written here, zero-padded to lines.
+        columns, sums: `[messages, parts, 1024]` int32, the sums of each column over some of the lines; and
+            `[messages, parts]` int64, those of the lines, weighted.
         firsts: `[messages]` int32, the sum of the first line, whose weight comes later.
+        squares, faults: See `facts_of`.
         SKIPPED: The first of the words of the header that count as zeros.
     """
     which, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
@@ -32,12 +61,15 @@ def sums_kernel(message, stride, nbytes, lines, columns, sums, firsts, parts, SK
     total = tl.zeros([LINE_WORDS], dtype=tl.int32)
     weighted = tl.zeros([1], dtype=tl.int64)
     for line in range(part, lines, parts):
+        words = tl.zeros([LINE_WORDS], dtype=tl.int32)
+        for run in tl.static_range(RUNS):
+            octets = start_of_run(
+                address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, run
+            )
+            words = add_run(words, octets, runs + 16 * run, line)
         word = wide(line) * LINE_WORDS + column
-        left = nbytes - word * 4
-        words = tl.load((message + which * stride).to(tl.pointer_type(tl.int32), bitcast=True) + word,
-                        mask=left > 0, other=0)  # fmt: skip
-        ends = (left < 4) & (left > 0)
-        words = tl.where(ends, words & ((1 << (8 * tl.where(ends, left, 0)).to(tl.int32)) - 1), words)
+        if JOIN:
+            tl.store((target + which * target_stride).to(tl.pointer_type(tl.int32), bitcast=True) + word, words)
         words = tl.where((word >= SKIPPED) & (word < HEADER_WORDS), 0, words)
         total += words
         of_line = tl.sum(words.to(tl.int64), axis=0).to(tl.int32)
@@ -46,11 +78,38 @@ def sums_kernel(message, stride, nbytes, lines, columns, sums, firsts, parts, SK
         weighted += tl.where(line == 0, 0, of_line.to(tl.int64) * weight)
     tl.store(columns + (which * parts + part) * LINE_WORDS + column, total)
     tl.store(sums + which * parts + part + tl.arange(0, 1), weighted)
+    if FACTS:
+        square = tl.zeros([SOME], dtype=tl.float32)
+        found = tl.zeros([SOME], dtype=tl.int32)
+        for run in tl.static_range(RUNS):
+            octets = start_of_run(
+                address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, run
+            )
+            square, found = facts_of(octets, runs + 16 * run, part, parts, square, found, ALIGNED, CHUNK, COLUMNS, K,
+                                     PRECISION, BLOCK, WIDTH, BITMAP, SOME)  # fmt: skip
+        bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
+        tl.store(squares + which * parts + part, tl.sum(square, axis=0))
+        tl.store(faults + which * parts + part, bits)
+
+
+@triton.jit
+def start_of_run(
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, RUN: tl.constexpr
+):  # fmt: skip
+    """Where run `RUN` of message number `which` begins."""
+    address, stride = wide(address0), wide(stride0)
+    if RUN == 1:
+        address, stride = wide(address1), wide(stride1)
+    elif RUN == 2:
+        address, stride = wide(address2), wide(stride2)
+    elif RUN == 3:
+        address, stride = wide(address3), wide(stride3)
+    return (address + which * stride).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
 def checksum_of(which, columns, sums, firsts, parts, header, of_header):
-    """The checksum of a message from the output of `sums_kernel` and the words of its header, `[1024]` int32."""
+    """The checksum of a message from the output of `read_kernel` and the words of its header, `[1024]` int32."""
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
@@ -63,9 +122,10 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
 
 @triton.jit(do_not_specialize=["step", "received"])
 def seal_kernel(
-    message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes, status, received
-):
-    """Writes the header of each message, with its checksum."""
+    message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes, status, statuses, received,
+    STATUSES: tl.constexpr,
+):  # fmt: skip
+    """Writes the header of each message, which begins at any address, with its checksum."""
     which = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, LINE_WORDS)
     word = column // 2
@@ -75,81 +135,15 @@ def seal_kernel(
     content = tl.where(word == 2, step, content)
     content = tl.where(word == 3, origin, content)
     content = tl.where(word == 4, nbytes, content)
-    content = tl.where(word == 5, tl.load(status), content)
+    content = tl.where(word == 5, status_of(status, statuses, STATUSES), content)
     content = tl.where(word == 6, received, content)
     header = (content >> (32 * (column % 2))).to(tl.int32)
     of_header = tl.sum(header.to(tl.int64), axis=0).to(tl.int32)
     found = checksum_of(which, columns, sums, firsts, parts, header, of_header)
     header = tl.where(word == 7, (found >> (32 * (column % 2))).to(tl.int32), header)
-    place = (message + which * stride).to(tl.pointer_type(tl.int32), bitcast=True) + column
-    tl.store(place, header, mask=column < HEADER_WORDS)
-
-
-@triton.jit
-def square_of(value):
-    """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was sent."""
-    square = value * value
-    return tl.where(value == 0, 0.0, tl.where(square < 1.2e-38, 1.2e-38, square))
-
-
-@triton.jit
-def facts_kernel(
-    body, stride, statistics_at, indices_at, rows, squares, faults, parts,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
-):  # fmt: skip
-    """The facts that decide about the content of each message, over some of its rows; `parts` programs a message.
-
-    squares, faults: `[messages, parts]` fp32, the sum of the squares that make the norm; and int32: 1 for an index
-    outside of its row, 2 for one out of order, 4 for a statistic that no encoder produces.
-    """
-    which, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    values = body + which * stride
-    square = tl.zeros([SOME], dtype=tl.float32)
-    found = tl.zeros([SOME], dtype=tl.int32)
-    item = tl.arange(0, SOME)
-    numbers = rows.to(tl.int64) * K
-    if PRECISION == "fp32" or PRECISION == "bf16":
-        for first in range(part, tl.cdiv(numbers, SOME), parts):
-            number = wide(first) * SOME + item
-            value = load_value(values, values, number, number < numbers, PRECISION, BLOCK)
-            square += square_of(value)
-    else:
-        each: tl.constexpr = 4 if PRECISION == "2bit" else 256 if PRECISION == "int8" else 1
-        blocks = tl.cdiv(numbers, BLOCK)
-        for first in range(part, tl.cdiv(blocks, SOME), parts):
-            block = wide(first) * SOME + item
-            largest = tl.zeros([SOME], dtype=tl.float32)
-            for number in range(each):
-                statistic = load_bf16(values + statistics_at, block * each + number, block < blocks)
-                size = tl.abs(statistic)
-                largest = tl.where(size <= largest, largest, size)  # keeps what is not a number
-                if PRECISION != "int8":
-                    signed = tl.where(number > 1, -statistic, statistic)
-                    found |= tl.where(signed >= 0, 0, 4)
-            square += square_of(largest)
-    if WIDTH > 0:
-        if BITMAP:
-            row_item = tl.arange(0, SOME // COLUMNS)
-            column = tl.arange(0, COLUMNS)
-            wrong = tl.zeros([SOME // COLUMNS], dtype=tl.int32)
-            for first in range(part, tl.cdiv(rows, SOME // COLUMNS), parts):
-                row = wide(first) * (SOME // COLUMNS) + row_item
-                inside = (row < rows)[:, None] & (column < CHUNK)[None, :]
-                bits = load_packed(values + indices_at, row[:, None] * CHUNK + column[None, :], inside, 1)
-                wrong |= tl.where((row < rows) & (tl.sum(tl.where(inside, bits, 0), axis=1) != K), 2, 0)
-            found |= tl.max(wrong, axis=0)
-        else:
-            for first in range(part, tl.cdiv(numbers, SOME), parts):
-                number = wide(first) * SOME + item
-                there = number < numbers
-                index = load_packed(values + indices_at, number, there, WIDTH)
-                after = there & (number % K != 0)
-                before = load_packed(values + indices_at, tl.maximum(number - 1, 0), after, WIDTH)
-                found |= tl.where(after & (index <= before), 2, 0) | tl.where(there & (index >= CHUNK), 1, 0)
-    bits = (tl.max(found & 1, axis=0) | tl.max(found & 2, axis=0)) | tl.max(found & 4, axis=0)
-    tl.store(squares + which * parts + part, tl.sum(square, axis=0))
-    tl.store(faults + which * parts + part, bits)
+    for byte in tl.static_range(4):
+        octet = ((header >> (8 * byte)) & 255).to(tl.uint8)
+        tl.store(message + which * stride + 4 * column + byte, octet, mask=column < HEADER_WORDS)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -221,22 +215,15 @@ def decide_kernel(
 
 
 @triton.jit
-def align_kernel(source, source_stride, target, target_stride, nbytes, parts, SOME: tl.constexpr):
-    """Copies messages that begin at any address to where each begins at one for any type."""
-    which = (tl.program_id(0) // parts).to(tl.int64)
-    for first in range(tl.program_id(0) % parts, tl.cdiv(nbytes, SOME), parts):
-        octet = wide(first) * SOME + tl.arange(0, SOME)
-        copied = tl.load(source + which * source_stride + octet, mask=octet < nbytes, other=0)
-        tl.store(target + which * target_stride + octet, copied, mask=octet < nbytes)
-
-
-@triton.jit
 def scan_kernel(
-    signals, starts, numels, slots, rows, limit, found,
+    signals, starts, numels, numbers, slots, rows, limit, found,
     ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr
 ):  # fmt: skip
-    """Writes for each program the first tensor with a value that is not finite or above `limit`, or the number after
-    the last one."""
+    """Writes for each program 1 + the number of the first tensor with a value that is not finite or above `limit`; 0
+    where none has.
+
+    numbers: Of the tensors, rising, `[slots]` int64.
+    """
     column = tl.arange(0, ROW)
     first = tl.zeros([ROWS], dtype=tl.int64) + slots
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -249,12 +236,12 @@ def scan_kernel(
         value = tl.abs(load_coordinates(signals, slot, slots, start, column, inside, KINDS))
         beyond = tl.max(tl.where(value <= limit, 0, 1), axis=1)
         first = tl.minimum(first, tl.where(beyond > 0, slot, slots))
-    tl.store(found + tl.program_id(0), tl.min(first, axis=0))
+    slot = tl.min(first, axis=0)
+    number = tl.load(numbers + tl.minimum(slot, slots - 1))
+    tl.store(found + tl.program_id(0), tl.where(slot < slots, number + 1, 0))
 
 
 @triton.jit
-def settle_kernel(found, programs, slots, status, SOME: tl.constexpr):
-    """Writes 1 + the number of the first tensor that any program found, or 0."""
-    item = tl.arange(0, SOME)
-    first = tl.min(tl.load(found + item, mask=item < programs, other=slots), axis=0)
-    tl.store(status, tl.where(first < slots, first + 1, 0).to(tl.int64))
+def settle_kernel(found, programs, status, SOME: tl.constexpr):
+    """Writes what all programs found as one number; see `status_of`."""
+    tl.store(status, status_of(found, programs, SOME))

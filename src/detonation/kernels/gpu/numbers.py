@@ -1,9 +1,9 @@
-"""Numbers of a message: values in each precision, packed numbers and statistics, read and written byte by byte."""
+"""Numbers of a message: values, packed numbers and statistics, read, written and inspected at any address."""
 
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import bf16_bits
+from detonation.kernels.gpu.addressing import bf16_bits, wide
 
 
 @triton.jit
@@ -24,6 +24,23 @@ def store_bf16(octets, index, numbers, mask):
 
 
 @triton.jit
+def load_fp32(octets, index, mask):
+    """The fp32 number `index` from `octets` on, at any address."""
+    bits = tl.load(octets + 4 * index, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        bits |= tl.load(octets + 4 * index + byte, mask=mask, other=0).to(tl.int32) << (8 * byte)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_fp32(octets, index, numbers, mask):
+    """Writes fp32 `numbers` as number `index` from `octets` on, at any address."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    for byte in tl.static_range(4):
+        tl.store(octets + 4 * index + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
 def load_packed(octets, index, mask, WIDTH: tl.constexpr):
     """Number `index` of `WIDTH` bits, at most 8, among packed ones."""
     bit = index * WIDTH
@@ -40,7 +57,7 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
 
     Each byte is put together from the numbers that have a bit in it, so that no two programs or threads write one.
     """
-    for first in range(0, total * WIDTH // 8, BYTES):
+    for first in range(0, (tl.minimum(count, total) * WIDTH + 7) // 8, BYTES):
         byte = first + tl.arange(0, BYTES)
         begins = byte * 8 // WIDTH
         found = tl.zeros_like(byte)
@@ -55,18 +72,24 @@ def store_packed(octets, numbers, count, total, WIDTH: tl.constexpr, BYTES: tl.c
 
 
 @triton.jit
-def load_value(octets, statistics, index, mask, PRECISION: tl.constexpr, BLOCK: tl.constexpr):
+def load_value(
+    octets, statistics, index, mask, PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """Value number `index` of a message, as every receiver decodes it.
 
     Args:
-        octets: Where the values begin; aligned for fp32 and bf16.
+        octets: Where the values begin; with `ALIGNED` at an address for their type.
         statistics: Where the statistics of blocks of `BLOCK` values begin, at any address.
     """
     if PRECISION == "fp32":
-        return tl.load(octets.to(tl.pointer_type(tl.float32), bitcast=True) + index, mask=mask, other=0.0)
+        if ALIGNED:
+            return tl.load(octets.to(tl.pointer_type(tl.float32), bitcast=True) + index, mask=mask, other=0.0)
+        return load_fp32(octets, index, mask)
     if PRECISION == "bf16":
-        found = tl.load(octets.to(tl.pointer_type(tl.bfloat16), bitcast=True) + index, mask=mask, other=0.0)
-        return found.to(tl.float32)
+        if ALIGNED:
+            found = tl.load(octets.to(tl.pointer_type(tl.bfloat16), bitcast=True) + index, mask=mask, other=0.0)
+            return found.to(tl.float32)
+        return load_bf16(octets, index, mask)
     if PRECISION == "sign":
         size = load_bf16(statistics, index // BLOCK, mask)
         return tl.where(load_packed(octets, index, mask, 1) == 1, -size, size)
@@ -122,3 +145,68 @@ def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION
         code += (largest > size * (2.0 ** (octave + 0.5))).to(tl.int32)
     code = tl.where(size <= largest * 0.0078125, 7, code)
     return code + tl.where(values < 0, 8, 0)
+
+
+@triton.jit
+def square_of(value):
+    """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was sent."""
+    square = value * value
+    return tl.where(value == 0, 0.0, tl.where(square < 1.2e-38, 1.2e-38, square))
+
+
+@triton.jit
+def facts_of(
+    octets, run, part, parts, square, found, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """Adds the facts that decide about the content of a message, over some rows of one run.
+
+    square: `[SOME]` fp32, whose sum is that of the squares that make the norm. found: `[SOME]` int32: 1 for an index
+    outside of its row, 2 for one out of order, 4 for a statistic that no encoder produces.
+    """
+    values = octets + tl.load(run + 5)
+    statistics_at = tl.load(run + 8) - tl.load(run + 5)
+    indices_at = tl.load(run + 11) - tl.load(run + 5)
+    rows = tl.load(run + 12)
+    item = tl.arange(0, SOME)
+    numbers = rows * K
+    if PRECISION == "fp32" or PRECISION == "bf16":
+        for first in range(part, tl.cdiv(numbers, SOME), parts):
+            number = wide(first) * SOME + item
+            value = load_value(values, values, number, number < numbers, PRECISION, BLOCK, ALIGNED)
+            square += square_of(value)
+    else:
+        each: tl.constexpr = 4 if PRECISION == "2bit" else 256 if PRECISION == "int8" else 1
+        blocks = tl.cdiv(numbers, BLOCK)
+        for first in range(part, tl.cdiv(blocks, SOME), parts):
+            block = wide(first) * SOME + item
+            largest = tl.zeros([SOME], dtype=tl.float32)
+            for number in range(each):
+                statistic = load_bf16(values + statistics_at, block * each + number, block < blocks)
+                size = tl.abs(statistic)
+                largest = tl.where(size <= largest, largest, size)  # keeps what is not a number
+                if PRECISION != "int8":
+                    signed = tl.where(number > 1, -statistic, statistic)
+                    found |= tl.where(signed >= 0, 0, 4)
+            square += square_of(largest)
+    if WIDTH > 0:
+        if BITMAP:
+            row_item = tl.arange(0, SOME // COLUMNS)
+            column = tl.arange(0, COLUMNS)
+            wrong = tl.zeros([SOME // COLUMNS], dtype=tl.int32)
+            for first in range(part, tl.cdiv(rows, SOME // COLUMNS), parts):
+                row = wide(first) * (SOME // COLUMNS) + row_item
+                inside = (row < rows)[:, None] & (column < CHUNK)[None, :]
+                bits = load_packed(values + indices_at, row[:, None] * CHUNK + column[None, :], inside, 1)
+                wrong |= tl.where((row < rows) & (tl.sum(tl.where(inside, bits, 0), axis=1) != K), 2, 0)
+            found |= tl.max(wrong, axis=0)
+        else:
+            for first in range(part, tl.cdiv(numbers, SOME), parts):
+                number = wide(first) * SOME + item
+                there = number < numbers
+                index = load_packed(values + indices_at, number, there, WIDTH)
+                after = there & (number % K != 0)
+                before = load_packed(values + indices_at, tl.maximum(number - 1, 0), after, WIDTH)
+                found |= tl.where(after & (index <= before), 2, 0) | tl.where(there & (index >= CHUNK), 1, 0)
+    return square, found

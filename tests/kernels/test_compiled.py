@@ -1,0 +1,26 @@
+"""The Triton kernels compile for a GPU that is not here: `benchmarks/aot.py` prints the table for all of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_kernels_compile_ahead_of_time_and_nothing_spills():
+    # a process of its own: in this one the interpreter stands in for the compiler
+    kernels = ["decode_kernel", "read_kernel", "seal_kernel"]
+    command = [sys.executable, BENCHMARKS / "aot.py", "--targets", "90", "--configurations", "random_sign 1/8"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([*command, "--kernels", *kernels], capture_output=True, text=True, env=environment)
+    assert not done.returncode, done.stderr[-2000:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    assert {row[1].split()[0] for row in rows} == set(kernels)
+    for _, kernel, target, registers, local, shared, code in rows:
+        assert target == "sm_90" and int(code) > 0, kernel
+        assert int(registers) <= 255 and int(local) == 0 and int(shared) <= 48 * 1024, kernel
