@@ -24,9 +24,10 @@ from paired import judged
 
 RECIPES = {
     "recipes/quick-lm.toml": ("optimizer.lr=0.003", "train.batch_size=8"),
-    "recipes/vit-fashion.toml": ("optimizer.lr=0.002", "train.batch_size=32"),
+    "recipes/vit-fashion.toml": ("optimizer.lr=0.001", "train.batch_size=32", "train.steps=1200"),
 }
-"""The tuned learning rate of AdamW, and the batch of a rank: 32 and 128 examples per step."""
+"""The tuned learning rate of AdamW, and the batch of a rank: 32 and 128 examples per step. After 300 steps the
+vision transformer cannot judge 1 %: its runs part by 5 % through rounding alone."""
 WIRES = {
     "FSDP2": (),
     "4bit, 4bit": ("mesh.shard_weights=4bit", "mesh.shard_gradients=4bit"),

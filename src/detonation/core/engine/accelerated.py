@@ -136,9 +136,14 @@ class TritonEngine(ReferenceEngine):
         copy([targets[i] for i in odd], [decoded[i] for i in odd])
 
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
-        return self.reads(received) and all(self._is_writable(weight) for weight in weights)
+        if not self.reads(received):
+            return super().can_apply_signs(received, weights)
+        return all(self._is_writable(weight) for weight in weights)
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        if not self.reads(received):
+            super().apply_signs(received, weights, rates)
+            return
         if self._rates[0] != tuple(rates):
             numbers = [number for rate in rates for number in rate]
             self._rates = tuple(rates), self._kernels.uploaded(numbers, torch.float32, self.device)
