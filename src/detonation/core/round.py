@@ -1,10 +1,15 @@
 """Round: the steps at which messages are exchanged, and who takes them. Arithmetic on step numbers, counted from 0."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLACK_PERCENT = 5
 """A replica takes as many local steps as end within this much more than the fastest replica's round."""
