@@ -13,7 +13,7 @@ from detonation.core.flat.tensors import digest
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import start_session
 from detonation.train.loop.summary import summarise
-from detonation.train.loop.waits import waits_between
+from detonation.train.loop.waits import Waiting, gathered_waits, waits_between
 from detonation.train.verbs.simulate import virtual
 
 ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")
@@ -113,3 +113,18 @@ def test_the_slow_replica_is_named_under_every_kind_of_scheme(tiny, sets):
     first, second = worlds.run(slowed, 2, 1, tiny(*sets))
     assert first["waits"] == second["waits"] and first["waits"]["slowest"] == 1
     assert first["waits"]["seconds"][0][1] > first["waits"]["seconds"][1][0]
+
+
+class WithNewcomer:
+    """A world of this rank and of one that came before the last step."""
+
+    def all_gather(self, values):
+        theirs = [1] if values.dtype == torch.int64 else [4.0, 0.0]
+        assert len(values) == len(theirs)
+        return lambda: [values.tolist(), theirs]
+
+
+def test_waits_are_of_the_steps_that_all_replicas_took():
+    own = Waiting([1.0, 1.0, 1.0], [9.0, 9.0, 3.0], [1, 2, 3])
+    found = gathered_waits(WithNewcomer(), own, 1, torch.device("cpu"))
+    assert found == {"seconds": [[0.0, 3.0], [0.0, 0.0]], "network_s": [0.0, 0.0], "slowest": 1}

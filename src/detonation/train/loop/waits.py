@@ -29,18 +29,20 @@ class Waiting:
 
 
 def gathered_waits(world: World, own: Waiting, shards: int, device: torch.device) -> dict[str, Any]:
-    """`waits_between` of all replicas, the same on every rank; {} where nothing was measured. Collective.
+    """`waits_between` of the steps that all replicas took, the same on every rank; {} where there are none. Collective.
 
     Args:
         shards: Ranks of each replica; they wait for each other in backward, and their mean counts.
     """
     begins = [0, *own.ends[:-1]]
     spans = list(zip(begins, own.ends, strict=True)) if own.ends else []
-    sums = [[sum(values[first:end]) for first, end in spans] for values in (own.busy, own.waited)]
-    mine = torch.tensor(sums, dtype=torch.float32, device=device).view(-1)
-    if not len(mine):
+    counts = world.all_gather(torch.tensor([len(spans)], dtype=torch.int64, device=device))()
+    common = int(min(count for (count,) in counts))  # a replica that came later has taken the latest steps alone
+    if not common:
         return {}
-    ranks = torch.tensor(world.all_gather(mine)()).view(-1, shards, 2, len(spans)).mean(1)
+    sums = [[sum(values[first:end]) for first, end in spans[-common:]] for values in (own.busy, own.waited)]
+    mine = torch.tensor(sums, dtype=torch.float32, device=device).view(-1)
+    ranks = torch.tensor(world.all_gather(mine)()).view(-1, shards, 2, common).mean(1)
     return waits_between(ranks[:, 0].T.tolist(), ranks[:, 1].T.tolist())
 
 
