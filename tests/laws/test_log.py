@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -196,18 +197,27 @@ def test_rotating_removes_what_checkpoints_have(tmp_path):
         dt.replay(tmp_path, started(LoopbackCommunicator(2), dt.demo())[1])
 
 
-def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, monkeypatch, caplog):
-    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
-    optimizer.record(dt.UpdateLog(tmp_path))
-    advance(model, optimizer, 0, range(2))
-    kept, write = digest(model.parameters()), os.writev
+@contextmanager
+def full_disk(monkeypatch):
+    """Context in which a write stops after five bytes."""
+    write = os.writev
 
     def full(descriptor, parts):
         write(descriptor, [parts[0][:5]])
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "detonation"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "writev", full)
+        yield
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, monkeypatch, caplog):
+    model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+    optimizer.record(dt.UpdateLog(tmp_path))
+    advance(model, optimizer, 0, range(2))
+    kept = digest(model.parameters())
+
+    with full_disk(monkeypatch), caplog.at_level(logging.WARNING, "detonation"):
         advance(model, optimizer, 0, range(2, 4))
     advance(model, optimizer, 0, range(4, 5))
     assert [record.message for record in caplog.records] == [
@@ -247,15 +257,10 @@ def test_a_full_disk_under_the_thread_ends_the_log_too(tmp_path, monkeypatch, ca
     log = dt.UpdateLog(tmp_path)
     optimizer.record(log)
     advance(model, optimizer, 0, range(2))
-    kept, write = digest(model.parameters()), os.writev
+    kept = digest(model.parameters())
     log.close()
 
-    def full(descriptor, parts):
-        write(descriptor, [parts[0][:5]])
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "detonation"):
-        patch.setattr(os, "writev", full)
+    with full_disk(monkeypatch), caplog.at_level(logging.WARNING, "detonation"):
         advance(model, optimizer, 0, range(2, 3))
         log.close()  # as a checkpoint does
     advance(model, optimizer, 0, range(3, STEPS))
