@@ -1,13 +1,14 @@
 """The paper's experiment: loss against seconds at 10, 100, 1000 and 10,000 Mbit/s, for a language and a vision model.
 
-    python benchmarks/paper.py loss [--only T5] [--limit 3]      missing trainings, as two virtual replicas
+    python benchmarks/paper.py loss [--only WORDS] [--limit 3]   missing trainings, as two virtual replicas
     sudo python benchmarks/paper.py times --only T5              step times of 2 nodes x 2 ranks in namespaces; and ViT
-    python benchmarks/paper.py table > benchmarks/results/2026-11-20-paper.md
+    python benchmarks/paper.py claims [NUMBER]                   each claim with its table and its verdict
     python benchmarks/paper.py figure docs/paper                 writes .svg and .png
 
-The weights after a step do not depend on the link, so each scheme is trained once, and seconds are steps times the
-median step time on each link (benchmarks/lab.py); for diloco, the mean over whole rounds. Results are rows of a file;
-existing trainings are not run again, and the last of several timings counts.
+The weights after a step do not depend on the link. So each scheme is trained once, and seconds are steps times the
+median step time on each link (benchmarks/namespaces.py); for diloco, the mean over whole rounds. Every method is tuned
+with the same budget and judged on three seeds that did not tune it (benchmarks/tuning.py). Results are rows of two
+files; existing trainings are not run again, and the last of several timings counts.
 """
 
 import argparse
@@ -20,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
+from frontier import Row, rows
+from frontier_grid import Cell
+from tuning import Method, Rows, run_missing
 
-RESULTS = Path("benchmarks/results/2026-11-20-paper.jsonl")
+TIMES = Path("benchmarks/results/2026-11-20-paper.jsonl")
+LOSSES = Path("benchmarks/results/2026-11-22-paper.jsonl")
 LINKS = ("10mbit", "100mbit", "1gbit", "10gbit")
 BASELINE = "AdamW, full"
 ROUND = 20
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,82 +37,77 @@ class Task:
     """A training task.
 
     sets: settings of the recipe for training, with `total` examples per step over all replicas; timed: settings for
-    timing, with as many examples per step.
+    timing, with as many examples per step; decay: of the memory of `demo` with fp32 values, from the recipes.
     """
 
     recipe: str
     sets: str
     total: int
     timed: str
+    decay: float
 
 
 TASKS = {
     "T5": Task(
         namespaces.RECIPE,
         "model.hidden_size=256 model.layers=4 model.feed_forward=1024 data.source_length=64 data.target_length=64 "
-        "schedule.warmup=20 train.steps=200 train.validate_every=20 train.validation_batches=64",
+        "schedule.warmup=20 train.steps=200 train.validate_every=20 train.validation_batches=64 "
+        "train.bleu_sentences=64",
         total=8,
         timed=namespaces.SETS,
+        decay=0.999,
     ),
-    "ViT": Task("recipes/vit-fashion.toml", "train.validate_every=25", 128, "train.validate_every=0"),
+    "ViT": Task("recipes/vit-fashion.toml", "train.validate_every=25", 128, "train.validate_every=0", decay=0.95),
 }
 """The T5 of benchmarks/step_time.py (7.4M parameters), and vit-fashion unchanged (205 thousand)."""
 
+ADAMW = (1e-3, 2e-3, 4e-3, 8e-3)
+SIGN = (1e-3, 2e-3, 4e-3, 8e-3)
+SPARSE = (1e-2, 2e-2, 4e-2, 8e-2)
+SGD = (3e-2, 1e-1, 3e-1, 1.0)
+ONE_BIT = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.95"
+DEMO = "scheme.name=demo scheme.topk=4"
 SCHEMES = {
-    BASELINE: "scheme.name=full optimizer.name=AdamW",
-    "demo 4/64": "scheme.name=demo scheme.topk=4 scheme.decay={} optimizer.name=SignSGD",
-    "demo 1/64, sign": "scheme.name=demo scheme.topk=1 scheme.precision=sign scheme.error_feedback=false "
-    "scheme.decay=0.95 optimizer.name=SignSGD",
-    "random 1/32": "scheme.name=random scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD",
-    "striding 1/32": "scheme.name=striding scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD",
-    "diloco": f"scheme.name=diloco scheme.every={ROUND} scheme.outer_lr=1.0 scheme.outer_momentum=0.0 "
-    "optimizer.name=AdamW",
+    BASELINE: ("scheme.name=full optimizer.name=AdamW", ADAMW),
+    "demo 4/64": (f"{DEMO} scheme.decay={{}} optimizer.name=SignSGD", SIGN),
+    "demo 1/64, sign": (f"scheme.name=demo scheme.topk=1 {ONE_BIT} optimizer.name=SignSGD", SIGN),
+    "random 1/32": ("scheme.name=random scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD", SPARSE),
+    "striding 1/32": ("scheme.name=striding scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD", SPARSE),
+    "diloco": (
+        f"scheme.name=diloco scheme.every={ROUND} scheme.outer_lr=1.0 scheme.outer_momentum=0.0 optimizer.name=AdamW",
+        ADAMW,
+    ),
 }
-DECAY = {"T5": 0.999, "ViT": 0.95}
-"""For demo in fp32, from the recipes."""
-
-RATES = {
-    "T5": {
-        BASELINE: (1e-3, 3e-3, 5e-4),
-        "demo 4/64": (1e-3, 2e-3, 4e-3),
-        "demo 1/64, sign": (2e-3, 4e-3, 1e-3),
-        "random 1/32": (2e-2, 1e-2, 4e-2),
-        "striding 1/32": (2e-2, 1e-2, 4e-2),
-        "diloco": (1e-3, 3e-3, 2e-3),
-    },
-    "ViT": {
-        BASELINE: (1e-3, 2e-3, 5e-4),
-        "demo 4/64": (2e-3, 1e-3, 4e-3),
-        "demo 1/64, sign": (2e-3, 4e-3, 1e-3),
-        "random 1/32": (4e-2, 2e-2, 8e-2),
-        "striding 1/32": (4e-2, 2e-2, 8e-2),
-        "diloco": (3e-3, 1e-3, 2e-3),
-    },
+"""The schemes that are trained and timed: their settings, and the learning rates that are tried."""
+UNTIMED = {
+    "random 1/4": ("scheme.name=random scheme.rate=0.25 scheme.decay=0.9 optimizer.name=SignSGD", SIGN),
+    "decoupled AdamW 4/64": ("scheme.name=decoupled_adamw scheme.topk=4 optimizer.name=AdamW", ADAMW),
+    "sign before, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SGD", SGD),
+    "sign before and after, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SignSGD", SIGN),
+    "no sign, 4/64": (f"{DEMO} scheme.decay={{}} optimizer.name=SGD", SGD),
+    "demo 4/64, bf16": (f"{DEMO} scheme.precision=bf16 scheme.decay={{}} optimizer.name=SignSGD", SIGN),
+    "random 1/32, bf16": (
+        "scheme.name=random scheme.rate=0.03125 scheme.precision=bf16 scheme.decay=0.95 optimizer.name=SignSGD",
+        SPARSE,
+    ),
 }
-"""Three learning rates per method, the most likely first."""
+CHUNKS, TOPKS = (32, 64, 128), (1, 4, 16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One training."""
-
-    task: str
-    method: str
-    lr: float
-    seed: int
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        scheme = SCHEMES[self.method].format(DECAY[self.task])
-        return (*TASKS[self.task].sets.split(), *scheme.split(), f"optimizer.lr={self.lr}", f"seed={self.seed}")
+def methods() -> Iterator[Method]:
+    """Lists the methods, the most important first. The study is the task."""
+    for task in TASKS:
+        for name, (sets, rates) in {**SCHEMES, **UNTIMED}.items():
+            yield method(task, name, sets, rates)
+    for chunk in CHUNKS:
+        for topk in TOPKS:
+            sets = f"scheme.name=demo scheme.topk={topk} scheme.chunk={chunk} scheme.decay={{}} optimizer.name=SignSGD"
+            yield method("ViT", f"top-k {topk} of {chunk}", sets, SIGN[1:3])
 
 
-def grid() -> Iterator[Cell]:
-    """Lists all trainings, the most important first."""
-    for turn in range(3):
-        for task, methods in RATES.items():
-            for method, rates in methods.items():
-                yield Cell(task, method, rates[turn], seed=0)
+def method(task: str, name: str, sets: str, rates: tuple[float, ...]) -> Method:
+    chosen = TASKS[task]
+    return Method(task, name, chosen.recipe, f"{chosen.sets} {sets.format(chosen.decay)}", rates, chosen.total)
 
 
 def train(cell: Cell) -> Row:
@@ -119,8 +118,7 @@ def train(cell: Cell) -> Row:
     from detonation.train.output.metrics import Record
     from detonation.train.verbs.simulate import Simulation, configured, virtual
 
-    task = TASKS[cell.task]
-    config = configured(Simulation(Path(task.recipe), cell.sets, 2, task.total))
+    config = configured(Simulation(Path(cell.recipe), (*cell.sets, f"seed={cell.seed}"), cell.replicas, cell.total))
     began = time.process_time()
     records: list[Record] = []
 
@@ -129,31 +127,21 @@ def train(cell: Cell) -> Row:
         fit(virtual(config, communicator), 0, config.train.steps, log, Stop())
 
     try:
-        simulate_replicas(act, 2)
+        simulate_replicas(act, cell.replicas)
     except NonFiniteLoss:
         records = []
     curve = [(r.step, r.val_loss) for r in records if r.val_loss is not None]
+    last = {f"val_{name}": getattr(records[-1], f"val_{name}", None) if records else None for name in MEASURES}
     cpu_s = round(time.process_time() - began, 1)
-    return {"kind": "loss", **dataclasses.asdict(cell), "validation": curve, "cpu_s": cpu_s}
+    return {**dataclasses.asdict(cell), **last, "validation": curve, "cpu_s": cpu_s}
 
 
-def rows(kind: str) -> list[Row]:
-    found = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    return [row for row in found if row["kind"] == kind]
+MEASURES = ("loss", "accuracy", "bleu")
 
 
-def keep(row: Row) -> None:
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def train_missing(limit: int, only: str) -> None:
-    done = {Cell(row["task"], row["method"], row["lr"], row["seed"]) for row in rows("loss")}
-    missing = [cell for cell in grid() if cell not in done and only in f"{cell.task} {cell.method}"]
-    for left, cell in zip(range(len(missing), 0, -1), missing[:limit], strict=False):
-        row = train(cell)
-        keep(row)
-        print(left, cell, row["validation"][-1:], row["cpu_s"], flush=True)
+def timings() -> list[Row]:
+    found = [json.loads(line) for line in TIMES.read_text().splitlines()] if TIMES.exists() else []
+    return [row for row in found if row["kind"] == "time"]
 
 
 def time_steps(only: str, ranks: int, links: Sequence[str]) -> None:
@@ -162,12 +150,14 @@ def time_steps(only: str, ranks: int, links: Sequence[str]) -> None:
         if only not in name:
             continue
         subjects = []
-        for method in SCHEMES:
-            sets = (*task.timed.split(), *SCHEMES[method].format(DECAY[name]).split(), "train.steps=100000")
-            subjects.append(namespaces.Subject(method, task.recipe, sets, unit=ROUND if method == "diloco" else 1))
+        for scheme, (settings, _) in SCHEMES.items():
+            sets = (*task.timed.split(), *settings.format(task.decay).split(), "train.steps=100000")
+            subjects.append(namespaces.Subject(scheme, task.recipe, sets, unit=ROUND if scheme == "diloco" else 1))
 
         def record(timing: namespaces.Timing, task: str = name) -> None:
-            keep({"kind": "time", "task": task, "ranks": ranks, **dataclasses.asdict(timing)})
+            row = {"kind": "time", "task": task, "ranks": ranks, **dataclasses.asdict(timing)}
+            with TIMES.open("a") as file:
+                file.write(json.dumps(row) + "\n")
             print(task, timing.name, timing.link, f"{timing.median:.3f} s", len(timing.seconds), flush=True)
 
         namespaces.measure(subjects, {link: turns(link) for link in links}, record, ranks)
@@ -179,86 +169,38 @@ def turns(link: str) -> dict[str, int]:
     return dict.fromkeys(SCHEMES, count) | {BASELINE: {"10mbit": 3, "100mbit": 3}.get(link, 5), "diloco": 1}
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The best of `tried` trainings of a method, and its seconds per step on each link and bytes per step."""
-
-    method: str
-    lr: float
-    tried: int
-    validation: Sequence[tuple[int, float]]
-    seconds: dict[str, float]
-    bytes_sent: float | None
-
-    @property
-    def loss(self) -> float:
-        return self.validation[-1][1]
+def step_seconds(task: str, link: str, ranks: int = namespaces.RANKS) -> dict[str, float]:
+    """The median seconds of a step on `link`, by scheme; of the last timing."""
+    timed = [row for row in timings() if (row["task"], row["ranks"], row["link"]) == (task, ranks, link)]
+    return {row["name"]: statistics.median(row["seconds"]) for row in timed}
 
 
-def results(task: str, ranks: int = namespaces.RANKS) -> list[Result]:
-    found = []
-    measured = [row for row in rows("time") if (row["task"], row["ranks"]) == (task, ranks)]
-    for method in SCHEMES:
-        trained = [row for row in rows("loss") if (row["task"], row["method"]) == (task, method)]
-        timed = {row["link"]: row for row in measured if row["name"] == method}
-        finite = [row for row in trained if row["validation"]]  # the others diverged
-        best = min(finite, key=lambda row: row["validation"][-1][1])
-        seconds = {link: statistics.median(row["seconds"]) for link, row in timed.items()}
-        sent = next((row["bytes_sent"] for row in timed.values()), None)
-        found.append(Result(method, best["lr"], len(trained), best["validation"], seconds, sent))
-    return found
-
-
-def table() -> str:
-    """Loss at equal steps, and the step time on each link with its ratio to the baseline."""
-    lines = []
-    timed = dict.fromkeys((row["task"], row["ranks"]) for row in rows("time"))
-    for name, ranks in timed | dict.fromkeys((name, namespaces.RANKS) for name in TASKS):
-        found = results(name, ranks)
-        full = next(result for result in found if result.method == BASELINE)
-        titles = ["scheme", "lr", "of", "loss", "to AdamW", "sent per step", *(f"{link}, s" for link in LINKS)]
-        lines += [f"{name}, {namespaces.NODES} nodes x {ranks}:", "", "| " + " | ".join(titles) + " |"]
-        lines += ["|" + "---|" * len(titles), *(line(result, full) for result in found), ""]
-    return "\n".join(lines)
-
-
-def line(result: Result, full: Result) -> str:
-    cells = [result.method, f"{result.lr:g}", f"{result.tried}", f"{result.loss:.4f}"]
-    cells += [
-        f"{result.loss / full.loss - 1:+.1%}",
-        "not timed" if result.bytes_sent is None else f"{result.bytes_sent / 1e3:,.1f} kB",
-    ]
-    cells += [seconds(result, full, link) for link in LINKS]
-    return "| " + " | ".join(cells) + " |"
-
-
-def seconds(result: Result, full: Result, link: str) -> str:
-    if not {link} <= result.seconds.keys() & full.seconds.keys():
-        return "not timed"
-    return f"{result.seconds[link]:.3f} ({full.seconds[link] / result.seconds[link]:.1f}x)"
+def curves(task: str, done: Rows) -> dict[str, dict[int, Row]]:
+    """The judging runs of each timed scheme that has some, by seed."""
+    found = {each.name: each.judged(done) for each in methods() if each.study == task and each.name in SCHEMES}
+    return {name: runs for name, runs in found.items() if runs}
 
 
 def figure(path: Path) -> None:
-    """Validation loss against seconds: one row per task and one panel per link that were timed."""
+    """Validation loss, as the mean over seeds, against seconds: a row per task and a panel per link."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from detonation.report.figures.colours import LIGHT
 
-    timed = [row for row in rows("time") if row["ranks"] == namespaces.RANKS]
-    tasks, links = list(dict.fromkeys(row["task"] for row in timed)), list(dict.fromkeys(row["link"] for row in timed))
+    done = rows(LOSSES)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
-        drawing = Figure(figsize=(11, 0.4 + 2.6 * len(tasks)), layout="constrained")
-        panels = drawing.subplots(len(tasks), len(links), sharex=True, sharey="row", squeeze=False)
-        for row, name in zip(panels, tasks, strict=True):
-            found = results(name)
-            for axes, link in zip(row, links, strict=True):
-                for result, colour in zip(found, LIGHT, strict=True):
-                    if link not in result.seconds:
-                        continue
-                    x = [step * result.seconds[link] for step, _ in result.validation]
-                    y = [loss for _, loss in result.validation]
-                    axes.plot(x, y, ".-", color=colour, linewidth=1.2, markersize=4, label=result.method)
+        drawing = Figure(figsize=(11, 0.4 + 2.6 * len(TASKS)), layout="constrained")
+        panels = drawing.subplots(len(TASKS), len(LINKS), sharex=True, sharey="row", squeeze=False)
+        for row, name in zip(panels, TASKS, strict=True):
+            found = curves(name, done)
+            for axes, link in zip(row, LINKS, strict=True):
+                seconds = step_seconds(name, link)
+                for (method, runs), colour in zip(found.items(), LIGHT, strict=False):
+                    if method in seconds:
+                        steps, losses = mean_curve(runs)
+                        x = [step * seconds[method] for step in steps]
+                        axes.plot(x, losses, ".-", color=colour, linewidth=1.2, markersize=4, label=method)
                 axes.set_xscale("log")
                 axes.set_title(f"{name}, {link}", fontsize=9)
                 axes.grid(alpha=0.2)
@@ -272,23 +214,36 @@ def figure(path: Path) -> None:
         drawing.savefig(path.with_suffix(".png"), dpi=80)
 
 
+def mean_curve(runs: dict[int, Row]) -> tuple[list[int], list[float]]:
+    """Steps, and the mean validation loss over the runs at each."""
+    curves = [run["validation"] for run in runs.values()]
+    return [step for step, _ in curves[0]], [
+        statistics.fmean(losses) for losses in zip(*([v for _, v in c] for c in curves), strict=True)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["loss", "times", "table", "figure"])
-    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/paper"), help="of the figure")
+    parser.add_argument("action", choices=["loss", "times", "claims", "figure"])
+    parser.add_argument("what", nargs="?", help="the number of a claim, or the path of the figure")
+    parser.add_argument("--losses", type=Path, default=LOSSES, help="file of the rows of trainings")
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many trainings")
-    parser.add_argument("--only", default="", help="tasks (and, for trainings, methods) that contain this text")
+    parser.add_argument("--only", default="", help="tasks (and, for trainings, methods) that hold all these words")
     parser.add_argument("--ranks", type=int, default=namespaces.RANKS, help="per node, for timing")
     parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS, help="for timing")
     args = parser.parse_args()
     if args.action == "loss":
-        train_missing(args.limit, args.only)
+        run_missing(list(methods()), args.losses, train, args.only, args.limit)
     elif args.action == "times":
         time_steps(args.only, args.ranks, args.links)
-    elif args.action == "table":
-        print(table())
+    elif args.action == "claims":
+        from paper_claims import CLAIMS
+
+        for number, claim in enumerate(CLAIMS, 1):
+            if args.what in (None, str(number)):
+                print(f"{number}. {claim.__doc__}\n\n{claim(rows(args.losses))}\n")
     else:
-        figure(args.path)
+        figure(Path(args.what or "docs/paper"))
 
 
 if __name__ == "__main__":
