@@ -44,8 +44,8 @@ CASES: dict[str, tuple[dt.Scheme, str, float]] = {
 }
 """Scheme, base optimizer and its learning rate for `teacher`."""
 
-FORMS = ("all-gather", "owner", "owner, one message")
-"""The exchanges: through owners with the library's reply, or with one of the size of a message (until 0.2)."""
+FORMS = ("all-gather", "owner")
+"""The exchanges; owners answer with the library's reply."""
 
 LM = {"demo 1/64 sign": 4e-3, "demo 4/64 fp32": 4e-3}
 """Learning rate of SignSGD for `quick-lm`, as in benchmarks/frontier_grid.py."""
@@ -67,16 +67,13 @@ def grid() -> Iterator[Cell]:
     cases = list(CASES)
     for replicas, some in ((8, cases[1:]), (4, cases[1:]), (16, cases[:1]), (32, cases[:2]), (8, cases[:1])):
         for case in some:
-            for seed in range(8):
-                for form in FORMS[:2]:
+            for seed in range(8 if replicas <= 8 else 3):
+                for form in FORMS:
                     yield Cell("teacher", case, form, replicas, seed)
-    for case in cases[:4]:
-        for seed in range(8):
-            yield Cell("teacher", case, FORMS[2], 8, seed)
     for replicas, some in ((16, list(LM)[:1]), (8, list(LM)[1:]), (4, list(LM)[1:]), (32, list(LM))):
         for case in some:
             for seed in (1, 2, 3):
-                for form in FORMS[:2]:
+                for form in FORMS:
                     yield Cell("quick-lm", case, form, replicas, seed)
 
 
@@ -85,7 +82,7 @@ def scheme_of(cell: Cell) -> dt.Scheme:
     scheme = CASES[cell.case][0]
     if cell.form == "all-gather":
         return replace(scheme, link="all-gather")
-    return replace(scheme, link="owner", reply=scheme.codec if cell.form == FORMS[2] else None)
+    return replace(scheme, link="owner")
 
 
 def run(cell: Cell) -> dict[str, Any]:

