@@ -40,7 +40,6 @@ CASES: dict[str, tuple[dt.Scheme, str, float]] = {
     "demo 4/64 sign": (dt.demo(**SIGNS), "SignSGD", 2e-3),
     "demo_diloco 10": (dt.demo_diloco(every=10, outer_lr=1.0, outer_momentum=0.0), "AdamW", 3e-3),
     "random_sign 1/8": (dt.random_sign(decay=0.9), "SignSGD", 4e-3),
-    "full int8": (dt.full(precision="int8"), "AdamW", 3e-3),
 }
 """Scheme, base optimizer and its learning rate for `teacher`."""
 
