@@ -159,6 +159,7 @@ def test_the_examples_in_the_help_are_command_lines():
     assert found == [
         "train",
         "compare",
+        "compare",
         "simulate",
         "probe",
         "plan",

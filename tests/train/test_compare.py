@@ -31,6 +31,18 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
     assert "run 1 of 2" not in again.err
 
 
+def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    rates = ["--vary", "optimizer.lr=1e-9,1e-2", "optimizer.betas=[0.9,0.95],[0.9,0.999]"]
+    arguments = ["compare", QUICK, "--schemes", "full", *rates, *SHORT, "--out", str(tmp_path)]
+    assert run_command(arguments) == 0
+    shown = capfd.readouterr().out
+    names = [f"full,optimizer.lr={lr},optimizer.betas=[0.9,{b}]" for lr in ("1e-9", "1e-2") for b in ("0.95", "0.999")]
+    assert sorted(path.name for path in tmp_path.iterdir() if (path / "summary.json").is_file()) == sorted(names)
+    (marked,) = [line for line in shown.splitlines() if "(lowest)" in line]
+    assert "lr=1e-2" in marked and all(name in shown for name in names)
+
+
 def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch, capsys):
     started = []
 
@@ -48,12 +60,18 @@ def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch,
 
 def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for schemes, line in {
-        "full": "error: --schemes is 'full', must be two different schemes or more: full,demo,random",
-        "full,full": "error: --schemes is 'full,full', must be two different schemes or more",
-        "full,dem": "error: unknown scheme 'dem', did you mean 'demo'?",
+    for arguments, line in {
+        ("--schemes", "full"): "error: --schemes is 'full': compare needs two runs or more",
+        ("--schemes", "full,full"): "error: --schemes is 'full,full', must be different schemes",
+        ("--schemes", "full,dem"): "error: unknown scheme 'dem', did you mean 'demo'?",
+        ("--vary", "optimizer.lr"): "error: --vary takes key=value,value, got 'optimizer.lr'",
+        ("--vary", "optimizer.lr=1e-3,"): "error: --vary takes key=value,value, got 'optimizer.lr=1e-3,'",
+        (
+            "--vary",
+            "optimiser.lr=1e-3,2e-3",
+        ): "error: unknown table of the recipe 'optimiser', did you mean 'optimizer'?",
     }.items():
-        assert run_command(["compare", QUICK, "--schemes", schemes]) == 2
+        assert run_command(["compare", QUICK, *arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith(line) and len(error.splitlines()) == 1
     assert not list(tmp_path.iterdir())

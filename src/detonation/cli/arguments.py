@@ -60,9 +60,8 @@ class Train(Shortcuts):
 class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
 
-    Each has its own model, memory and data, and runs the code of a real replica of one shard: the result is that of a
-    real run, also its bytes. Only the seconds are this machine's. Example:
-    detonation simulate quick-lm --replicas 64
+    Each has its own model, memory and data, and runs the code of a real replica of one shard, so the result is that of
+    a real run, also its bytes; only the seconds are not. Example: detonation simulate quick-lm --replicas 64
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
@@ -81,16 +80,18 @@ class Simulate(Shortcuts):
 
 @dataclasses.dataclass(frozen=True)
 class Compare(Common):
-    """Train a recipe under several schemes, one after another on the same data and seed, and write one page.
+    """Train a recipe under several schemes or settings, one after another, and write one page.
 
-    Runs that are finished in --out are not run again. Example:
-    detonation compare quick-lm --schemes full,demo --link 100mbit,5ms --out runs/slow
+    Finished runs in --out are kept. Examples: detonation compare quick-lm --schemes full,demo --link 100mbit,5ms,
+    or detonation compare quick-lm --vary optimizer.lr=1e-3,2e-3 seed=0,1
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
     """The recipe; each scheme has the settings that it is tuned to there."""
     schemes: Annotated[str, with_schemes("NAME,NAME,...")] = ""
-    """The schemes to compare, two at least, such as full,demo,random,diloco; package.module:function for your own."""
+    """Schemes to compare, such as full,demo,random,diloco; package.module:function for your own."""
+    vary: Sets = ()
+    """Try each of these values, and each choice where several keys are given: --vary optimizer.lr=1e-3,2e-3 seed=0,1"""
     set: Sets = ()
     """Override the recipe, as in train."""
     replicas: Integer = None
@@ -109,8 +110,7 @@ class Compare(Common):
 class Probe(Common):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
-    Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
-    detonation probe quick-lm --out profile.json
+    Starts replicas x shards processes, or joins those of torchrun or srun. Example: detonation probe quick-lm
     """
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None

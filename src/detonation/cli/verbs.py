@@ -80,10 +80,10 @@ def _compare(verb: Compare) -> dict[str, Any]:
     from detonation.report.html.page import try_write
     from detonation.report.table import show_all
     from detonation.train.run.request import Request
-    from detonation.train.verbs.compare import compare_schemes
+    from detonation.train.verbs.compare import compare_runs
 
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
-    summaries = compare_schemes(requested(Request, verb), schemes)
+    summaries = compare_runs(requested(Request, verb), schemes, flat_sets(verb.vary))
     directories = [Path(summary["directory"]) for summary in summaries]
     page = directories[0].parent / "report.html"
     show_all(summaries, [try_write(directories, page)], sys.stderr if verb.json else sys.stdout)

@@ -1,10 +1,11 @@
 """The summary of a run as labelled rows, and as a table for a terminal."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from detonation.report.words import duration, factor, less_text, printable, size_text
 
@@ -66,14 +67,16 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, one row per run, and `notes`."""
+    """Prints several runs in one table, one row per run, and `notes`. The run with the lowest loss is marked."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
-    table = Table("scheme", "optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
+    titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
+    table = Table(Column("run", overflow="fold"), *titles)
+    lowest = min(summary["val_loss"] for summary in summaries)
     for summary in summaries:
         table.add_row(
-            printable(summary["scheme"]),
+            printable(Path(summary["directory"]).name),
             printable(summary["optimizer"]),
-            f"{summary['val_loss']:.4f}",
+            f"{summary['val_loss']:.4f}{' (lowest)' if summary['val_loss'] == lowest else ''}",
             size_text(summary["bytes_sent_per_step"]),
             factor(summary["reduction"]),
             duration(summary["median_step_seconds"]),

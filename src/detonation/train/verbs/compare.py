@@ -1,8 +1,11 @@
-"""`detonation compare`: one recipe under several schemes, one run after another on the same data and seed."""
+"""`detonation compare`: one recipe under several schemes or settings, one run after another."""
 
+import itertools
 import os
+import re
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +24,19 @@ from detonation.train.run.request import Request
 from detonation.train.run.start import compute_with_one_thread, make_task, run_task
 from detonation.train.run.worker import RunTask
 
+_COMMA = re.compile(r",(?![^\[{]*[\]}])")
+"""A comma between values, not one inside a list or a table."""
 
-def compare_schemes(request: Request, schemes: Sequence[str]) -> list[Table]:
-    """Trains under each of `schemes`, at the settings that the recipe has for it; returns the summaries.
 
-    Each run has a directory of its own in `request.out`; runs that are finished there are not run again.
+def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str] = ()) -> list[Table]:
+    """Trains under each of `schemes`, at the settings that the recipe has for it, with each choice of `varied`.
+
+    Each run has a directory of its own in `request.out`, named after its scheme and settings; runs that are finished
+    there are not run again. Returns the summaries.
+
+    Args:
+        schemes: The recipe's own when empty.
+        varied: Keys of the recipe and their values, such as "optimizer.lr=1e-3,2e-3".
 
     Raises:
         ValueError: Bad input for any of the runs, before the first one starts.
@@ -34,19 +45,42 @@ def compare_schemes(request: Request, schemes: Sequence[str]) -> list[Table]:
     """
     if launch_position(os.environ) is not None:
         raise ValueError("compare starts its own processes: under a launcher use train, once for each scheme")
-    if len(schemes) < 2 or len(set(schemes)) < len(schemes):
-        raise ValueError(f"--schemes is {','.join(schemes)!r}, must be two different schemes or more: full,demo,random")
-    out = request.out or Path("runs") / f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    if len(set(schemes)) < len(schemes):
+        raise ValueError(f"--schemes is {','.join(schemes)!r}, must be different schemes: full,demo,random")
     if AUTO in schemes:
         raise ValueError("compare takes schemes by name: use train for scheme auto, or ask detonation plan")
     for name in schemes:
         require_scheme("scheme", name)
+    out = request.out or Path("runs") / f"{request.recipe.stem}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = runs_of(schemes, varied)
+    if len(runs) < 2:
+        raise ValueError(
+            f"--schemes is {','.join(schemes)!r}: compare needs two runs or more, by --schemes full,demo or by "
+            "--vary optimizer.lr=1e-3,2e-3"
+        )
     compute_with_one_thread()
     tasks = [
-        make_task(replace(request, overrides=(*request.overrides, f"scheme.name={name}"), out=out / name), None)
-        for name in schemes
+        make_task(replace(request, overrides=(*request.overrides, *sets), out=out / name), None)
+        for name, sets in runs.items()
     ]
     return _one_after_another(tasks, Screen(False, request.to_stderr))
+
+
+def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """The settings of each run by its name: every scheme with every choice of values.
+
+    >>> runs_of(["demo"], ["optimizer.lr=1e-3,2e-3"])["demo,optimizer.lr=2e-3"]
+    ('scheme.name=demo', 'optimizer.lr=2e-3')
+    """
+    choices = [[(name, f"scheme.name={name}") for name in schemes]] if schemes else []
+    for each in varied:
+        key, equals, values = each.partition("=")
+        if not equals or not all(value.strip() for value in _COMMA.split(values)):
+            raise ValueError(f"--vary takes key=value,value, got {each!r}")
+        sets = [f"{key.strip()}={value.strip()}" for value in _COMMA.split(values)]
+        choices.append([(urllib.parse.quote(text, safe="=.[],+ "), text) for text in sets])
+    runs = [tuple(zip(*chosen, strict=True)) for chosen in itertools.product(*choices)] if choices else []
+    return {",".join(names): sets for names, sets in runs}
 
 
 def _one_after_another(tasks: Sequence[RunTask], screen: Screen) -> list[Table]:
@@ -58,7 +92,8 @@ def _one_after_another(tasks: Sequence[RunTask], screen: Screen) -> list[Table]:
         if summary is None:
             left = (time.monotonic() - began) / runs * (len(tasks) - number + 1) if runs else 0.0
             rest = f"; about {duration(left)} to go, as the runs before took" if runs else ""
-            screen.line(f"run {number} of {len(tasks)}: {task.config.schemes}{rest}")
+            assert task.request.out is not None
+            screen.line(f"run {number} of {len(tasks)}: {task.request.out.name}{rest}")
             summary, runs = _run(task), runs + 1
         summaries.append(summary)
     return summaries
