@@ -38,6 +38,7 @@ CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
     "demo 4/64 4bit": (dt.demo(precision="4bit"), 2),
     "demo 4/64 2bit": (dt.demo(precision="2bit"), 2),
     "demo 4/64 sign": (dt.demo(precision="sign", error_feedback=False), 2),
+    "demo 4/64 clipped": (dt.demo(aggregate="clipped_mean"), 2),
     "demo 1/64": (dt.demo(topk=1), 2),
     "demo 1/64 sign": (dt.demo(topk=1, precision="sign", error_feedback=False), 2),
     "demo 8/64": (dt.demo(topk=8), 2),
@@ -105,8 +106,6 @@ def line(name: str, kernel: Any, target: int, arguments: tuple[Any, ...], consta
     found = compiled_for(kernel, target, arguments, constants)
     registers, local = resources(found.asm["cubin"])
     role = constants.get("INTO") or constants.get("KIND") or ("reply" if constants.get("AGGREGATION") else "")
-    if kernel is inspection.read_kernel:
-        role = "arrived" if constants["FACTS"] else "leaving"
     label = f"{kernel.__name__} ({role})" if role else kernel.__name__
     cells = [name, label, f"sm_{target}", registers, local, found.metadata.shared, len(found.asm["cubin"])]
     return "| " + " | ".join(map(str, cells)) + " |"
@@ -114,6 +113,8 @@ def line(name: str, kernel: Any, target: int, arguments: tuple[Any, ...], consta
 
 def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """`kernel` as a launch with these arguments would compile it."""
+    constants = dict(constants)
+    warps = constants.pop("warps", 8)
     pairs = list(zip(kernel.arg_names, arguments, strict=False))
     signature = {each: kind(each, value) for each, value in pairs} | dict.fromkeys(constants, "constexpr")
     fixed = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
@@ -121,7 +122,7 @@ def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants
     return triton.compile(
         ASTSource(kernel, signature, fixed, aligned),
         target=GPUTarget("cuda", target, 32),
-        options={"num_warps": 8, "enable_fp_fusion": False},
+        options={"num_warps": warps, "enable_fp_fusion": False},
     )
 
 

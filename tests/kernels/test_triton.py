@@ -13,12 +13,13 @@ pytest.importorskip("triton")
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
+from detonation.core.codec.aggregate import ClippedMean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.form import WHOLE
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
 from detonation.core.engine.accelerated import TritonEngine
-from detonation.core.engine.coding import coding_of, places_of, why_not_triton
+from detonation.core.engine.coding import coding_of, places_of, weighed, why_not_triton
 from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.outgoing import form_of
@@ -35,9 +36,11 @@ from zoo import SCHEMES, TALKING
 CPU = torch.device("cpu")
 SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "kernel": (3, 5, 7), "last": (0,)}
 RUN = {name: scheme for name, scheme in TALKING.items() if not why_not_triton(scheme.codec)}
+RUN["demo-128"] = dt.demo(topk=5, chunk=128)  # whose rows are transformed in quarters
+RUN["demo-clipped-2bit"] = dt.demo(topk=3, chunk=16, precision="2bit", aggregate="clipped_mean")
 COMPARED = [
-    "demo", "demo-senders-bf16", "demo-alpha", "demo-sign", "demo-bitmap-2bit", "random-odd", "random-majority",
-    "random-sign", "striding", "slicing", "loco", "muloco-2bit",
+    "demo", "demo-128", "demo-clipped-2bit", "demo-senders-bf16", "demo-alpha", "demo-sign", "demo-bitmap-2bit",
+    "random-odd", "random-majority", "random-sign", "striding", "slicing", "loco", "muloco-2bit",
 ]  # fmt: skip
 """One of every basis, selection, precision, aggregation and coding of indices that kernels know."""
 
@@ -219,6 +222,17 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         assert torch.equal(given[:, HEADER_BYTES : HEADER_BYTES + nbytes], kept)
 
 
+@pytest.mark.parametrize("name", ["demo", "demo-clipped-2bit"])
+def test_messages_are_weighed_as_by_ordinary_torch(name):
+    codec, rows = RUN[name].codec, 24
+    drawn = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(0))
+    for scales in ([1, 5, 2, 0.1], [0, 0, 3, 1], [0, 0], [1]):
+        messages = codec.encode(*(codec.select(drawn * scale, 0, 0) for scale in scales))
+        wanted = codec.received(messages, rows, None, ClippedMean())
+        mine = weighed(launches, replace(wanted.source, aggregation=ClippedMean())).aggregation
+        torch.testing.assert_close(mine.of_replicas, wanted.aggregation.of_replicas, rtol=1e-6, atol=0)
+
+
 def trained(scheme, triton, base, monkeypatch):
     """The weights of both replicas after three steps; in one of them a gradient is not finite."""
     monkeypatch.setenv("DETONATION_KERNELS", "triton" if triton else "")
@@ -243,12 +257,14 @@ def trained(scheme, triton, base, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "random-sign", "demo-owner", "random-late", "loco-sign-owner", "random-sign-owner"]
+    "name",
+    ["demo", "demo-clipped-2bit", "random-sign", "demo-owner", "random-late", "loco-sign-owner", "random-sign-owner"],
 )
 def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
     base = dt.SignSGD if name not in ("random-late", "random-sign-owner") else torch.optim.SGD
-    ours = trained(SCHEMES[name], True, lambda p: base(p, lr=0.01), monkeypatch)
-    plain = trained(SCHEMES[name], False, lambda p: base(p, lr=0.01), monkeypatch)
+    scheme = SCHEMES.get(name) or RUN[name]
+    ours = trained(scheme, True, lambda p: base(p, lr=0.01), monkeypatch)
+    plain = trained(scheme, False, lambda p: base(p, lr=0.01), monkeypatch)
     for one, other, wanted in zip(ours[0], ours[1], plain[0], strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)

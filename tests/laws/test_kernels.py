@@ -19,6 +19,7 @@ from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.kernels import native
+from zoo import TALKING
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -161,6 +162,25 @@ def test_weights_that_follow_messages_end_where_the_update_takes_them(fast, topk
     assert fast.can_apply_signs(agreed, weights)
     fast.apply_signs(agreed, weights, paces)
     assert all(torch.equal(w, e) for w, e in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in TALKING if TALKING[name].signal == "gradients"])
+def test_signs_move_weights_as_the_update_does_and_leave_the_messages(name):
+    codec, aggregation = TALKING[name].codec, TALKING[name].aggregation
+    layout = codec.layout({"a": (70, 65), "b": (130,), "c": ()})
+    engine = ReferenceEngine(codec, layout, None, Runtime(CPU, kernels=False))
+    selected = [engine.encode(signals(layout, r), 0) for r in range(2)]
+    shared = selected[0].indices if codec.selection.shared else None
+    for count in (1, 2):
+        agreed = codec.received(codec.encode(*selected[:count]), layout.rows, shared, aggregation)
+        updates, again, weights = (signals(layout, 50) for _ in range(3))
+        engine.write(agreed, updates)
+        rates = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]
+        expected = [shrink * w - lr * u.sign() for w, u, (shrink, lr) in zip(weights, updates, rates, strict=True)]
+        assert engine.can_apply_signs(agreed, weights)
+        engine.apply_signs(agreed, weights, rates)
+        engine.write(agreed, again)
+        assert all(map(torch.equal, [*weights, *again], [*expected, *updates]))
 
 
 @pytest.mark.parametrize("topk", [4, 9])

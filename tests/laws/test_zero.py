@@ -184,3 +184,14 @@ def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replica
         return found
 
     assert max(simulate_replicas(act, replicas)[0]) <= 6
+
+
+def test_a_signal_that_is_not_finite_leaves_every_bit_of_the_memory():
+    layout = dt.demo().codec.layout({"a": (70,), "b": (64,)})
+    memory = Memory(layout, dt.demo().feedback, CPU)
+    memory.residual.copy_(torch.randn(memory.residual.shape)).view(-1)[::2] = -0.0
+    before = memory.residual.clone()
+    for dtype in (torch.float32, torch.bfloat16):
+        signals = [torch.full((70,), math.nan, dtype=dtype), None]
+        kept = memory.absorb(signals, torch.tensor(True)).view(torch.int32)
+        assert torch.equal(kept, before.view(torch.int32)), dtype

@@ -1,5 +1,6 @@
 """The exchange through owners: bytes that do not grow with the replicas, and neither memory nor loss suffers."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.codec.aggregate import Mean
+from detonation.core.exchange.owners import RowOwners
 from detonation.core.flat.tensors import digest
 from detonation.core.link.link import Link
 from detonation.core.memory import Feedback
@@ -91,6 +93,28 @@ def test_law_1_nothing_is_lost_between_replicas_and_owners(replicas):
         kept = sum(channel.memory.residual for channel in channels) / replicas + scheme.codec.basis.inverse(owned)
         for whole, part, came in zip(*map(layout.parts, (sum(put_in) / replicas, kept, sent[0])), strict=True):
             torch.testing.assert_close(part + came, whole, atol=3e-5, rtol=1e-4, msg=name)
+
+
+def test_owners_get_their_rows_in_turns_and_give_them_back():
+    for rows, replicas, run in itertools.product((1, 7, 24, 25, 61, 96), (1, 2, 3, 5), (2, 4, 8)):
+        owners, lines, short = (
+            RowOwners(rows, replicas, run),
+            torch.arange(3.0 * rows).view(rows, 3),
+            torch.arange(rows),
+        )
+        turns = rows // (replicas * run)
+        expected = [
+            [(turn * replicas + r) * run + row for turn in range(turns) for row in range(run)] for r in range(replicas)
+        ]
+        rest = [*range(turns * replicas * run, rows), *[-1] * owners.missing]
+        for r, mine in enumerate(expected):
+            mine += rest[r * (len(rest) // replicas) : (r + 1) * (len(rest) // replicas)]
+        padded = torch.cat([lines, torch.full((1, 3), 9.0)])
+        dealt, numbers = owners.deal_each([(lines, padded[-1]), (short.view(-1, 1), None)])
+        assert torch.equal(dealt, padded[torch.tensor(expected)])
+        assert numbers.flatten(1).tolist() == [[max(0, row) for row in mine] for mine in expected]
+        assert torch.equal(owners.collect(dealt), lines)
+        assert all(map(torch.equal, owners.collect_each([dealt, numbers]), (lines, short.view(-1, 1))))
 
 
 def test_an_all_reduce_is_refused_where_the_network_cannot_add():

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,6 +34,23 @@ from detonation.cluster.survive.meeting import MeetingPoint, Survival, join_repl
 _POLL_S = 0.02
 _LEAVING_S = 15.0
 """Where replicas may be lost, the last ranks have this long to end once the first one has."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a world, and its work.
+
+    folder: where it leaves its result or its failure. parent: the process that started it. where: the arguments of
+    `join_replicas`, where replicas may be lost.
+    """
+
+    rank: int
+    world_size: int
+    folder: Path
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    parent: int
+    where: Sequence[Any] | None
 
 
 def run_local(
@@ -74,7 +91,7 @@ def run_local(
             start = partial(_fork, enter) if fork else _spawn
             for rank in range(world_size):
                 with _signals_held_back(stop, pids):
-                    pids[rank] = start(rank, world_size, folder, function, arguments, where)
+                    pids[rank] = start(_Rank(rank, world_size, folder, function, arguments, os.getpid(), where))
             if meeting is not None:
                 meeting.serve()
             failure = _wait(pids, folder, None if timeout_s is None else time.monotonic() + timeout_s, meeting)
@@ -91,18 +108,9 @@ def run_local(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fork(
-    enter: Callable[[int], None] | None,
-    rank: int,
-    world_size: int,
-    folder: Path,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    where: Sequence[Any] | None,
-) -> int:
+def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    parent = os.getpid()
     with warnings.catch_warnings():
         # From Python 3.12 on, fork warns when there are threads; torch's are idle here, and the child starts its own.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -111,37 +119,23 @@ def _fork(
         code = 1
         gc.freeze()  # the parent's objects are never garbage here: a collection would copy all of its memory
         try:
-            code = _child(rank, world_size, folder, function, arguments, parent, where, enter)
+            code = _child(mine, enter)
         finally:
             # Never back into the parent's stack: its finally clauses and atexit hooks are not the child's.
             os._exit(code)
     return pid
 
 
-def _spawn(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    where: Sequence[Any] | None,
-) -> int:
-    task, called = folder / f"task-{rank}.json", (function.__module__, function.__qualname__)
-    ipc.write_result(task, [rank, world_size, *called, list(arguments), os.getpid(), where])
+def _spawn(mine: _Rank) -> int:
+    task, function = mine.folder / f"task-{mine.rank}.json", mine.function
+    called = [function.__module__, function.__qualname__, list(mine.arguments)]
+    ipc.write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
     return os.posix_spawn(sys.executable, [sys.executable, "-m", __name__, str(task)], os.environ)
 
 
-def _child(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    parent: int,
-    where: Sequence[Any] | None,
-    enter: Callable[[int], None] | None = None,
-) -> int:
-    die_with_parent(parent)
+def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
+    rank, world_size, folder = mine.rank, mine.world_size, mine.folder
+    die_with_parent(mine.parent)
     # The parent handles Ctrl-C; a second traceback from each child would help nobody.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOP_SIGNALS:
@@ -153,11 +147,11 @@ def _child(
         if enter is not None:
             enter(rank)
         position = LaunchPosition(rank, world_size, rank, world_size)
-        if where is None:
+        if mine.where is None:
             heartbeat = init_rank(position, partial(_end_lost, rank, folder), folder)
         else:
-            join_replicas(position, *where)
-        ipc.write_result(folder / f"result-{rank}.json", function(*arguments))
+            join_replicas(position, *mine.where)
+        ipc.write_result(folder / f"result-{rank}.json", mine.function(*mine.arguments))
         leave()
     except BaseException as error:
         if heartbeat is not None:
@@ -271,4 +265,4 @@ def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
 if __name__ == "__main__":
     rank_, world_, module, name, given, parent_, where_ = ipc.read_result(Path(sys.argv[1]))
     called = getattr(importlib.import_module(module), name)
-    sys.exit(_child(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_, where_))
+    sys.exit(_child(_Rank(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_, where_)))

@@ -66,13 +66,11 @@ class Memory:
 
         Shapes: one local shape per parameter -> the residual, `[rows, chunk]` fp32.
         """
-        self.residual.mul_(self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0))
         present = [s for s in signals if s is not None and s.numel()]
-        if bad is None and self._views and all(s.dtype == torch.float32 for s in present):
-            views = [v for v, s in zip(self._views, signals, strict=True) if s is not None and s.numel()]
-            if present:
-                torch._foreach_add_(views, present)
+        if self._views and all(s.dtype == torch.float32 for s in present):
+            self._absorb_in_place(signals, present, bad)
             return self.residual
+        self.residual.mul_(self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0))
         # by way of a copy, where signals must be converted, or may not count; tiles are one, parameter by parameter
         parts = [(self._layout, 0, signals)]
         if self._layout.tiled:
@@ -80,9 +78,22 @@ class Memory:
             parts = [(self._layout.only(slot), slot.row, [signal]) for slot, signal in slots]
         for layout, first, some in parts:
             flat = layout.flatten(some, self.residual.device)
-            added = flat if bad is None else flat.masked_fill_(bad, 0.0)
+            added = flat if bad is None else flat.masked_fill_(bad, -0.0)  # which changes no bit of any zero
             self.residual[first : first + layout.rows].add_(added)
         return self.residual
+
+    def _absorb_in_place(self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None) -> None:
+        """Adds signals in fp32 to the views of the residual, or to those of its successor where they may not count."""
+        if bad is None:
+            to, views = self.residual.mul_(self.feedback.decay), self._views
+        else:
+            to = self.residual.mul(self.feedback.decay)
+            views = self._layout.views(to)
+        if present:
+            added = [v for v, s in zip(views, signals, strict=True) if s is not None and s.numel()]
+            torch._foreach_add_(added, present)
+        if bad is not None:
+            torch.where(bad, self.residual, to, out=self.residual)
 
     def release(self, sent: Iterable[Tensor]) -> None:
         """Takes out the sent values.

@@ -246,10 +246,23 @@ class Arrived:
 
     def read(self, first: int, end: int) -> Coefficients:
         """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
-        values = self.codec.precision.decode(self._values(first, end), end - first, self.codec.selection.k)
+        return Coefficients(self.values(first, end), self.indices(first, end))
+
+    def values(self, first: int, end: int) -> Tensor:
+        """The values of these rows.
+
+        Shapes: -> `[replicas, end - first, k]` fp32.
+        """
+        return self.codec.precision.decode(self._values(first, end), end - first, self.codec.selection.k)
+
+    def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
+        """Their indices; see `Coefficients`.
+
+        Shapes: -> `[..., end - first, k]` integer.
+        """
         if self._packed is not None:
-            return Coefficients(values, self._packed.part(first, end))
-        return Coefficients(values, None if self.shared is None else narrow(self.shared)[..., first:end, :])
+            return self._packed.part(first, end)
+        return None if self.shared is None else narrow(self.shared)[..., first:end, :]
 
     @cached_property
     def _packed(self) -> PackedIndices | None:

@@ -10,6 +10,7 @@ import torch
 
 from detonation.core.codec.zeros import is_negative
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
+from detonation.core.compute.value_blocks import blocked, line_of, looked_up, ones
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,18 +106,19 @@ class BlockCodebook:
     def encode(self, values: Tensor, negative_zeros: bool = False) -> Tensor:
         # [..., rows, k] fp32 -> [..., nbytes] uint8
         messages, count = values.shape[:-2], values.shape[-2] * values.shape[-1]
-        blocks, real = _blocked(values.reshape(*messages, count), self.block)
-        codes, statistics = self.quantise(blocks, real, negative_zeros)
-        packed = pack(_line(codes, messages)[..., :count], self.width)
-        return torch.cat([packed, _line(statistics.to(torch.bfloat16), messages).view(torch.uint8)], -1)
+        blocks, counts = blocked(values.reshape(*messages, count), self.block)
+        codes, statistics = self.quantise(blocks, counts, negative_zeros)
+        packed = pack(line_of(codes, messages)[..., :count], self.width)
+        return torch.cat([packed, line_of(statistics.to(torch.bfloat16), messages).view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
         messages, count = encoded.shape[:-1], rows * k
-        codes = unpack(encoded[..., : packed_bytes(count, self.width)], count, self.width, torch.int64)
+        narrow = torch.uint8 if self.width <= 8 else torch.int64
+        codes = unpack(encoded[..., : packed_bytes(count, self.width)], count, self.width, narrow)
         missing = -count % self.block
         blocks = (torch.nn.functional.pad(codes, (0, missing)) if missing else codes).reshape(-1, self.block)
-        values = self.levels(self._statistics(encoded, count)).gather(1, blocks)
-        return _line(values, messages)[..., :count].view(*messages, rows, k)
+        values = looked_up(self.levels(self._statistics(encoded, count)), blocks)
+        return line_of(values, messages)[..., :count].view(*messages, rows, k)
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
         count = rows * k
@@ -127,22 +129,23 @@ class BlockCodebook:
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
         statistics, messages = self._statistics(encoded, rows * k), encoded.shape[:-1]
-        largest = _line(statistics.abs().amax(1), messages)
+        largest = line_of(statistics.abs().amax(1), messages)
         norms: Tensor = torch.linalg.vector_norm(largest, dim=-1)
-        return _line(self.allowed(statistics), messages).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
+        return line_of(self.allowed(statistics), messages).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
     def _statistics(self, encoded: Tensor, count: int) -> Tensor:  # -> [blocks of all messages, statistics] fp32
         packed = packed_bytes(count, self.width)
         return encoded[..., packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
 
-    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         """The code of each value, and the statistics of each block.
 
         Args:
-            real: 0 at the padding of a block, else 1.
+            counts: The values of each block; those after them are padding, and zeros.
             negative_zeros: The sign of zeros, where no code stands for zero.
 
-        Shapes: `[blocks, block]` fp32 each -> codes `[blocks, block]` integer, `[blocks, statistics]` fp32.
+        Shapes: blocks `[blocks, block]`, counts `[blocks, 1]` fp32 -> codes `[blocks, block]` integer, `[blocks,
+        statistics]` fp32.
         """
         raise NotImplementedError
 
@@ -168,8 +171,8 @@ class Sign(BlockCodebook):
     width = 1
     statistics = 1
 
-    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
-        magnitude = blocks.abs().sum(1, keepdim=True) / real.sum(1, keepdim=True)
+    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        magnitude = blocks.abs().sum(1, keepdim=True) / counts
         return is_negative(blocks, magnitude, negative_zeros).to(torch.uint8), magnitude
 
     def levels(self, statistics: Tensor) -> Tensor:
@@ -187,14 +190,14 @@ class TwoBit(BlockCodebook):
     width = 2
     statistics = 4
 
-    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
-        size, count = blocks.abs(), real.sum(1, keepdim=True)
-        deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / count.sqrt()
+    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        size = blocks.abs()
+        deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         large, negative = size > deviation, is_negative(blocks, deviation, negative_zeros)
         tails = blocks * large  # summed line by line: scatter_add would add in any order on an accelerator
         over, under = (part.sum(1, keepdim=True) for part in (tails.clamp(min=0), tails.clamp(max=0)))
         far, above = large.sum(1, keepdim=True, dtype=size.dtype), (tails > 0).sum(1, keepdim=True, dtype=size.dtype)
-        small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (count - far).clamp_(min=1)
+        small = size.masked_fill_(large, 0.0).sum(1, keepdim=True) / (counts - far).clamp_(min=1)
         over, under = over / above.clamp(min=1), under / (far - above).clamp_(min=1)
         return large.to(torch.uint8).add_(negative, alpha=2), torch.cat([small, over, -small, under], 1)
 
@@ -202,8 +205,7 @@ class TwoBit(BlockCodebook):
         return statistics
 
     def allowed(self, statistics: Tensor) -> Tensor:
-        positive, negative = statistics.chunk(2, 1)
-        return torch.cat([positive >= 0, negative <= 0], 1)
+        return statistics * _signs(statistics.device) >= 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class E3M0(BlockCodebook):
     statistics = 1
     block = 256
 
-    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
         octaves = (largest / size).log2().round().clamp_(0, 6).masked_fill_(size <= largest / 128, 7)
@@ -241,17 +243,19 @@ class Int8(BlockCodebook):
     statistics = 256
     block = 65536
 
-    def quantise(self, blocks: Tensor, real: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
-        deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / real.sum(1, keepdim=True).sqrt()
+    def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
+        deviation = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / counts.sqrt()
         bins = deviation.clamp_(min=1e-30) * (12 / 256)
         scaled = blocks / bins
         codes = scaled.round().clamp_(-127, 127).to(torch.int64).add_(128)
         # a sum of whole numbers is exact, so its order, which an accelerator does not fix, does not matter
-        counts = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device).scatter_add_(1, codes, real)
+        sizes = torch.zeros(len(blocks), 256, dtype=torch.float32, device=blocks.device)
+        sizes.scatter_add_(1, codes, ones(len(blocks), blocks.device).expand_as(codes))
+        sizes[:, 128:129] -= self.block - counts  # padding is zeros
         units = scaled.mul_(_FIXED_POINT).round_().double()
-        totals = torch.zeros_like(counts, dtype=torch.float64).scatter_add_(1, codes, units)
+        totals = torch.zeros_like(sizes, dtype=torch.float64).scatter_add_(1, codes, units)
         totals[:, 128] = 0
-        return codes, totals.float() / counts.clamp_(min=1) * (bins / _FIXED_POINT)
+        return codes, totals.float() / sizes.clamp_(min=1) * (bins / _FIXED_POINT)
 
     def levels(self, statistics: Tensor) -> Tensor:
         return statistics
@@ -276,24 +280,9 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-def _blocked(lines: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """`lines` [..., n], zero-padded, in rows of `block`, and a mask that is 0 at the padding, else 1."""
-    missing, device = -lines.shape[-1] % block, lines.device
-    filled = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
-    blocks = filled.reshape(-1, block)  # of one line after the other
-    real = _ones(len(blocks), device).expand(-1, block)
-    if missing:
-        real = real.clone()
-        real.view(-1, filled.shape[-1])[:, lines.shape[-1] :].zero_()
-    return blocks, real
-
-
-@lru_cache(maxsize=64)
-def _ones(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, 1, dtype=torch.float32, device=device)
-
-
-def _line(blocks: Tensor, messages: torch.Size) -> Tensor:
-    """The blocks of each message, joined to one line."""  # [blocks of all messages, ...] -> [..., n]
-    count = messages.numel()
-    return blocks.reshape(*messages, blocks.numel() // count if count else 0)
+@lru_cache(maxsize=8)
+def _signs(device: torch.device) -> Tensor:
+    """Of the four levels of two bits."""
+    signs = torch.ones(4, dtype=torch.float32, device=device)
+    signs[2:].neg_()
+    return signs

@@ -45,7 +45,8 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
         return _found_on_cpu(marked.reshape(-1, chunk), k, narrow, dtype).view(*messages, rows, k)
     wanted = torch.arange(1, k + 1, dtype=narrow, device=bitmap.device).expand(*messages, rows, k).contiguous()
     # the place of the first bit at which so many are set; after the last one where there are not so many
-    counted = marked.cumsum(-1, dtype=narrow)
+    counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
+    del marked
     return torch.searchsorted(counted, wanted, out_int32=True).remainder_(chunk).to(dtype)
 
 
@@ -76,7 +77,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     else:  # without a byte for each bit
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.reshape(-1).to(torch.int32))
         counts = ones.view(-1, rows, chunk // 8).sum(2, dtype=torch.int32)
-    return 2 * (counts != k).any(1).to(torch.int64)
+    return (counts != k).any(1) * 2
 
 
 def packed_faults(packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
@@ -96,5 +97,5 @@ def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
     Shapes: `[messages, rows, k]` integer -> `[messages]` int64.
     """
     falls = (indices[..., 1:] <= indices[..., :-1]).flatten(1).any(1)
-    found = 2 * falls.to(torch.int64)
+    found = falls * 2
     return found if chunk == 2**width else torch.where((indices >= chunk).flatten(1).any(1), 1, found)

@@ -27,7 +27,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return checksums(tensor.detach().contiguous().view(1, -1).view(torch.uint8))[0]
 
 
-def checksums(messages: Tensor, skipped: int = -1) -> Tensor:
+def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) -> Tensor:
     """The checksum of each of `messages`: a sum of 32-bit words, each times an odd number for its place, modulo 2**64.
 
     A message is zero-padded to whole lines of `LINE_BYTES`. The number of a place is the sum of an even number of its
@@ -37,16 +37,19 @@ def checksums(messages: Tensor, skipped: int = -1) -> Tensor:
 
     Args:
         skipped: The first of eight bytes, in the first line, that count as zeros; a multiple of 4, or -1 for none.
+        out: Where the result goes; new memory when left out. It may be a part of `messages`, which is read before.
 
     Shapes: `[messages, nbytes]` uint8, contiguous within a message -> `[messages]` int64.
     """
+    if out is None:
+        out = torch.empty(len(messages), dtype=torch.int64, device=messages.device)
     if messages.device.type == "cpu":
         kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
             found = [kernel.checksum(message, skipped) for message in messages]
-            return torch.tensor(found, dtype=torch.int64, device="cpu")
+            return out.copy_(torch.tensor(found, dtype=torch.int64, device="cpu"))
     if not messages.shape[1]:
-        return torch.zeros(len(messages), dtype=torch.int64, device=messages.device)
+        return out.zero_()
     missing = -messages.shape[1] % LINE_BYTES
     padded = torch.nn.functional.pad(messages, (0, missing)) if missing else messages.contiguous()
     lines = padded.view(torch.int32).view(len(messages), -1, _WORDS)
@@ -57,7 +60,7 @@ def checksums(messages: Tensor, skipped: int = -1) -> Tensor:
         words = lines[:, 0, skipped // 4 : skipped // 4 + 2]
         sums[:, skipped // 4 : skipped // 4 + 2].sub_(words)
         sums[:, _WORDS].sub_(words.sum(1, dtype=torch.int32))
-    return sums.mul(_numbers(lines.shape[1], messages.device)).sum(1)
+    return torch.sum(sums.mul(_numbers(lines.shape[1], messages.device)), 1, out=out)
 
 
 @lru_cache(maxsize=32)

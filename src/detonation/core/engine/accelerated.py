@@ -229,8 +229,9 @@ class TritonEngine(ReferenceEngine):
         addresses = self._targets.update(targets) if targets else self._targets
         replicas = 1 if received.dealt.count > 1 else len(source.body)
         places = places_of(self._kernels, source.codec, source.rows, received.dealt)
-        name = AGGREGATION_NAMES[type(received.aggregation)]
-        self._coder(source.codec).decode(source.body, places, replicas, name, into, addresses, flat, rates)
+        aggregation = received.aggregation
+        name, weights = AGGREGATION_NAMES[type(aggregation)], getattr(aggregation, "of_replicas", None)
+        self._coder(source.codec).decode(source.body, places, replicas, name, into, addresses, flat, rates, weights)
 
     def _readable(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous() if tensor.dtype in self._kernels.KIND_OF else tensor.float().contiguous()

@@ -1,17 +1,20 @@
 """A codec as the Triton kernels see it: which ones they know, and the part that is compiled into a kernel."""
 
+from dataclasses import replace
 from typing import Any
 
-from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, MeanNonzero
+from detonation.core.codec.aggregate import Aggregation, ClippedMean, MajorityVote, Mean, MeanNonzero, WeightedMean
 from detonation.core.codec.basis import DCT, Identity
-from detonation.core.codec.codec import Codec
-from detonation.core.codec.form import Dealt
+from detonation.core.codec.codec import Arrived, Codec
+from detonation.core.codec.form import WHOLE, Dealt
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.selection import Everything, Random, Slicing, Striding, TopK
 
 LONGEST_TRANSFORM, LONGEST_ROW = 128, 256
 """The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold."""
-AGGREGATION_NAMES: dict[type[Aggregation], str] = {Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority"}
+AGGREGATION_NAMES: dict[type[Aggregation], str] = {
+    Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
+}  # fmt: skip
 """The aggregations that kernels know, by type."""
 PRECISION_NAMES = {precision: name for name, precision in PRECISIONS.items()}
 """Every precision's name."""
@@ -55,3 +58,11 @@ def places_of(kernels: Any, codec: Codec, owned: int, dealt: Dealt) -> Any:
     """The bytes of a message of `owned` rows, as kernels read them (`Places`)."""
     lengths = codec.precision.lengths(owned, codec.selection.k)
     return kernels.Places(lengths[0], sum(lengths), dealt.count, dealt.turns, dealt.run, owned)
+
+
+def weighed(kernels: Any, arrived: Arrived) -> Arrived:
+    """Messages whose aggregation kernels know: the weights of a clipped mean are computed now, in a launch."""
+    if not isinstance(arrived.aggregation, ClippedMean) or why_not_triton(arrived.codec):
+        return arrived
+    coding, places = coding_of(kernels, arrived.codec), places_of(kernels, arrived.codec, arrived.rows, WHOLE)
+    return replace(arrived, aggregation=WeightedMean(kernels.clipped_weights(arrived.body, places, coding)))

@@ -34,6 +34,8 @@ class ReferenceEngine:
         on_cpu = runtime.device.type == "cpu"
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
         self._some = cached if on_cpu else block_rows or max(1, layout.rows)  # rows that are worked on at once
+        if layout.tiled and not on_cpu:  # the two products of a tile hold four times as much
+            self._some = -(-self._some // 4)
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self._few = 0 if on_cpu else codec.selection.chunk // 4  # coefficients of a row that are read at once
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
@@ -141,7 +143,9 @@ class ReferenceEngine:
         Shapes: one local shape per parameter.
         """
         if self.layout.tiled:
-            self._write_tiles(received, targets)
+            for slot, target, part in zip(self.layout.slots, targets, self._decoded_tiles(received), strict=True):
+                copy([target], self.layout.only(slot).parts(part))
+                del part  # before the next one is made
         elif not all(target.is_contiguous() for target in targets):
             copy(targets, self.layout.parts(self.decode(received)))
         else:
@@ -152,22 +156,24 @@ class ReferenceEngine:
 
         Shapes: one local shape per parameter.
         """
-        return not self.layout.tiled and all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+        return all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
 
     def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
         """Moves `weights` by the signs of the update, which is never stored.
 
         Shapes: one local shape per parameter.
         """
+        if self.layout.tiled:
+            for slot, weight, rate, part in zip(
+                self.layout.slots, weights, rates, self._decoded_tiles(received), strict=True
+            ):
+                _move([weight], self.layout.only(slot).parts(part.sign_()), [rate])
+                del part  # before the next one is made
+            return
         for block, part in self._decoded_blocks(received):
-            mine = [rates[piece.index] for piece in block.pieces]
-            may_be_message = isinstance(self.codec.basis, Identity)
+            may_be_message = isinstance(self.codec.basis, Identity) and self.codec.selection.k == self.layout.chunk
             moved, signs = block.cut(weights), block.layout.views(part.sign() if may_be_message else part.sign_())
-            for shrink, lr in dict.fromkeys(mine):
-                same = [i for i, rate in enumerate(mine) if rate == (shrink, lr)]
-                if shrink != 1:
-                    torch._foreach_mul_([moved[i] for i in same], shrink)
-                torch._foreach_add_([moved[i] for i in same], [signs[i] for i in same], alpha=-lr)
+            _move(moved, signs, [rates[piece.index] for piece in block.pieces])
             del block, part, signs  # before the next one is made
 
     def _decoded_blocks(self, received: Received) -> Iterator[tuple[Bucket, Tensor]]:
@@ -178,12 +184,11 @@ class ReferenceEngine:
             first += len(part)
             del part  # before the next one is made
 
-    def _write_tiles(self, received: Received, targets: Sequence[Tensor]) -> None:
-        """Decodes parameter by parameter: a line of tiles ends anywhere in a block of rows."""
+    def _decoded_tiles(self, received: Received) -> Iterator[Tensor]:
+        """The update parameter by parameter: a line of tiles ends anywhere in a block of rows."""
         read = received.whole().part if 0 < received.width <= self._few else received.part
-        for slot, target in zip(self.layout.slots, targets, strict=True):
-            part = self._decoded(read(slot.row, slot.row + slot.rows), received.aggregation)
-            copy([target], self.layout.only(slot).parts(part))
+        for slot in self.layout.slots:
+            yield self._decoded(read(slot.row, slot.row + slot.rows), received.aggregation)
 
     def _decoded_parts(self, received: Received) -> Iterable[Tensor]:
         """The update in blocks of rows."""
@@ -195,3 +200,12 @@ class ReferenceEngine:
         if isinstance(self.codec.basis, DCT) and isinstance(aggregation, Mean) and sent.is_sparse(chunk):
             return self.codec.basis.inverse_sparse(*sent.joined(), chunk)
         return self.codec.basis.inverse(aggregate(sent, aggregation, chunk))
+
+
+def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+    """Moves `weights` against `signs`, in an operation or two for all with the same rate."""
+    for shrink, lr in dict.fromkeys(rates):
+        same = [i for i, rate in enumerate(rates) if rate == (shrink, lr)]
+        if shrink != 1:
+            torch._foreach_mul_([weights[i] for i in same], shrink)
+        torch._foreach_add_([weights[i] for i in same], [signs[i] for i in same], alpha=-lr)

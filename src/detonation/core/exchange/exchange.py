@@ -13,7 +13,7 @@ from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
 from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.compute.checksum import LINE_BYTES
-from detonation.core.engine.coding import coding_of, places_of
+from detonation.core.engine.coding import coding_of, places_of, weighed
 from detonation.core.exchange.outgoing import Outgoing
 from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.guard import Guard
@@ -177,7 +177,7 @@ def opened(
         tape.put(guard.place, flight.step, octets[0])
     if guard.kernels is not None and not absent:
         body = inspected(codec, octets, runs, guard, workspace or Workspace(), flight.step, phase, signals)
-        return codec.arrived(body, rows, shared, aggregation)
+        return weighed(guard.kernels, codec.arrived(body, rows, shared, aggregation))
     assert sealed is not None
     arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
     refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals, absent)

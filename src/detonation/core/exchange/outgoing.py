@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -189,13 +190,18 @@ def padded(pieces: Sequence[Sequence[Tensor]], room: int) -> tuple[Tensor, int]:
     nbytes = sum(part.shape[1] for part in parts)
     width = -(-(room + nbytes) // LINE_BYTES) * LINE_BYTES
     found = torch.empty(len(parts[0]), width, dtype=torch.uint8, device=parts[0].device)
-    _write(found[:, room : room + nbytes], parts)
-    found[:, room + nbytes :].zero_()
+    padding = _zero(found.device).expand(len(found), width - room - nbytes)
+    _write(found[:, room:], [*parts, padding])
     return found, nbytes
 
 
 def _write(target: Tensor, parts: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(torch.split(target, [part.shape[1] for part in parts], 1)), list(parts))
+
+
+@lru_cache(maxsize=8)
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, 1, dtype=torch.uint8, device=device)
 
 
 def _in_order(pieces: Sequence[Piece]) -> list[Piece]:

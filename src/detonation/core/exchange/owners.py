@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec.form import Dealt
+from detonation.core.flat.layout import copy
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,57 @@ class RowOwners:
 
         Shapes: lines `[rows, n]`, padding `[n]`, zeros where it is None -> `[replicas, owned, n]`.
         """
-        n, dealt = lines.shape[1], self._turns * self.replicas * self.run
-        turns = lines[:dealt].view(self._turns, self.replicas, self.run, n).transpose(0, 1).contiguous()
-        if dealt == self.rows:
-            return turns.view(self.replicas, self.owned, n)
-        rest = lines[dealt:]
-        if self.missing:
-            filled = lines.new_zeros(n) if padding is None else padding
-            rest = torch.cat([rest, filled.expand(self.missing, -1)])
-        return torch.cat([turns.view(self.replicas, -1, n), rest.view(self.replicas, -1, n)], 1)
+        return self.deal_each([(lines, padding)])[0]
+
+    def deal_each(self, lines: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """`deal` for several matrices, each with its padding, in one operation.
+
+        Shapes: as in `deal`, for each.
+        """
+        found = [each.new_empty(self.replicas, self.owned, each.shape[1]) for each, _ in lines]
+        pairs = []
+        for (each, padding), parts in zip(lines, found, strict=True):
+            pairs += self._pairs(each, parts)
+            if self.missing:
+                filled = each.new_zeros(each.shape[1]) if padding is None else padding
+                pairs += [(free, filled.expand_as(free)) for free in self._free(parts)]
+        copy([target for target, _ in pairs], [source for _, source in pairs])
+        return found
 
     def collect(self, parts: Tensor | Sequence[Tensor]) -> Tensor:
         """The inverse of `deal`, without the padding.
 
         Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
         """
-        parts, own = parts if isinstance(parts, Tensor) else torch.stack(list(parts)), self._turns * self.run
-        n = parts.shape[2]
-        turns = parts[:, :own].view(self.replicas, self._turns, self.run, n).transpose(0, 1).contiguous().view(-1, n)
-        if len(turns) == self.rows:
-            return turns
-        return torch.cat([turns, parts[:, own:].contiguous().view(-1, n)])[: self.rows]
+        return self.collect_each([parts if isinstance(parts, Tensor) else torch.stack(list(parts))])[0]
+
+    def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """`collect` for several matrices, in one operation.
+
+        Shapes: `[replicas, owned, n]` -> `[rows, n]`, for each.
+        """
+        found = [each.new_empty(self.rows, each.shape[2]) for each in parts]
+        pairs = [pair for lines, each in zip(found, parts, strict=True) for pair in self._pairs(lines, each)]
+        copy([lines for _, lines in pairs], [part for part, _ in pairs])
+        return found
+
+    def _pairs(self, lines: Tensor, parts: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The dealt and the undealt rows, in the same shape: those in turns, and the remainders of the owners."""
+        own, n = self._turns * self.run, lines.shape[1]
+        dealt, rest = self.replicas * own, self.owned - own
+        turns = lines[:dealt].view(self._turns, self.replicas, self.run, n).transpose(0, 1)
+        pairs = [(parts[:, :own].view(self.replicas, self._turns, self.run, n), turns)]
+        whole, left = divmod(self.rows - dealt, rest) if rest else (0, 0)
+        pairs.append((parts[:whole, own:], lines[dealt : dealt + whole * rest].view(whole, rest, n)))
+        if left:
+            pairs.append((parts[whole, own : own + left], lines[dealt + whole * rest :]))
+        return pairs
+
+    def _free(self, parts: Tensor) -> list[Tensor]:
+        """The padding of `parts`."""
+        rest = self.owned - self._turns * self.run
+        whole, left = divmod(self.rows - self.replicas * self._turns * self.run, rest)
+        return [parts[whole, self.owned - rest + left :], parts[whole + 1 :, self.owned - rest :]]
 
     @cached_property
     def _turns(self) -> int:

@@ -78,16 +78,18 @@ class TwoStage:
         # selected values [rows, k] fp32 -> [rows, k] fp32
         assert isinstance(flight.message, Outgoing)
         replicas, k = self._link.replicas, self._codec.selection.k
-        owners, indices = RowOwners(len(selected.values), replicas, self.owners.run), None
+        owners = RowOwners(len(selected.values), replicas, self.owners.run)
         if selected.message is not None:  # an engine has dealt them already
             flight.message.add(first // replicas, owners.owned, selected.message)
             flight.know(first // replicas, selected.indices if self._codec.selection.shared else None)
             return None
+        lines: list[tuple[Tensor, Tensor | None]] = [(selected.values, None)]
         if selected.indices is not None:  # padding is zeros, at valid indices
             sent = narrow(selected.indices)
             padding = torch.arange(k, dtype=sent.dtype, device=sent.device) if owners.missing else None
-            indices = owners.deal(sent, padding)
-        values = owners.deal(selected.values)
+            lines.append((sent, padding))
+        values, *dealt = owners.deal_each(lines)
+        indices = dealt[0] if dealt else None
         zeros = negative_zeros(self._scheme, flight.step, self._link.replica, replicas)
         (message,) = self._codec.encode(Selected(values, indices, owned=True), negative_zeros=zeros)
         flight.message.add(first // replicas, owners.owned, message)
@@ -160,10 +162,12 @@ class TwoStage:
         """The replies of all owners about the rows from `first` to below `end`, as one message."""
         replicas = self._link.replicas
         owners = RowOwners(end - first, replicas, self.owners.run)
-        block = arrived.read(first // replicas, first // replicas + owners.owned)
-        values = owners.collect(block.values).unsqueeze(0)
-        indices = None if block.indices is None else owners.collect(narrow(block.indices)).unsqueeze(0)
-        return Coefficients(values, indices)
+        of_each = first // replicas, first // replicas + owners.owned
+        indices = arrived.indices(*of_each)
+        unpacked = [] if indices is None else [narrow(indices)]  # before the values, beside which bitmaps would lie
+        sent = [arrived.values(*of_each), *unpacked]
+        values, *collected = (lines.unsqueeze(0) for lines in owners.collect_each(sent))
+        return Coefficients(values, collected[0] if collected else None)
 
     def play(self, flight: InFlight, tape: Tape) -> None:
         flight.message = played(tape, self._guard, self._answer, flight.step, self._link.replicas)

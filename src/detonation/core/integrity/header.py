@@ -48,29 +48,33 @@ class Header:
         """The fourth word: sender and place."""
         return self.sender << 32 | self.place
 
-    def words(self, nbytes: int, device: torch.device) -> Tensor:
-        """The header of a message with `nbytes` bytes after it, the checksum still 0.
+    def write(self, words: Tensor, nbytes: int) -> None:
+        """Writes the header of messages with `nbytes` bytes after it, the checksum still 0.
 
         The numbers that change from step to step go to the device with a call; for a list the host would wait.
 
-        Shapes: -> `[8]` int64.
+        Shapes: words `[messages, 8]` int64.
         """
-        origin = self.origin
+        origin, device = self.origin, words.device
         if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
             content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
-            return torch.tensor(content, dtype=torch.int64, device="cpu")
+            words.copy_(torch.tensor(content, dtype=torch.int64, device="cpu"))
+            return
         constants = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device)
-        words = constants.add(_unit(2, device), alpha=self.step).add_(_unit(6, device), alpha=self.received)
-        put(words[5], self.status)
-        return words
+        torch.add(constants.expand_as(words), _unit(2, device), alpha=self.step, out=words)
+        if self.received:
+            words.add_(_unit(6, device), alpha=self.received)
+        if isinstance(self.status, torch.Tensor) or self.status:
+            put(words[:, 5], self.status)
 
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
-        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose padding is zeros.
+        Shapes: `[messages, 64 + nbytes + padding]` uint8, each at an address for int64, whose padding is zeros.
         """
-        messages[:, :HEADER_BYTES].copy_(self.words(nbytes, messages.device).view(torch.uint8))
-        messages[:, CHECKSUM_AT:HEADER_BYTES].copy_(checksums(messages).unsqueeze(1).view(torch.uint8))
+        words = messages[:, :HEADER_BYTES].view(torch.int64)
+        self.write(words, nbytes)
+        checksums(messages, out=words[:, 7])
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +127,7 @@ def resent(message: Tensor, sender: int) -> Tensor:
 def put(place: Tensor, value: int | Tensor) -> None:
     """Writes `value` to `place`. A number goes to the device with the call; for a list the host would wait.
 
-    Shapes: `[]`.
+    Shapes: any.
     """
     if isinstance(value, torch.Tensor):
         place.copy_(value)

@@ -74,37 +74,53 @@ def decide_usable(facts: Facts, expected: Expected, usual: Tensor) -> tuple[Tens
     Shapes: usual `[1]` fp32 -> `[replicas]` bool, `[replicas, 13]` int64.
     """
     words, norms, header = facts.words, facts.norms, expected.header
-    wanted = _wanted(header.schema, header.place, expected.nbytes, len(words), words.device).clone()
-    wanted[:, 2].fill_(header.step)
-    status, stated = words[:, 5], words[:, 7]
-    alike = [facts.checksums - stated, status.clamp(0, expected.parameters) - status, facts.content]
-    wrong = torch.cat([words[:, :5] - wanted, torch.stack(alike, 1)], 1)
-    fine = (wrong == 0).all(1) & (norms <= LIMIT)
+    # the bits of numbers that are not negative rise as they do, and those of NaN are above all
+    bits = norms.abs().double().view(torch.int64)
+    found = torch.cat([words, torch.stack([facts.checksums, facts.content, bits], 1)], 1)
+    limits, of_step = _limits(
+        header.schema, header.place, expected.nbytes, expected.parameters, len(words), words.device
+    )
+    limits = limits.add(of_step, alpha=header.step)
+    limits[:, :, 8].copy_(words[:, 7])  # the checksum is the one that the header states
+    refused = (found < limits[0]).logical_or_(found > limits[1]).any(1)
     if expected.signals:
-        sending = fine & (norms > 0)
-        rising = norms.masked_fill(sending.logical_not(), torch.inf).sort().values
-        middle = rising.gather(0, sending.sum(0, keepdim=True) // 2)  # of two replicas the larger: none is accused
-        middle.nan_to_num_(posinf=0.0)  # nobody sends anything
-        bound = torch.maximum(middle, usual).mul_(LOUDER).expand_as(norms)
-        fine = fine & (norms <= bound)
+        heard = norms.masked_fill(refused, 0.0)
+        senders = (heard > 0).sum(0, keepdim=True)
+        # of two replicas the larger: none is accused; 0 if nobody sends anything
+        middle = heard.sort(descending=True).values.gather(0, senders.sub_(1).div_(2, rounding_mode="trunc"))
+        bound = torch.maximum(middle, usual).mul_(LOUDER)
+        refused.logical_or_(norms > bound)
         remembered = torch.where(middle * LOUDER < usual, usual, usual * FORGET)
         torch.maximum(middle, remembered, out=usual)
     else:
-        bound = torch.full_like(norms, torch.inf)
-    refused = fine.logical_not()
-    numbers = torch.stack([norms, bound], 1).double().view(torch.int64)
-    checked = torch.stack([facts.checksums, facts.content], 1)
-    return refused, torch.cat([words, checked, numbers, refused.unsqueeze(1)], 1)
+        bound = _infinity(words.device)
+    of_all = bound.double().view(torch.int64).expand(len(words), 1)
+    return refused, torch.cat([found, of_all, refused.unsqueeze(1)], 1)
 
 
 @lru_cache(maxsize=64)
-def _wanted(schema: int, place: int, nbytes: int, replicas: int, device: torch.device) -> Tensor:
-    """The first words of each header, but for the step."""  # [replicas, 5] int64
-    found = torch.empty(replicas, 5, dtype=torch.int64, device=device)
-    for column, word in zip(found.unbind(1), (IDENTITY, schema, 0, place, nbytes), strict=True):
-        column.fill_(word)
-    found[:, 3].add_(torch.arange(replicas, dtype=torch.int64, device=device) << 32)
-    return found
+def _limits(
+    schema: int, place: int, nbytes: int, parameters: int, replicas: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest of the first columns of a right table, but for step and checksum; and 1 in the column
+    of the step."""  # [2, replicas, 11] and [11] int64
+    anything = torch.iinfo(torch.int64)
+    loudest = struct.unpack("q", struct.pack("d", LIMIT))[0]
+    lowest = [IDENTITY, schema, 0, place, nbytes, 0, anything.min, anything.min, 0, 0, 0]
+    highest = [IDENTITY, schema, 0, place, nbytes, parameters, anything.max, anything.max, 0, 0, loudest]
+    found = torch.empty(2, replicas, len(lowest), dtype=torch.int64, device=device)
+    of_step = torch.zeros(len(lowest), dtype=torch.int64, device=device)
+    of_step[2].fill_(1)
+    for words, limits in zip((lowest, highest), found, strict=True):
+        for word, column in zip(words, limits.unbind(1), strict=True):
+            column.fill_(word)
+    found[:, :, 3].add_(torch.arange(replicas, dtype=torch.int64, device=device) << 32)
+    return found, of_step
+
+
+@lru_cache(maxsize=16)
+def _infinity(device: torch.device) -> Tensor:
+    return torch.full((1,), torch.inf, dtype=torch.float64, device=device)
 
 
 def explain_faults(table: Sequence[Sequence[int]], expected: Expected) -> list[str]:

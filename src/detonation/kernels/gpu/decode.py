@@ -13,7 +13,8 @@ from detonation.kernels.gpu.addressing import (
     wide,
 )
 from detonation.kernels.gpu.choosing import places_of_row
-from detonation.kernels.gpu.numbers import load_packed, load_value
+from detonation.kernels.gpu.messages import is_last
+from detonation.kernels.gpu.numbers import load_packed, load_value, product_of
 
 
 @triton.jit
@@ -53,13 +54,14 @@ def coefficients_of(
 
 @triton.jit
 def aggregated(
-    values, stride, statistics_at, indices_at, replicas, local, present, at, column,
+    values, stride, statistics_at, indices_at, replicas, local, present, at, column, weights,
     CHUNK: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr,
 ):  # fmt: skip
     """The coefficients of some rows, aggregated over `replicas` messages in replica order.
 
     Args:
+        weights: `[replicas]` fp32, for the `AGGREGATION` "weighted".
         values: Where the values of the first message begin, for each row; those of the next are `stride` bytes further.
 
     Shapes: values `[rows, 1]` pointers, and as in `coefficients_of` -> `[rows, columns]` fp32.
@@ -75,6 +77,8 @@ def aggregated(
             total += tl.abs(sent)
         else:
             votes += (sent != 0).to(tl.int32)
+            if AGGREGATION == "weighted":
+                sent *= tl.load(weights + replica)
             total += sent
     if AGGREGATION == "nonzero":
         return tl.div_rn(total, tl.maximum(votes, 1).to(tl.float32))
@@ -88,7 +92,7 @@ def aggregated(
 def decode_kernel(
     message, stride, statistics_at, indices_at, replicas, count, turns, run, owned,
     inverse, table, turn, first_row,
-    flat, targets, starts, numels, slots, rows, rates,
+    flat, targets, starts, numels, slots, rows, rates, weights,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr, SELECTION: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
@@ -103,6 +107,7 @@ def decode_kernel(
         targets: A table as in `encode_kernel`, for the `INTO` "tensors" (the update is stored) and "signs" (weights
             move by its signs).
         rates: `[slots, 2]` fp32, shrink and lr of each weight.
+        weights: See `aggregated`.
     """
     column = tl.arange(0, COLUMNS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -117,9 +122,10 @@ def decode_kernel(
         at = places_of_row(table, turn, first_row, row, rows, column, CHUNK, K, SELECTION)
     values = (message + holder * stride)[:, None]
     update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None], present[:, None], at,
-                        column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
+                        column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED,
+                        AGGREGATION)  # fmt: skip
     if BASIS == "dct":
-        update = tl.dot(update, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]), input_precision="ieee")
+        update = product_of(update, inverse, COLUMNS)
     place = (flat + row * CHUNK)[:, None] + column[None, :]
     if INTO == "flat":
         tl.store(place, update, mask=inside)
@@ -133,3 +139,41 @@ def decode_kernel(
         weight = rounded_as(weight * shrink, kind, KINDS)
         step = tl.where(update > 0, lr, tl.where(update < 0, -lr, 0.0))
         store_coordinates(targets, slot, slots, start, column, inside, weight - step, KINDS)
+
+
+@triton.jit
+def weigh_kernel(
+    message, stride, statistics_at, numbers, squares, parts, arrivals, weights, replicas,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr,
+):  # fmt: skip
+    """Writes the weights of `aggregate.ClippedMean`; `parts` programs read a message, and the last of all weighs.
+
+    Args:
+        numbers: The values of each message.
+        squares, arrivals: `[replicas, parts]` fp32 and `[1]` int32, see `is_last`.
+        weights: `[replicas]` fp32.
+    """
+    which, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    values = message + which * stride
+    square = tl.zeros([SOME], dtype=tl.float32)
+    for first in range(part, tl.cdiv(numbers, SOME), parts):
+        number = wide(first) * SOME + tl.arange(0, SOME)
+        value = load_value(values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED)
+        square += value * value
+    tl.store(squares + which * parts + part, tl.sum(square, axis=0))
+    if is_last(arrivals, replicas * parts):
+        number = tl.arange(0, REPLICAS)
+        total = tl.zeros([REPLICAS], dtype=tl.float32)
+        for part in range(parts):
+            total += tl.load(squares + number * parts + part, mask=number < replicas, other=0.0)
+        norms = tl.sqrt_rn(total)
+        size = tl.where(norms > 0, norms, float("inf"))
+        earlier = (size[None, :] < size[:, None]) | (
+            (size[None, :] == size[:, None]) & (number[None, :] < number[:, None])
+        )
+        rank = tl.sum(earlier.to(tl.int32), axis=1)
+        heard = tl.sum((norms > 0).to(tl.int32), axis=0)
+        middle = tl.min(tl.where(rank == tl.maximum(heard - 1, 0) // 2, size, float("inf")), axis=0)
+        louder = norms > middle  # a message without values is not
+        weight = tl.where(louder, tl.div_rn(tl.zeros_like(norms) + middle, tl.where(louder, norms, 1.0)), 1.0)
+        tl.store(weights + number, weight, mask=number < replicas)

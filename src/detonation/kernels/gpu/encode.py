@@ -15,7 +15,32 @@ from detonation.kernels.gpu.addressing import (
 )
 from detonation.kernels.gpu.choosing import largest_of, places_of_row
 from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.gpu.numbers import quantised, store_bf16, store_fp32, store_packed
+from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, store_fp32, store_packed
+
+
+@triton.jit
+def rows_of_message(
+    which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner, owners,
+    owner_turns, owner_run, owner_owned, flat_rows, column,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, SELECTION: tl.constexpr, SEARCH: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows of the flat that are rows `local` of message `which`: their numbers, their tensors and the first
+    coordinates there, whether they exist, which coordinates do, and the places of those that all replicas send.
+
+    Shapes: local `[ROWS]` int64 -> four times `[ROWS]`, `[ROWS, COLUMNS]` bool, `[ROWS, COLUMNS]` int32.
+    """
+    row = dealt_row(which, local, count, turns, run, owned)
+    present = (local < owned) & (row < rows)
+    row = tl.where(present, row, 0)
+    slot = slot_of(starts, row, slots, SEARCH)
+    start, left = span_of(starts, numels, slot, row, CHUNK)
+    inside = present[:, None] & (column[None, :] < left[:, None])
+    at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+    if SELECTION != "topk":
+        of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
+        at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
+    return row, slot, start, present, inside, at
 
 
 @triton.jit
@@ -68,30 +93,24 @@ def encode_kernel(
         for part in range(0, UNIT, ROWS):
             within = part + tl.arange(0, ROWS)
             local = begin + within
-            row = dealt_row(which, local, count, turns, run, owned)
-            present = (local < owned) & (row < rows)
-            row = tl.where(present, row, 0)
-            slot = slot_of(starts, row, slots, SEARCH)
-            start, left = span_of(starts, numels, slot, row, CHUNK)
-            inside = present[:, None] & (column[None, :] < left[:, None])
-            at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
-            if SELECTION != "topk":
-                of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
-                at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
+            row, slot, start, present, inside, at = rows_of_message(
+                which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner,
+                owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K, SELECTION, SEARCH,
+                ROWS
+            )  # fmt: skip
             if AGGREGATION == "":
                 signal = load_coordinates(signals, slot, slots, start, column, inside & (not silent), KINDS)
             else:
                 signal = aggregated(arrived, wide(arrived_stride), arrived_statistics_at, arrived_indices_at, replicas,
-                                    local[:, None], present[:, None], at, column, CHUNK, ARRIVED_K, ARRIVED_SELECTION,
-                                    ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH, ARRIVED_BITMAP, True,
-                                    AGGREGATION)  # fmt: skip
+                                    local[:, None], present[:, None], at, column, scratch, CHUNK, ARRIVED_K,
+                                    ARRIVED_SELECTION, ARRIVED_PRECISION, ARRIVED_BLOCK, ARRIVED_WIDTH,
+                                    ARRIVED_BITMAP, True, AGGREGATION)  # fmt: skip
             place = (residual + row * CHUNK)[:, None] + column[None, :]
             if MEMORY:
                 signal += tl.load(place, mask=inside, other=0.0) * kept
             coefficients = signal
             if BASIS == "dct":
-                coefficients = tl.dot(signal, tl.load(forward + column[:, None] * COLUMNS + column[None, :]),
-                                      input_precision="ieee")  # fmt: skip
+                coefficients = product_of(signal, forward, COLUMNS)
             if SELECTION == "topk":
                 size = tl.abs(coefficients).to(tl.int32, bitcast=True)
                 chosen = largest_of(tl.where(in_row[None, :], size, -1), column, K, COLUMNS)
@@ -127,8 +146,7 @@ def encode_kernel(
                         value = as_bf16(value)
                     sent = tl.where(chosen == 1, value, 0.0)
                     if BASIS == "dct":
-                        sent = tl.dot(sent, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]),
-                                      input_precision="ieee")  # fmt: skip
+                        sent = product_of(sent, inverse, COLUMNS)
                     signal -= sent * alpha
                 tl.store(place, signal, mask=inside)
         tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
@@ -162,22 +180,16 @@ def encode_kernel(
         if RELEASE == "read":
             for part in range(0, UNIT, ROWS):
                 local = begin + part + tl.arange(0, ROWS)
-                row = dealt_row(which, local, count, turns, run, owned)
-                present = (local < owned) & (row < rows)
-                row = tl.where(present, row, 0)
-                slot = slot_of(starts, row, slots, SEARCH)
-                start, left = span_of(starts, numels, slot, row, CHUNK)
-                inside = present[:, None] & (column[None, :] < left[:, None])
-                at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
-                if SELECTION != "topk":
-                    of_flat = dealt_row(owner, row, owners, owner_turns, owner_run, owner_owned)
-                    at = places_of_row(table, turn, first_row, of_flat, flat_rows, column, CHUNK, K, SELECTION)
+                row, slot, start, present, inside, at = rows_of_message(
+                    which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner,
+                    owners, owner_turns, owner_run, owner_owned, flat_rows, column, CHUNK, COLUMNS, K, SELECTION,
+                    SEARCH, ROWS
+                )  # fmt: skip
                 sent = coefficients_of(
                     values_out, values_out + statistics_at, values_out + indices_at, local[:, None], present[:, None],
                     at, column, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED
                 )  # fmt: skip
                 if BASIS == "dct":
-                    sent = tl.dot(sent, tl.load(inverse + column[:, None] * COLUMNS + column[None, :]),
-                                  input_precision="ieee")  # fmt: skip
+                    sent = product_of(sent, inverse, COLUMNS)
                 place = (residual + row * CHUNK)[:, None] + column[None, :]
                 tl.store(place, tl.load(place, mask=inside, other=0.0) - sent * alpha, mask=inside)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from detonation.kernels.gpu.addressing import scan_kernel, settle_kernel
 from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
-from detonation.kernels.gpu.messages import decide_kernel, read_kernel, scan_kernel, seal_kernel, settle_kernel
+from detonation.kernels.gpu.messages import inspect_kernel, seal_kernel
 
 LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
 PARTS = 2 if INTERPRETED else 128
@@ -55,6 +56,7 @@ class Inspector:
         self._squares = torch.empty(count, PARTS, dtype=torch.float32, device=device)
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
+        self._arrivals = torch.zeros(count, dtype=torch.int32, device=device)  # zeros again after every launch
         self._runs: dict[tuple[int, ...], Tensor] = {}
 
     def seal(
@@ -68,11 +70,12 @@ class Inspector:
 
         Shapes: status `[n]` int64, see `status_of`.
         """
-        self._read(runs, None, skipped=0)
         (head,) = (run.octets for run in runs if run.room)
         launch(
-            seal_kernel, self._count, head, head.stride(0), self._columns, self._sums, self._firsts, PARTS,
-            identity, schema, step, origin, nbytes, status, status.numel(), received, STATUSES=power(status.numel()),
+            seal_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs),
+            self._columns, self._sums, self._firsts, PARTS, self._arrivals, head, head.stride(0),
+            identity, schema, step, origin, nbytes, status, status.numel(), received,
+            RUNS=len(runs), STATUSES=power(status.numel()),
         )  # fmt: skip
 
     def inspect(
@@ -88,34 +91,28 @@ class Inspector:
 
         Shapes: whole `[count, 64 + nbytes + padding]` uint8 -> `[count, 13]` int64.
         """
-        self._read(runs, whole, skipped=CHECKSUM_WORD, coding=coding)
         values = places.owned * coding.k
         scale = min(coding.block, values) ** 0.5 if coding.block > 1 else 1.0
+        constants = coding.constants
+        del constants["BASIS"], constants["SELECTION"]
         launch(
-            decide_kernel, 1, whole, whole.stride(0), self._columns, self._sums, self._firsts, PARTS,
-            self._squares, self._faults, PARTS, scale, identity, schema, step, place, nbytes, parameters,
+            inspect_kernel, self._count * PARTS, *_addresses(runs), *self._lines(runs), whole, whole.stride(0),
+            self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS, self._arrivals, scale,
+            identity, schema, step, place, nbytes, parameters,
             usual, limits.limit, limits.louder, limits.forget, self._table, self._count,
+            RUNS=len(runs), SKIPPED=CHECKSUM_WORD, JOIN=whole.data_ptr() != runs[0].octets.data_ptr(),
+            ALIGNED=all(is_aligned(run.octets, 4, run.room) for run in runs), **constants, SOME=OCTETS,
             REPLICAS=power(self._count), SIGNALS=signals,
         )  # fmt: skip
         return self._table
 
-    def _read(self, runs: Sequence[RowRun], whole: Tensor | None, skipped: int, coding: Coding | None = None) -> None:
-        given = [*runs, *[runs[0]] * (RUNS - len(runs))]
-        addresses = [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
-        constants = (coding or _ANY).constants
-        del constants["BASIS"], constants["SELECTION"]
-        join = whole is not None and whole.data_ptr() != runs[0].octets.data_ptr()
-        target = self._columns if whole is None else whole
+    def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
+        """Where the parts of runs lie in the whole, and its lines."""
         total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
-        launch(
-            read_kernel, self._count * PARTS, *addresses, self._table_of(runs), -(-total // LINE_BYTES),
-            target, target.stride(0), self._columns, self._sums, self._firsts, self._squares, self._faults, PARTS,
-            RUNS=len(runs), SKIPPED=skipped, JOIN=join, FACTS=coding is not None,
-            ALIGNED=all(is_aligned(run.octets, 4, run.room) for run in runs), **constants, SOME=OCTETS,
-        )  # fmt: skip
+        return self._table_of(runs), -(-total // LINE_BYTES)
 
     def _table_of(self, runs: Sequence[RowRun]) -> Tensor:
-        """Where the parts of runs lie in the whole, as `read_kernel` reads it."""  # [runs, 16] int64
+        """Where the parts of runs lie in the whole, as `read_message` reads it."""  # [runs, 16] int64
         key = tuple(number for run in runs for number in (run.room, run.rows, *run.lengths))
         if key not in self._runs:
             lines, begin = [[0] * 3 if not run.room else [0, HEADER_BYTES, 0] for run in runs], HEADER_BYTES
@@ -126,6 +123,12 @@ class Inspector:
             numbers = [number for line, run in zip(lines, runs, strict=True) for number in (*line, run.rows, 0, 0, 0)]
             self._runs[key] = uploaded(numbers, torch.int64, self._device)
         return self._runs[key]
+
+
+def _addresses(runs: Sequence[RowRun]) -> list[int]:
+    """Where each of `RUNS` runs begins, and how far its messages are apart."""
+    given = [*runs, *[runs[0]] * (RUNS - len(runs))]
+    return [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
 
 
 class Scanner:
@@ -189,7 +192,3 @@ def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
 def power(number: int) -> int:
     """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
-
-
-_ANY = Coding(1, 1, "none", "topk", "fp32", 1, 0, False)
-"""The coding of messages at which only the sums look."""

@@ -8,9 +8,20 @@ import torch
 from torch import Tensor
 
 from detonation.kernels.gpu.choosing import rotation_kernel
-from detonation.kernels.gpu.decode import decode_kernel
+from detonation.kernels.gpu.decode import decode_kernel, weigh_kernel
 from detonation.kernels.gpu.encode import encode_kernel
-from detonation.kernels.gpu.inspection import SCANNING, Inspector, Limits, RowRun, Scanner, is_aligned, power, settled
+from detonation.kernels.gpu.inspection import (
+    OCTETS,
+    PARTS,
+    SCANNING,
+    Inspector,
+    Limits,
+    RowRun,
+    Scanner,
+    is_aligned,
+    power,
+    settled,
+)
 from detonation.kernels.gpu.launching import (
     INTERPRETED,
     KIND_OF,
@@ -37,6 +48,7 @@ __all__ = [
     "RowRun",
     "Scanner",
     "Slots",
+    "clipped_weights",
     "is_aligned",
     "launch_counts",
     "rotations_of",
@@ -219,13 +231,15 @@ class Coder:
         targets: Addresses,
         flat: Tensor | None = None,
         rates: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """Decodes messages and does with the update what `into` says; see `decode_kernel`.
 
         Args:
-            aggregation: "mean", "nonzero" or "majority".
+            aggregation: "mean", "nonzero", "majority" or "weighted".
 
-        Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]` and rates `[slots, 2]` fp32.
+        Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]` and weights `[messages]`
+        fp32.
         """
         slots = self.slots
         if not slots.rows:
@@ -236,11 +250,35 @@ class Coder:
             places.count, places.turns, places.run, places.owned,
             self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
             self._inverse if flat is None else flat, targets.table, slots.starts, slots.numels, slots.count, slots.rows,
-            self._inverse if rates is None else rates,
+            self._inverse if rates is None else rates, self._inverse if weights is None else weights,
             **self.coding.constants, ALIGNED=is_aligned(message, 4),
             AGGREGATION=aggregation, INTO=into, KINDS=targets.kinds, SEARCH=slots.search,
-            ROWS=self._rows,
+            ROWS=self._rows, warps=16 if self.coding.basis == "dct" and self.coding.columns > 64 else 8,
         )  # fmt: skip
+
+
+def clipped_weights(message: Tensor, places: Places, coding: Coding) -> Tensor:
+    """The weights of `aggregate.ClippedMean`, of the messages of all replicas.
+
+    Shapes: message `[replicas, nbytes]` uint8, from the first value on -> `[replicas]` fp32.
+    """
+    replicas, device = len(message), message.device
+    weights = torch.empty(replicas, dtype=torch.float32, device=device)  # which waits with its messages
+    squares, arrivals = _weighing(replicas, device)
+    launch(
+        weigh_kernel, replicas * PARTS, message, message.stride(0), places.statistics_at, places.owned * coding.k,
+        squares, PARTS, arrivals, weights, replicas,
+        PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4), SOME=OCTETS,
+        REPLICAS=power(replicas),
+    )  # fmt: skip
+    return weights
+
+
+@lru_cache(maxsize=16)
+def _weighing(replicas: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The squares and the counter of `weigh_kernel`."""  # [replicas, PARTS] fp32, [1] int32
+    squares = torch.empty(replicas, PARTS, dtype=torch.float32, device=device)
+    return squares, torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _common(one: int, other: int) -> int:

@@ -127,12 +127,12 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     return host.to(device, non_blocking=True)
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Starts `programs` programs; on the device `meta` it counts them alone.
+def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **constants: Any) -> None:
+    """Starts `programs` programs of `warps` warps each; on the device `meta` it counts them alone.
 
     Products and sums are rounded one by one, as torch does: a fused one would part them in the last bit.
     """
     launch_counts[kernel.__name__] += 1
     if any(isinstance(each, Tensor) and each.device.type == "meta" for each in arguments):
         return
-    kernel[(programs,)](*arguments, **constants, num_warps=8, enable_fp_fusion=False)
+    kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)

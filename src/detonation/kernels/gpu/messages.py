@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import load_coordinates, slot_of, span_of, status_of, wide
+from detonation.kernels.gpu.addressing import status_of, wide
 from detonation.kernels.gpu.numbers import facts_of
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
@@ -19,7 +19,7 @@ def place_number(index):
 
 @triton.jit
 def add_run(words, octets, run, line):
-    """Adds to the words of a line the bytes that one run of rows has of it, part by part; see `read_kernel`."""
+    """Adds to the words of a line the bytes that one run of rows has of it, part by part; see `read_message`."""
     octet = line * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
     shift = 8 * tl.arange(0, 4)[None, :]
     for part in range(4):
@@ -32,8 +32,8 @@ def add_run(words, octets, run, line):
     return words
 
 
-@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3"])
-def read_kernel(
+@triton.jit
+def read_message(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, target, target_stride,
     columns, sums, firsts, squares, faults, parts,
     RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, FACTS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -93,6 +93,21 @@ def read_kernel(
 
 
 @triton.jit
+def is_last(arrivals, programs):
+    """True in the last of `programs` programs that come here; it sees what all of them have written before.
+
+    arrivals: A counter, 0 at first and 0 again afterwards. The order in which programs come decides who goes on, and
+    nothing that is computed.
+    """
+    tl.debug_barrier()  # all threads of this program have written; the addition makes that visible to the others
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(arrivals, 0)
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
 def start_of_run(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, which, RUN: tl.constexpr
 ):  # fmt: skip
@@ -109,7 +124,7 @@ def start_of_run(
 
 @triton.jit
 def checksum_of(which, columns, sums, firsts, parts, header, of_header):
-    """The checksum of a message from the output of `read_kernel` and the words of its header, `[1024]` int32."""
+    """The checksum of a message from the output of `read_message` and the words of its header, `[1024]` int32."""
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
@@ -120,13 +135,37 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
     return tl.sum(total.to(tl.int64) * (place_number(column) | 1), axis=0) + tl.sum(weighted + first, axis=0)
 
 
-@triton.jit(do_not_specialize=["step", "received"])
+@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3", "step", "received"])
 def seal_kernel(
-    message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes, status, statuses, received,
-    STATUSES: tl.constexpr,
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
+    columns, sums, firsts, parts, arrivals,
+    message, stride, identity, schema, step, origin, nbytes, status, statuses, received,
+    RUNS: tl.constexpr, STATUSES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the header of each message, which begins at any address, with its checksum."""
-    which = tl.program_id(0).to(tl.int64)
+    """Writes the header of each message, which begins at any address, with its checksum.
+
+    `parts` programs read a message, see `read_message`; the last of them writes.
+
+    Args:
+        message: The first byte of the run with the header of the first message, `stride` bytes before the next one's.
+        arrivals: `[messages]` int32, see `is_last`.
+    """
+    read_message(
+        address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
+        columns, sums, firsts, columns, columns, parts, RUNS, 0, False, False, False, 1, 1, 1, "fp32", 1, 0, False, 1
+    )  # fmt: skip
+    which = (tl.program_id(0) // parts).to(tl.int64)
+    if is_last(arrivals + which, parts):
+        write_header(which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes,
+                     status, statuses, received, STATUSES)  # fmt: skip
+
+
+@triton.jit
+def write_header(
+    which, message, stride, columns, sums, firsts, parts, identity, schema, step, origin, nbytes, status, statuses,
+    received, STATUSES: tl.constexpr,
+):  # fmt: skip
+    """Writes the header of message number `which`; see `seal_kernel`."""
     column = tl.arange(0, LINE_WORDS)
     word = column // 2
     content = tl.zeros([LINE_WORDS], dtype=tl.int64)
@@ -146,8 +185,34 @@ def seal_kernel(
         tl.store(message + which * stride + 4 * column + byte, octet, mask=column < HEADER_WORDS)
 
 
-@triton.jit(do_not_specialize=["step"])
-def decide_kernel(
+@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3", "step"])
+def inspect_kernel(
+    address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
+    columns, sums, firsts, squares, faults, parts, arrivals, scale,
+    identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas,
+    RUNS: tl.constexpr, SKIPPED: tl.constexpr, JOIN: tl.constexpr, ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
+):  # fmt: skip
+    """Reads the messages of all replicas, `parts` programs each; the last program of all decides about them.
+
+    Args:
+        message: The whole messages, which are joined here with `JOIN`; see `read_message` and `decide_messages`.
+        arrivals: `[1]` int32, see `is_last`.
+    """
+    read_message(
+        address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
+        columns, sums, firsts, squares, faults, parts, RUNS, SKIPPED, JOIN, True, ALIGNED, CHUNK, COLUMNS, K,
+        PRECISION, BLOCK, WIDTH, BITMAP, SOME
+    )  # fmt: skip
+    if is_last(arrivals, replicas * parts):
+        decide_messages(message, stride, columns, sums, firsts, parts, squares, faults, parts, scale, identity, schema,
+                        step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas, REPLICAS,
+                        SIGNALS)  # fmt: skip
+
+
+@triton.jit
+def decide_messages(
     message, stride, columns, sums, firsts, sum_parts, squares, faults, fact_parts, scale,
     identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas,
     REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
@@ -212,36 +277,3 @@ def decide_kernel(
             octet = wide(first) * LINE_WORDS + column
             begin = message + wide(replica) * stride + 4 * HEADER_WORDS + octet
             tl.store(begin, tl.zeros([LINE_WORDS], tl.uint8), mask=octet < nbytes)
-
-
-@triton.jit
-def scan_kernel(
-    signals, starts, numels, numbers, slots, rows, limit, found,
-    ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr
-):  # fmt: skip
-    """Writes for each program 1 + the number of the first tensor with a value that is not finite or above `limit`; 0
-    where none has.
-
-    numbers: Of the tensors, rising, `[slots]` int64.
-    """
-    column = tl.arange(0, ROW)
-    first = tl.zeros([ROWS], dtype=tl.int64) + slots
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = wide(tile) * ROWS + tl.arange(0, ROWS)
-        present = row < rows
-        row = tl.where(present, row, 0)
-        slot = slot_of(starts, row, slots, SEARCH)
-        start, left = span_of(starts, numels, slot, row, ROW)
-        inside = present[:, None] & (column[None, :] < left[:, None])
-        value = tl.abs(load_coordinates(signals, slot, slots, start, column, inside, KINDS))
-        beyond = tl.max(tl.where(value <= limit, 0, 1), axis=1)
-        first = tl.minimum(first, tl.where(beyond > 0, slot, slots))
-    slot = tl.min(first, axis=0)
-    number = tl.load(numbers + tl.minimum(slot, slots - 1))
-    tl.store(found + tl.program_id(0), tl.where(slot < slots, number + 1, 0))
-
-
-@triton.jit
-def settle_kernel(found, programs, status, SOME: tl.constexpr):
-    """Writes what all programs found as one number; see `status_of`."""
-    tl.store(status, status_of(found, programs, SOME))

@@ -7,6 +7,33 @@ from detonation.kernels.gpu.addressing import bf16_bits, wide
 
 
 @triton.jit
+def halves_of(numbers):
+    """The first and the last half of each row: `[rows, n]` -> twice `[rows, n / 2]`."""
+    return tl.split(tl.permute(tl.reshape(numbers, [numbers.shape[0], 2, numbers.shape[1] // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def product_of(numbers, matrix, COLUMNS: tl.constexpr):
+    """The product of rows with a matrix, added up over quarters of a row that is longer than 64: a whole one spills.
+
+    Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows, COLUMNS]` fp32.
+    """
+    some: tl.constexpr = COLUMNS if COLUMNS <= 64 else COLUMNS // 4
+    places = matrix + tl.arange(0, some)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if COLUMNS <= 64:
+        found = tl.dot(numbers, tl.load(places), input_precision="ieee")
+    else:
+        first, last = halves_of(numbers)
+        one, two = halves_of(first)
+        three, four = halves_of(last)
+        found = tl.dot(one, tl.load(places), input_precision="ieee")
+        found = tl.dot(two, tl.load(places + some * COLUMNS), found, input_precision="ieee")
+        found = tl.dot(three, tl.load(places + 2 * some * COLUMNS), found, input_precision="ieee")
+        found = tl.dot(four, tl.load(places + 3 * some * COLUMNS), found, input_precision="ieee")
+    return found
+
+
+@triton.jit
 def load_bf16(octets, index, mask):
     """The bf16 number `index` from `octets` on, at any address, as fp32."""
     low = tl.load(octets + 2 * index, mask=mask, other=0).to(tl.int32)
