@@ -1,16 +1,21 @@
 """A follower over a slow link: the time to join, bytes by the kernel, and equal weights after each step.
 
     sudo python benchmarks/follow.py [--steps 2000] [--link 100mbit]
+    sudo python benchmarks/follow.py --replica [--link 100mbit]
 
 Two nodes, each a network namespace whose link the kernel slows down. In one, two replicas (threads of one process)
 train the model of quick-lm on random tokens, with a feed; in the other a process follows. First it joins alone: the
 seconds from the call of `follow` to the weights, beside those that the state needs at the rate of the link. Then it
 follows, and hashes its weights after each step, as the training does. Bytes are the kernel's, at the follower's
 interface, without headers of frames.
+
+With `--replica` the process in the other node comes in as a third replica, with AdamW: printed are the seconds from the
+call of `admitted` to its return, beside those that its bytes need, and whether all replicas are equal in the end.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import detonation as dt
 from detonation.cluster.network.namespaces import FRAME_BYTES, NamespaceCluster, namespace_cluster
@@ -90,6 +96,70 @@ def follow(address: str, alone: bool, out: Path) -> None:
     out.write_text(json.dumps(found))
 
 
+def train_elastic(replica: int, host: str, out: Path) -> None:
+    """One of two replicas that train until the newcomer is in, and 20 steps more."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(host, PORT, is_master=replica == 0, wait_for_workers=False)
+    axis, model = dt.elastic(replica=replica, replicas=2, store=store), made()
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, axis, dt.demo())
+    door, last = dt.Admission(model, optimizer, host, token=TOKEN), math.inf
+    while optimizer.step_count < last:
+        step_elastic(model, optimizer, axis.replica)
+        door.after_step()
+        if optimizer.step_count == 5:
+            out.with_name("training.ready").touch()
+        if math.isinf(last) and axis.size() == 3:
+            last = optimizer.step_count - 1 + 20
+    end_elastic(model, axis, out.with_name(f"replica{replica}"))
+    time.sleep(1.0)  # the store is here
+
+
+def step_elastic(model: torch.nn.Module, optimizer: dt.Replicated, replica: int) -> None:
+    ids = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(97 * optimizer.step_count + replica))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def end_elastic(model: torch.nn.Module, axis: Any, out: Path, **more: Any) -> None:
+    axis.close()
+    out.write_text(json.dumps({"hash": digest(model.parameters()), "replicas": axis.size(), **more}))
+
+
+def come_in(host: str, cluster: NamespaceCluster, out: Path) -> None:
+    """Comes in as a third replica, and takes 20 steps."""
+    model = made()
+    while not out.with_name("training.ready").exists():
+        time.sleep(0.01)
+    store = dist.TCPStore(host, PORT)
+    before, began = cluster.counters(1), time.perf_counter()
+    optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN)
+    seconds, counted = time.perf_counter() - began, cluster.counters(1).since(before)
+    first = optimizer.step_count
+    while optimizer.step_count < first + 20:
+        step_elastic(model, optimizer, axis.replica)
+    received = counted.received_bytes - FRAME_BYTES * counted.received_frames
+    end_elastic(model, axis, out.with_name("replica2"), seconds=seconds, received=received, step=first)
+
+
+def join_as_replica(speed: LinkSpeed) -> None:
+    """Prints the row of a third replica that comes in over the link."""
+    with namespace_cluster(2, speed) as cluster, tempfile.TemporaryDirectory() as folder:
+        host, out = cluster.address(0), Path(folder, "out")
+        acts = [(0, lambda r=r: train_elastic(r, host, out)) for r in (0, 1)] + [
+            (1, lambda: come_in(host, cluster, out))
+        ]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in [in_node(cluster, *act) for act in acts]]
+        if any(codes):
+            raise SystemExit(f"processes ended with {codes}")
+        found = [json.loads(out.with_name(f"replica{replica}").read_text()) for replica in range(3)]
+    newcomer, equal = found[2], len({each["hash"] for each in found}) == 1
+    needs = speed.seconds(newcomer["received"], 0)
+    print("| join, s | of which its bytes need | bytes by the kernel | came in after step | equal after 20 more |")
+    print("|---|---|---|---|---|")
+    print(f"| {newcomer['seconds']:.2f} | {needs:.2f} | {newcomer['received']:,} | {newcomer['step']} | {equal} |")
+
+
 def in_node(cluster: NamespaceCluster, node: int, act: Callable[[], object]) -> int:
     """Starts `act` in a process in a node."""
     sys.stdout.flush()
@@ -131,9 +201,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--link", default="100mbit")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--replica", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     speed, numel = LinkSpeed.parse(args.link), sum(p.numel() for p in made().parameters())
+    if args.replica:
+        print(f"{numel:,} parameters, {args.link}")
+        join_as_replica(speed)
+        return
     print(f"{numel:,} parameters, {args.link}, {args.steps} steps")
     print(
         "| scheme | join, s | of which the link needs | bytes of the state | steps compared | equal | joins | "

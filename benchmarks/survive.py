@@ -1,17 +1,24 @@
 """How soon ranks go on after one of four is lost in a collective: by torch's own means, and by an abandoned group.
 
 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 python benchmarks/survive.py
+OMP_NUM_THREADS=1 python benchmarks/survive.py step [--steps 300] [--numel 2097152]
 
 Rank 1 is killed or stopped half a second after the others began an all-gather whose timeout is 6 s. The others call
 `abort` on their group, or drop it, or abandon it to another thread, 0.5 s later, and make a group of three. Printed are
 the seconds from the loss until the collective ended, and until the new group had gathered, of the slowest rank.
+
+With `step`: the step of an optimizer over `dt.elastic` and over the axis of a mesh without a loss. Both take turns in
+two processes; printed are medians and tenth percentiles of rank 0, and the processor time of all its threads.
 """
 
+import argparse
 import contextlib
 import json
 import os
 import signal
 import socket
+import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
+import detonation as dt
+from detonation.cluster.launch import run_local
 from detonation.cluster.survive.groups import Flight, Group
 
 LIMIT_S, BEFORE_S, NOTICE_S = 6.0, 0.5, 0.5
@@ -84,7 +93,50 @@ def measured(way: str, fault: int) -> tuple[float, float]:
     return max(waited for waited, _ in seconds), max(whole for _, whole in seconds)
 
 
+def steps_of(count: int, numel: int) -> list[list[float]]:
+    """Wall and processor milliseconds of each step over the mesh axis and over the elastic one, in turns."""
+    torch.set_num_threads(1)
+    mesh = dt.init_mesh(replicas=2)
+    elastic = dt.elastic(mesh)
+    found: list[list[float]] = [[], [], [], []]
+    optimizers = []
+    for axis in (mesh["replicate"], elastic):
+        model = torch.nn.Linear(1024, numel // 1024, bias=False)
+        model.weight.grad = torch.randn(numel // 1024, 1024)
+        optimizers.append((model, dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, axis, dt.demo())))
+    dt.same_weights(optimizers[0][0], mesh["replicate"])
+    optimizers[1][0].load_state_dict(optimizers[0][0].state_dict())
+    for step in range(count + 10):
+        for index, (_, optimizer) in enumerate(optimizers):
+            began, cpu = time.perf_counter(), time.process_time()
+            optimizer.step()
+            if step >= 10:
+                found[2 * index].append(1000 * (time.perf_counter() - began))
+                found[2 * index + 1].append(1000 * (time.process_time() - cpu))
+    elastic.close()
+    return found
+
+
+def compare_steps() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["step"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--numel", type=int, default=2**21)
+    args = parser.parse_args()
+    found = run_local(steps_of, 2, [args.steps, args.numel], timeout_s=3600)[0]
+    print("| axis | wall, median ms | wall, tenth percentile | processor, median ms |")
+    print("|---|---|---|---|")
+    medians = []
+    for name, wall, cpu in (("mesh", *found[:2]), ("elastic", *found[2:])):
+        medians.append((statistics.median(wall), statistics.quantiles(wall, n=10)[0], statistics.median(cpu)))
+        print(f"| {name} | {medians[-1][0]:.2f} | {medians[-1][1]:.2f} | {medians[-1][2]:.2f} |")
+    print("| elastic more | " + " | ".join(f"{100 * (b / a - 1):+.1f} %" for a, b in zip(*medians, strict=True)) + " |")
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        compare_steps()
+        sys.exit()
     print(f"{'way':10} {'fault':8} {'old ended, s':>13} {'new gathered, s':>16}")
     for way_ in ("abort", "drop", "abandon"):
         for fault_ in (signal.SIGKILL, signal.SIGSTOP):

@@ -81,3 +81,25 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert newest.name == f"step-{steps[-1]:06d}"
     assert json.loads((newest / "manifest.json").read_text())["replicas"] == 2
+
+
+def test_a_replica_with_another_recipe_is_told_before_it_comes_in(tmp_path):
+    """Otherwise its learning rates part it from the others, who all stop at the next comparison."""
+    address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
+    token = {"DETONATION_TOKEN": "0123456789abcdef"}
+    meet = Command(tmp_path / "meet", "meet", address)
+    way = ("--out", tmp_path / "run", "--elastic", "--meet", address, "--replicas", 1, "--replica", 0, *LONG)
+    first = Command(tmp_path / "first", "train", recipe, *way, env=token)
+    try:
+        first.wait_for_step(2)
+        other = Command(
+            tmp_path / "other", "train", recipe, "--join", address, "--out", tmp_path / "run", *LONG, "train.steps=300",
+            "--replicas", 1, env=token,
+        )  # fmt: skip
+        assert other.wait() == 2
+        assert "train.steps is 300 here, 100000 in the run: all replicas train by the same recipe" in other.errors
+        os.kill(first.pid, signal.SIGTERM)
+        assert first.wait() == 0, first.errors
+    finally:
+        for command in (first, meet):
+            command.kill()

@@ -10,6 +10,8 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.survive.agreement import GONE, beat_key
+from detonation.cluster.survive.groups import ReceiveBuffers
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
@@ -243,3 +245,94 @@ def test_a_second_replica_is_lost_while_the_others_renumber_after_the_first():
 def test_arguments_out_of_range_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         dt.elastic(**{"replica": 0, "replicas": 2, "store": HashStore()} | arguments)
+
+
+def test_nobody_writes_to_a_sum_of_which_another_replica_may_need_a_copy():
+    """Else the others copy what the first one has scaled already, and go on apart."""
+    found = []
+
+    def act(communicator):
+        if communicator.replica == 1:
+            communicator.countdown = 0
+        reduce = communicator.all_reduce
+
+        def watched(values):
+            wait = reduce(values)
+
+            def waited():
+                total = wait()
+                found.append((total, total.clone(), bool(communicator.absent)))
+                return total
+
+            return waited
+
+        communicator.all_reduce = watched
+        return trained(communicator, TALKING["full"], torch.optim.AdamW)[1]
+
+    assert len(set(survivors(act).values())) == 1
+    assert sum(absent for *_, absent in found) == REPLICAS - 1
+    assert all(torch.equal(total, before) for total, before, _ in found)
+
+
+def test_a_loss_that_all_have_agreed_on_meanwhile_calls_nobody_again():
+    """The thread of a rank had seen the loss; before it said so the others had called, and all had agreed."""
+    store = HashStore()
+    store.set(beat_key(1), "1")
+    membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
+    membership.stop()
+    store.set(beat_key(1), GONE)
+
+    class Between:
+        """A store: when the thread has read the beats the agreement is over."""
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def multi_get(self, keys):
+            membership.members, membership.epoch = [0], 1
+            return store.multi_get(keys)
+
+    class Once:
+        turns = 0
+
+        def wait(self, seconds):
+            self.turns += 1
+            return self.turns > 1
+
+    membership._beats, membership._stopped = Between(), Once()
+    membership._run()
+    assert not store.check(["2/call"]) and not membership.called
+
+
+def test_a_receive_buffer_is_used_again_when_nobody_needs_it():
+    """Two serve all steps: the one that is read or may be copied to others, and the next one."""
+    seen = []
+
+    def act(communicator):
+        model, optimizer = started(communicator, dt.demo(), torch.optim.AdamW)
+        before = communicator._launch
+
+        def launch(each):
+            before(each)
+            if each.kind == "all_gather" and each.sent.numel() > 1000 and communicator.replica == 0:
+                seen.append(each.target.data_ptr())
+
+        communicator._launch = launch
+        for step in range(STEPS):
+            step_on(optimizer, model(batch(communicator.replica, step, 32)).mean())
+        return digest(model.parameters())
+
+    assert len(set(survivors(act, replicas=2).values())) == 1
+    assert len(seen) >= STEPS and len(set(seen[-STEPS:])) <= 3
+
+
+def test_a_buffer_that_others_may_need_is_not_written_to():
+    buffers, sent = ReceiveBuffers(), torch.zeros(8, dtype=torch.uint8)
+    first, second = buffers.take(2, sent), buffers.take(2, sent)
+    buffers.give_back(first, [first, second])
+    assert buffers.take(2, sent) is not first
+    buffers.forget(first)
+    assert buffers.take(3, sent) is not first  # of another size
+    assert buffers.take(2, sent) is first and buffers.take(2, sent) is not first
+    buffers.give_back(second, [])
+    assert buffers.take(2, sent) is second

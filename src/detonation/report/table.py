@@ -30,6 +30,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("throughput", _speed(summary)),
         ("waiting", _waits(summary)),
         ("local steps", _local_steps(summary.get("local_steps", []))),
+        ("late gradients", _late(summary.get("late", {}))),
         ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),
@@ -108,6 +109,11 @@ def _local_steps(counts: Sequence[int]) -> str:
     """The local steps of each replica; "" where all take all."""
     shown = ", ".join(map(str, counts[:16])) + (", ..." if len(counts) > 16 else "")
     return f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""
+
+
+def _late(by_replica: dict[str, int]) -> str:
+    """The steps in which replicas were late; "" for none."""
+    return ", ".join(f"of replica {replica} in {times:,} steps" for replica, times in by_replica.items())
 
 
 def _speed(summary: dict[str, Any]) -> str:

@@ -16,12 +16,13 @@ from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
+from detonation.core.replicator.local_state import SILENT_STEPS, differing
 from detonation.core.shard.units import load_shard_state
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
 """The names of a channel's local state."""
-_BY_REPLICA = ("taken", "local_steps")
+_BY_REPLICA = ("taken", "local_steps", SILENT_STEPS)
 """The local state that has a number for each replica."""
 
 
@@ -173,11 +174,9 @@ def _load_local_state(source: ShardReader, optimizer: Replicated) -> None:
     """Loads the local state of this rank, in a world of the shape that saved."""
     current = {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
-    if current.keys() != saved:
-        differing = sorted(current.keys() ^ saved)
-        count = len(differing) - 1
-        raise ValueError(f"the checkpoint is of another model or scheme: {differing[0]} and {count} more differ")
-    loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in current.items()}
+    if odd := differing(current, saved):
+        raise ValueError(f"the checkpoint is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+    loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in current.items() if key in saved}
     for level, replicator in enumerate(optimizer.build()):
         prefix = f"replica.{level}."
         replicator.local_state().load({k.removeprefix(prefix): t for k, t in loaded.items() if k.startswith(prefix)})

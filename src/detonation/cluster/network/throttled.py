@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.link.communicator import ProcessGroupCommunicator
+from detonation.core.link.communicator import ProcessGroupCommunicator, StepArrivals, arrivals_of
 from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes.traffic import ring_bytes
 
@@ -46,7 +46,7 @@ class ThrottledCommunicator:
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise ValueError("a link can be emulated between processes of one machine only: leave --link out")
         self.replica, self.speed = axis.get_local_rank(), speed
-        self._group, self._clock, self._sleep = ProcessGroupCommunicator(axis), clock, sleep
+        self._axis, self._group, self._clock, self._sleep = axis, ProcessGroupCommunicator(axis), clock, sleep
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
         self._file, times = _shared_memory(8 * (axis.size() + world * _WINDOW), torch.device(axis.device_type))
@@ -55,6 +55,10 @@ class ThrottledCommunicator:
 
     def size(self) -> int:
         return self._group.size()
+
+    def arrivals(self) -> StepArrivals:
+        """Tells how far the replicas have come; not slowed down."""
+        return arrivals_of(self._axis)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         nbytes = ring_bytes("all-reduce", values.nbytes, self.size())

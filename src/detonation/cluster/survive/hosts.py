@@ -10,23 +10,23 @@ class Host:
     """One rank's dealings with a replica that comes in, by the store."""
 
     def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+        self.membership = membership
 
     @property
     def guest(self) -> int | None:
         """A replica that asks to come in, or waits for its step; None without one."""
-        return self._membership.guest if self._membership.guest_asks else None
+        return self.membership.guest if self.membership.guest_asks else None
 
     def offer(self, guest: int, address: str) -> None:
         """Lets a guest know where it finds the state of this shard."""
-        self._membership.store.set(feed_key(guest, self._membership.shard), address)
+        self.membership.store.set(feed_key(guest, self.membership.shard), address)
 
     def copy_step(self, guest: int, step: int) -> float:
         """The step after which all shards give their guest a copy; infinity until the guests of all are there.
 
         The shards of a replica are in the same step, or in two that follow each other.
         """
-        store, shard, shards = self._membership.store, self._membership.shard, self._membership.shards
+        store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
         store.set(coming_key(guest, shard), "1")
         if shard == 0 and store.check([coming_key(guest, each) for each in range(shards)]):
             store.compare_set(copy_key(guest), "", str(step + (2 if shards > 1 else 0)))

@@ -98,6 +98,10 @@ class Membership:
         self._thread.start()
         atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
 
+    def first_text(self, name: str, text: str) -> str:
+        """The text of the rank that came first with one under `name`; the same on all ranks."""
+        return str(self.store.compare_set(f"text/{name}", "", text).decode())
+
     def call(self) -> None:
         """Notices a loss: all ranks that are left come to `agree`."""
         if not self.called:
@@ -252,7 +256,7 @@ class Membership:
                     self._seen[rank] = (beat, now)
             limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
             if not self.called and any(self._lost(rank, limit_s) for rank in others):
-                self._beats.set(self._key("call"), "1")
+                self._beats.set(f"{epoch + 1}/call", "1")  # all may have agreed meanwhile, and have left it out
                 called = True
             with self.changed:
                 if called and not self.called and epoch == self.epoch:

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from detonation.cluster.init import note_loss
-from detonation.cluster.survive.agreement import (
-    Agreement,
-    RankReport,
-    ReplicaLost,
-    admit_key,
+from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, admit_key
+from detonation.cluster.survive.groups import (
+    Flight,
+    Group,
+    NumberedCollective,
+    NumberedKind,
+    ReceiveBuffers,
+    SurvivedLoss,
+    host,
 )
-from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.hosts import Host
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.texts import StoreTexts
@@ -42,7 +45,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._layout, self.host = list(membership.members), Host(membership)
         self.replica = self._layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
-        self._kept: dict[int, NumberedCollective] = {}
+        self._kept, self._buffers = dict[int, NumberedCollective](), ReceiveBuffers()
         self._started, self._floor, self._begun = floor, floor, begun
         self._guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
         self._awaits = -1
@@ -66,6 +69,10 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self._start("all_to_all", mine)
+
+    def recycle(self, received: Tensor) -> None:
+        with self._changed:
+            self._buffers.give_back(received, [each.result for each in self._kept.values()])
 
     def enter_step(self, step: int) -> bool:
         with self._changed:
@@ -140,7 +147,7 @@ class SurvivingCommunicator(ElasticCommunicator):
                 each.target = each.sent.clone()  # the network adds into it
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
-                each.target = each.sent.new_empty(len(each.members), each.sent.numel())
+                each.target = self._buffers.take(len(each.members), each.sent)
                 work = self._group.all_gather(each.target, each.sent)
             else:
                 rows = each.sent.view(len(each.layout), -1)
@@ -179,7 +186,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             result[[each.layout.index(member) for member in each.members]] = each.target
         self._conclude(each, result, missing)
         for number in [number for number in self._kept if number <= each.floor]:
-            del self._kept[number]
+            self._buffers.forget(self._kept.pop(number).result)
         return True
 
     def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:

@@ -86,13 +86,18 @@ class AllReduce:
             whole = totals[0][2] if len(totals) == 1 else torch.cat([*values, digits])
             self._link.tape.put(self._guard.place, flight.step, whole)
         runs = {first: total[: rows * self._k].view(rows, self._k) for first, rows, total in totals}
-        self._guard.open_sum(list(runs.values()), digits, flight.step)
+        if not self._guard.open_sum(list(runs.values()), digits, flight.step):
+            runs = {first: torch.zeros_like(run) for first, run in runs.items()}
         read = partial(_read_sums, dict(sorted(runs.items())), flight.indices())
         return Received(self._rows, read, Divided(self._link.replicas))
 
     def _of_all(self, total: Tensor, rows: int) -> Tensor:
-        """A sum of `rows` rows and digits, as if absent replicas had sent the mean of the others."""
+        """A sum of `rows` rows and digits, as if absent replicas had sent the mean of the others.
+
+        The sum itself stays as it is: another replica may still need a copy.
+        """
         if absent := len(self._link.absent):
+            total = total.clone()
             total[: rows * self._k] *= self._link.replicas / (self._link.replicas - absent)
         return total
 

@@ -178,8 +178,10 @@ class Guard:
             for i in range(DIGITS):
                 put(digits[DIGITS * self._replica + i], status >> 8 * i & 255)
 
-    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int) -> None:
-        """Counts the statuses in a sum, and replaces values by zeros where they are not finite.
+    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int) -> bool:
+        """Counts the statuses in a sum; False where the values are not finite, and zeros must replace them.
+
+        On an accelerator only the device knows, and replaces them.
 
         Shapes: values any, digits `[3 * replicas]`.
         """
@@ -190,16 +192,14 @@ class Guard:
             self._counts.report_later(step + self._delay, found, partial(self._report_sum, step=step))
             for each in values:
                 each.masked_fill_(finite.logical_not(), 0.0)
-            return
+            return True
         kernel = kernel_library.load_library() if values[0].dtype == torch.float32 else None
         if kernel:
             fine = kernel.beyond(values, torch.finfo(torch.float32).max) < 0
         else:
             fine = all(bool(each.isfinite().all()) for each in values)
         self._report_sum([fine, *digits.tolist()], step)
-        if not fine:
-            for each in values:
-                each.zero_()
+        return fine
 
     def _report(
         self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
@@ -225,7 +225,8 @@ class Guard:
         self._received[self._opened] = hash63(repr([(row[7], fault) for row, fault in zip(rows, faults, strict=True)]))
         self._received.pop(self._opened - 2 - self._delay, None)
         self._opened += 1
-        digests = {sender: row[6] for sender, row in enumerate(rows) if not faults[sender]}
+        late = len(self._names)  # the status of a replica that could not know the messages before its own
+        digests = {sender: row[6] for sender, row in enumerate(rows) if not faults[sender] and row[5] != late}
         if len(set(digests.values())) > 1:
             usual = Counter(digests.values()).most_common(1)[0][0]
             for sender, digest in digests.items():

@@ -90,6 +90,13 @@ class ElasticCommunicator(RenumberedCommunicator):
     """
 
     @abstractmethod
+    def recycle(self, received: Tensor) -> None:
+        """Takes back the result of an all-gather, which nobody reads any more.
+
+        Shapes: `[replicas, bytes]` uint8.
+        """
+
+    @abstractmethod
     def texts(self) -> TextExchange:
         """Texts between the ranks that have a number now, beside the collectives; from any thread.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
-from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
+from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.link.tape import Tape
@@ -122,7 +122,7 @@ class Link:
 
         Shapes: `[replicas, bytes]` uint8.
         """
-        if isinstance(self._communicator, ProcessGroupCommunicator):
+        if isinstance(self._communicator, ProcessGroupCommunicator | ElasticCommunicator):
             self._communicator.recycle(rows)
 
 

@@ -48,6 +48,7 @@ class Settings:
     safety: Safety
     clip: float | None
     balance: bool = False
+    patience: float | None = None
     products: str = field(default_factory=fp32_products)
 
 
@@ -108,6 +109,8 @@ def build_levels(
     consensus.connect(active, [each for level in made for each in level])
     if settings.balance:
         consensus.balance_over(routes[0, 1][0])
+    if settings.patience:
+        consensus.wait_at_most(settings.patience, levels[0][0], made[0][0])
     return made, consensus
 
 
@@ -146,6 +149,8 @@ def compare_replicas(
             description[SELFTEST] = tested[key]
         if settings.balance:
             description |= {"balance": "True"}
+        if settings.patience:
+            description |= {"patience": str(settings.patience)}
         if settings.clip:
             description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
         notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))

@@ -45,6 +45,9 @@ def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: B
     if local_steps := made[0].channel.runtime.local_steps if made else None:
         local_steps.restart(scheme.round.every)
     for before, after in zip(old, made, strict=True):
+        if isinstance(before, GradientReplicator) and before.late:
+            assert isinstance(after, GradientReplicator)
+            before.late.attach(after)
         _hand_over(before, after)
     return made
 
@@ -165,6 +168,8 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
         for each in before:
             if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
                 _return_residual(each.channel, each.channel.exchange)
+            if isinstance(each, GradientReplicator) and each.late:
+                each.late.stop()
             state |= each.local_state().named()
         for each in after:
             own, of_owners = each.local_state(), each.channel.exchange.state()

@@ -11,7 +11,7 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import check_arguments, check_balance, checked_levels
+from detonation.core.optimizer.setup_checks import check_arguments, check_balance, check_patience, checked_levels
 from detonation.core.replicator.pending import require_stateless
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 
@@ -27,6 +27,7 @@ def replicate(
     intra_node: DeviceMesh | None = None,
     clip: float | None = None,
     balance: bool = False,
+    patience: float | None = None,
     seed: int = 0,
     kernels: bool = True,
     safety: Safety | None = None,
@@ -55,6 +56,9 @@ def replicate(
         balance: Under a scheme of parameters, let slow replicas take fewer local steps per round, so that all end it
             together: see `Replicated.idle`. Replicas measure their local steps, agree on the counts at the end of each
             round, and their movements are averaged by weights that follow the counts.
+        patience: Under a scheme of gradients with a memory, the seconds for which the others wait for the gradient of a
+            replica, above 0. One that is later is silent in that step; the gradient stays in its memory, and is sent in
+            the next step, in which it is `Replicated.idle`. None waits for as long as it takes.
         seed: Of the random selections; the same on all replicas.
         kernels: Use compiled kernels where they can be built (g++); they round differently, so all replicas must, or
             none.
@@ -98,9 +102,11 @@ def replicate(
     check_order([scheme for _, scheme in checked])
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
+    if patience is not None:
+        check_patience(patience, [scheme for _, scheme in checked], intra_node)
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
-    settings = Settings(intra_node, seed, kernels, safety or Safety(), clip, balance)
+    settings = Settings(intra_node, seed, kernels, safety or Safety(), clip, balance, patience)
     return Replicated(optimizer, model, checked, settings)
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
+from detonation.core.agreement.patience import in_turn, turn_of
 from detonation.core.agreement.progress import PROGRESS
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.link.tape import Tape
@@ -88,8 +89,8 @@ class Replicated(OptimizerWrapper):
 
     @property
     def idle(self) -> bool:
-        """True if, with `balance`, this replica sits the next step out: no gradient is needed, and no weight moves."""
-        return self._consensus is not None and self._consensus.sits_out(self.step_count)
+        """True if this replica sits the next step out and needs no gradient: see `balance` and `patience`."""
+        return self._consensus is not None and self._consensus.is_idle(self.step_count)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -101,7 +102,7 @@ class Replicated(OptimizerWrapper):
             return loss
         states.warn_of_lost_memory(self)
         self._base_step.overflow = self.unscale()
-        with PROGRESS:
+        with turn_of(self._consensus), PROGRESS:
             if self._consensus is None:
                 self.set_up()
             assert self._consensus is not None
@@ -153,21 +154,20 @@ class Replicated(OptimizerWrapper):
                     stack.enter_context(innermost.overlap(self.step_count))
             yield
 
-    @torch.no_grad()
+    @in_turn
     def verify(self) -> None:
         """Compares the tensors that must be equal on all replicas, bit for bit: weights, anchors, optimizer states.
 
         The options of the parameter groups must be equal, too. Buffers that differ, such as the running statistics of
-        BatchNorm, become their mean.
-        Raises `Desync` on all ranks, which names parameter and replica, or repairs the difference, according to
-        `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
+        BatchNorm, become their mean. Raises `Desync` on all ranks, which names parameter and replica, or repairs the
+        difference, according to `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
             with self.agreed_weights():
                 self._consensus.verify(self.build(), self.step_count, options_of(self.param_groups))
                 self._buffers(self.build())
 
-    @torch.no_grad()
+    @in_turn
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
         Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
@@ -184,7 +184,7 @@ class Replicated(OptimizerWrapper):
         self._consensus.conclude(self.step_count)
         self._end("synchronize")
 
-    @torch.no_grad()
+    @in_turn
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
         """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next step on.
 
@@ -232,12 +232,12 @@ class Replicated(OptimizerWrapper):
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [])
 
-    @torch.no_grad()
+    @in_turn
     def resume_at(self, step: int) -> None:
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
         if self._consensus is not None and self._replicators is not None:
-            self._consensus.half_step = ""
+            self._consensus.restart()
             compare_replicas(self._replicators, self.settings, self.param_groups)
             for replicator in self._replicators:
                 replicator.leave_agreed()
@@ -277,7 +277,7 @@ class Replicated(OptimizerWrapper):
         self._trained.forget_frozen_gradients()
         compare_replicas(made, self.settings, self.param_groups, [n for n, p in now.items() if before.get(n) is not p])
 
-    @torch.no_grad()
+    @in_turn
     def renumber(self) -> None:
         """Goes on without replicas that were lost, or with one that came, on all at once. Collective."""
         if not changes.lost_before(self.levels, self.step_count):

@@ -14,7 +14,7 @@ from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.kinds import exchange_for
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
-from detonation.core.integrity.fault_counts import Changed, FaultCounts
+from detonation.core.integrity.fault_counts import SILENT, Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
@@ -149,15 +149,27 @@ class Channel:
         Args:
             in_buckets: Whether the other replicas send gradients of this step in one collective per bucket.
         """
-        self.counts.changing = self.link.replicas
+        self.counts.changing, number = self.link.replicas, self.counts.names.index(name)
         if self.scheme.divides_messages:
             transfers = [self._start_part(pipeline, step) for pipeline in self.pipelines]
             for pipeline, transfer in zip(self.pipelines, transfers, strict=True):
-                self._announce(transfer, [[pipeline]], name)
+                self._send_zeros(transfer, [[pipeline]], _after_slots(transfer, number))
             return transfers
         transfer, in_buckets = self.start(step), in_buckets or self.scheme.signal == "parameters"
-        self._announce(transfer, [[each] for each in self.pipelines] if in_buckets else [self.pipelines], name)
+        collectives = [[each] for each in self.pipelines] if in_buckets else [self.pipelines]
+        self._send_zeros(transfer, collectives, _after_slots(transfer, number))
         return [transfer]
+
+    def send_empty(self, step: int, status: int = 0) -> Transfer:
+        """Sends zeros in the place of a signal; the memory does not change.
+
+        Args:
+            status: The reason, see `Header`; 0 for a signal that is late.
+        """
+        transfer = self.start(step)
+        transfer.is_empty = True
+        self._send_zeros(transfer, [self.pipelines], status or _after_slots(transfer, len(self.counts.names)))
+        return transfer
 
     def discard(self, transfers: Sequence[Transfer]) -> None:
         """Waits for the messages of an announcement, and uses none."""
@@ -212,9 +224,8 @@ class Channel:
             transfer.exchange.play(transfer.flight, self.link.tape)
             transfer.forwarded = True
 
-    def _announce(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], name: str) -> None:
+    def _send_zeros(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int) -> None:
         """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
-        status = 1 + len(transfer.bucket.layout.slots) + self.counts.names.index(name)
         for pipelines in collectives:
             for pipeline in pipelines:
                 self._encode(transfer, pipeline, [], bad=True)
@@ -269,7 +280,7 @@ class Channel:
         scheme, runtime = self.scheme, self.runtime
         arguments = (scheme.name, dict(scheme.arguments))
         schema = repr((*arguments, layout.slots, runtime.seed, self.engine.name, self.link.replicas))
-        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
+        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names), SILENT]
         place = self.place << 10 | number
         delay, on_device = scheme.round.delay, runtime.decides_on_device
         kernels, _ = kernel_library.gpu_kernels(runtime) if self.engine.reads_status else (None, "")
@@ -279,3 +290,8 @@ class Channel:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
         return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, bucket.layout.rows))
+
+
+def _after_slots(transfer: Transfer, number: int) -> int:
+    """The status for reason `number` among those that name no parameter of the message."""
+    return 1 + len(transfer.bucket.layout.slots) + number

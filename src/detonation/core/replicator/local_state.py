@@ -1,12 +1,20 @@
 """Local state: the tensors that are private to a replica between steps, in the coordinates of its parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from detonation.core.flat.layout import Layout
+
+SILENT_STEPS = "silent"
+"""The state that a replica has only with patience: a state without it is one of a replica that was not late."""
+
+
+def differing(one: Iterable[str], other: Iterable[str]) -> list[str]:
+    """The keys that one state has and the other has not, though it should."""
+    return sorted(key for key in {*one} ^ {*other} if key.rpartition(".")[2] != SILENT_STEPS)
 
 
 @dataclass(frozen=True)
@@ -44,4 +52,7 @@ class LocalState:
         for kind, flat in self.flats.items():
             self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
         for name, tensor in self.others.items():
-            tensor.copy_(saved[name])
+            if name == SILENT_STEPS and name not in saved:
+                tensor.zero_()
+            else:
+                tensor.copy_(saved[name])

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from detonation.train.loop.counts import Counts, counted
 from detonation.train.loop.session import Session
 from detonation.train.output.directory import Unwritable
 from detonation.train.recipe.schema import Table
-from detonation.train.recipe.tables import to_table
+from detonation.train.recipe.tables import settings_of, to_table
 
 _ANNOUNCED = {"mesh.replicas", "mesh.shards", "train.init_from"}
 """Settings whose change another line tells of, or that count at the beginning alone."""
@@ -135,7 +134,7 @@ def _check(path: Path, saved: Table, here: Table) -> None:
 
 def _changes(saved: Table, here: Table) -> list[str]:
     """A line about the settings that are others than in the checkpoint and count from now on."""
-    before, now = (dict(_settings(table)) for table in (saved, here))
+    before, now = (dict(settings_of(table)) for table in (saved, here))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in _ANNOUNCED]
     texts = [f"{key} is {now.get(key)}, was {before.get(key)}" for key in keys]
     return [f"changed since the checkpoint: {'; '.join(texts)}"] if texts else []
@@ -164,14 +163,6 @@ def _rests(session: Session, step: int) -> bool:
             if not plain or not chosen.round.sends(step - 1):
                 return False
     return not persistent_buffers(session.model)
-
-
-def _settings(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{before}{key}.")
-        else:
-            yield before + key, value
 
 
 def _data_mark(data: Data) -> list[object]:

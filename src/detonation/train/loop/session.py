@@ -28,14 +28,14 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import check_balance
+from detonation.core.optimizer.setup_checks import check_balance, check_patience
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.waits import Waiting
-from detonation.train.loop.world import ElasticRanks, Ranks, World
+from detonation.train.loop.world import ElasticRanks, Ranks, World, require_same_settings
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
 from detonation.train.recipe.tables import REPLICATE
@@ -77,7 +77,8 @@ def check_config(config: Config) -> Config:
     check_types("data", dataset_function(config.data.name), config.data.arguments)
     form = {} if config.data.name != "images" else image_arguments(config.model.name, config.model.arguments)
     config = replace(config, data=Choice(config.data.name, {**form, **config.data.arguments}))
-    levels = check_levels(config.levels, config.train.balance)
+    levels = check_levels(config.levels, config.train.balance, config.train.patience)
+    require(not (config.train.patience and config.mesh.elastic), "train.patience", config.train.patience, _NO_PATIENCE)
     optimizers.check_optimizer(config.optimizer)
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
@@ -146,8 +147,10 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     joined = axes(config, mesh) if axis is None else [axis]
     levels = list(zip(joined, map(scheme_of, config.levels), strict=True))
     clip = config.train.clip or None
-    balance, seed = config.train.balance, config.seed
-    optimizer = replicate(base, model, levels=levels, clip=clip, balance=balance, seed=seed, safety=safety(config))
+    balance, patience, seed = config.train.balance, config.train.patience or None, config.seed
+    optimizer = replicate(
+        base, model, levels=levels, clip=clip, balance=balance, patience=patience, seed=seed, safety=safety(config)
+    )
     world: World = Ranks(mesh, device) if surviving is None else ElasticRanks(mesh, surviving)
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
@@ -158,9 +161,11 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
     if here is None:
         raise ValueError("mesh.elastic needs a place where the replicas meet: give --meet and --replica")
     least, silence_s = config.mesh.min_replicas, config.peers.silence_s
-    return elastic(
+    axis = elastic(
         mesh, replica=here.replica, replicas=here.replicas, store=here.store, min_replicas=least, silence_s=silence_s
     )
+    require_same_settings(axis.host.membership, config)
+    return axis
 
 
 def seeded_model(config: Config) -> nn.Module:
@@ -177,11 +182,17 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
     return model
 
 
-def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
+_NO_PATIENCE = "0 with mesh.elastic, whose collectives are started again after a loss"
+
+
+def check_levels(
+    levels: Sequence[LevelConfig], balance: bool = False, patience: float = 0.0
+) -> tuple[LevelConfig, ...]:
     """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order.
 
     Args:
         balance: Whether replicas are to take different numbers of steps.
+        patience: Seconds for which a gradient is waited for; 0 for as long as it takes.
     """
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
@@ -191,6 +202,8 @@ def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[
     check_order(made)
     if balance:
         check_balance(made, None)
+    if patience:
+        check_patience(patience, made, None)
     pairs = zip(levels, made, strict=True)
     return tuple(replace(level, scheme=Choice(chosen.name, dict(chosen.arguments))) for level, chosen in pairs)
 

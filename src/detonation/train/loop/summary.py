@@ -25,6 +25,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `waits` is `waits_between` of the steps since the last start, `local_steps` those that replicas agreed on last.
+    `late` is the number of steps in which a replica's gradient was late since the last start, by replica.
     `adapted_to` is the last scheme of a run that followed its link.
     """
     config, last = session.config, records[-1]
@@ -36,6 +37,8 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     data, (memory, mfu) = portion(session), _usage(session, records)
     bigram = bigram_loss(session.data)
     steps = sum(1 if each.taking is None else each.taking / config.mesh.replicas for each in records)
+    late = session.optimizer.stats.late
+    steps -= sum(late.values()) / config.mesh.replicas  # after each of them a step was sat out
     examples = config.train.batch_size * config.train.accumulate * session.world_size * steps
     waits = gathered_waits(session.world, session.waiting, config.mesh.shards, session.device)
     return {
@@ -63,6 +66,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         **({"mfu": mfu} if mfu else {}),
         **({"waits": waits} if waits and config.mesh.replicas > 1 else {}),
         **({"local_steps": counts} if (counts := session.optimizer.stats.local_steps) else {}),
+        **({"late": {str(replica): times for replica, times in late.items()}} if late else {}),
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),

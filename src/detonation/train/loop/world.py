@@ -1,6 +1,7 @@
 """The world of a run, as one rank sees it: the collectives of the training loop."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from detonation.checkpoint.gather import Texts
 from detonation.cluster.fingerprint import fingerprint
 from detonation.cluster.survive.groups import SurvivedLoss
+from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
 from detonation.core.agreement.buffers import persistent_buffers
@@ -21,6 +23,8 @@ from detonation.core.integrity import readback
 from detonation.core.link.communicator import Communicator
 from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.replicator.overlap import CommStream
+from detonation.train.recipe.schema import Config
+from detonation.train.recipe.tables import settings_of, to_table
 
 Gathered = Callable[[], list[list[Any]]]
 """Waits for the values of all ranks: a list of each, in rank order."""
@@ -166,3 +170,19 @@ class Alone:
 def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
     work.wait()
     return [values.tolist() for values in everyone]
+
+
+def require_same_settings(membership: Membership, config: Config) -> None:
+    """Raises `ValueError` where this replica of an elastic run would train otherwise than the one that came first."""
+    own = json.loads(json.dumps(dict(settings_of(to_table(config)))))  # lists, as those of a text
+    own = {key: value for key, value in own.items() if key.startswith(_ALIKE) and key not in _OWN}
+    first = json.loads(membership.first_text("settings", json.dumps(own)))
+    for key in sorted(first.keys() | own.keys()):
+        if first.get(key) != own.get(key):
+            here, there = f"{key} is {own.get(key)!r} here", f"{first.get(key)!r} in the run"
+            raise ValueError(f"{here}, {there}: all replicas train by the same recipe and --set")
+
+
+_ALIKE = ("seed", "model.", "scheme", "optimizer.", "schedule.", "train.")
+_OWN = {"train.log_every", "train.loggers", "train.publish", "train.keep", "train.init_from", "train.compile"}
+"""Settings of a replica that change nothing for the others."""

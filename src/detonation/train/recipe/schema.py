@@ -86,6 +86,7 @@ class TrainConfig:
             optimizer and the memories of the replicas are new. "" begins with those of the model.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
         balance: Slow replicas take fewer local steps per round, so that all end it together: for schemes of rounds.
+        patience: Seconds to wait for a replica's gradient, which then travels a step later; 0 for as long as it takes.
         autocast: "bf16" computes forward and backward in it; "" in the precision of the weights.
         checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in backward: less memory
             for about a third more time.
@@ -116,6 +117,7 @@ class TrainConfig:
     init_from: str = ""
     clip: float = 0.0
     balance: bool = False
+    patience: float = 0.0
     autocast: str = ""
     checkpoint_activations: bool = False
     compile: str = ""
@@ -134,15 +136,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "train.steps", self.steps, "at least 1, or 0 with epochs")
-        require(0 <= self.epochs < math.inf, "train.epochs", self.epochs, "at least 0")
         require(self.steps > 0 or self.epochs > 0, "train.steps", self.steps, "at least 1, or train.epochs above 0")
         for name in ("batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        require(self.bleu_sentences >= 0, "train.bleu_sentences", self.bleu_sentences, "at least 0 (0 = none)")
-        at_end = "at least 0 (0 = only at the end)"
-        require(self.validate_every >= 0, "train.validate_every", self.validate_every, at_end)
-        require(self.checkpoint_every >= 0, "train.checkpoint_every", self.checkpoint_every, at_end)
-        require(0 <= self.clip < math.inf, "train.clip", self.clip, "at least 0 (0 = off)")
+        for name in ("epochs", "bleu_sentences", "validate_every", "checkpoint_every", "clip", "patience"):
+            zero = "only at the end" if name.endswith("_every") else "off"
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"train.{name}", value, f"at least 0 (0 = {zero})")
         require(self.non_finite in ("stop", "skip"), "train.non_finite", self.non_finite, "'stop' or 'skip'")
         require(self.on_desync in ("stop", "repair"), "train.on_desync", self.on_desync, "'stop' or 'repair'")
         least, why = (1, " to repair") if self.on_desync == "repair" else (0, " (0 = never)")

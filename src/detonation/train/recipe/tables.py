@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from detonation.choices import unknown
@@ -71,6 +71,19 @@ def to_table(config: Config) -> Table:
         ]
         del table["mesh"]["replicas"]
     return table
+
+
+def settings_of(table: Table, before: str = "") -> Iterator[tuple[str, object]]:
+    """Every setting of a table, as `section.key` and its value.
+
+    >>> list(settings_of({"seed": 0, "train": {"steps": 3}}))
+    [('seed', 0), ('train.steps', 3)]
+    """
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from settings_of(value, f"{before}{key}.")
+        else:
+            yield before + key, value
 
 
 def _spelled(chooser: str, chosen: Choice | OptimizerConfig) -> Table:

@@ -13,7 +13,7 @@ from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
 from detonation.cluster.survive.guests import Guest
 from detonation.feed.admission import admitted
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
-from detonation.train.loop.world import ElasticRanks
+from detonation.train.loop.world import ElasticRanks, require_same_settings
 from detonation.train.recipe.schema import Config
 from detonation.train.run.request import Request
 
@@ -50,6 +50,7 @@ def joined_session(config: Config, device: torch.device, address: str) -> Sessio
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     guest = Guest(store, mesh, min_replicas=config.mesh.min_replicas, silence_s=config.peers.silence_s)
+    require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
     return Session(config, ElasticRanks(mesh, axis), device, load_data(config.data), model, optimizer.base, optimizer)
 
