@@ -236,6 +236,7 @@ def test_a_large_step_is_written_while_the_next_one_computes(tmp_path, monkeypat
     optimizer.record(log)
     may_write, write = threading.Event(), os.writev
     advance(model, optimizer, 0, range(2))
+    log._finish()  # the thread has written these steps before its writes are held up
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", lambda *given: may_write.wait(60) and write(*given))
         advance(model, optimizer, 0, range(2, 3))  # returns before it is written
