@@ -11,7 +11,6 @@ are not run again.
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paired import spread
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -29,8 +29,6 @@ from detonation.core.link.communicator import Communicator
 
 RESULTS = Path("benchmarks/results/2026-11-22-links.jsonl")
 STEPS, BATCH = 300, 16
-STUDENT_T = {2: 12.706, 3: 4.303, 8: 2.365}
-"""97.5 % quantiles of Student's t for so many pairs."""
 
 SIGNS = {"decay": 0.95, "precision": "sign", "error_feedback": False}
 CASES: dict[str, tuple[dt.Scheme, str, float]] = {
@@ -164,11 +162,10 @@ def table(found: dict[Cell, dict[str, Any]]) -> Iterator[str]:
 
 
 def against(differences: Sequence[float]) -> str:
-    mean = f"{100 * statistics.fmean(differences):+.2f} %"
-    if len(differences) not in STUDENT_T:
-        return mean
-    half = STUDENT_T[len(differences)] * statistics.stdev(differences) / math.sqrt(len(differences))
-    return f"{mean} +- {100 * half:.2f}"
+    if len(differences) < 2:
+        return f"{100 * differences[0]:+.2f} %"
+    mean, half = spread(differences)
+    return f"{100 * mean:+.2f} % +- {100 * half:.2f}"
 
 
 def main() -> None:

@@ -69,11 +69,16 @@ def judged(runs: Mapping[int, Row], base: Mapping[int, float]) -> tuple[float, t
     """The relative loss over the seeds that both have, its interval with three seeds or more, and their number."""
     seeds = sorted(set(runs) & set(base) - {0}) or sorted(set(runs) & set(base))
     differences, mean = [runs[s]["val_loss"] - base[s] for s in seeds], statistics.fmean(base[s] for s in seeds)
-    middle = statistics.fmean(differences)
     if len(seeds) < 3:
-        return middle / mean, None, len(seeds)
-    half = STUDENT[len(seeds) - 1] * statistics.stdev(differences) / math.sqrt(len(seeds))
+        return statistics.fmean(differences) / mean, None, len(seeds)
+    middle, half = spread(differences)
     return middle / mean, ((middle - half) / mean, (middle + half) / mean), len(seeds)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval."""
+    half = STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), half
 
 
 def scheme_of(sets: Sequence[str]) -> dt.Scheme | None:

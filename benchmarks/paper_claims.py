@@ -98,12 +98,10 @@ def sharded(_: Rows) -> str:
     """R replicas of S shards send less, and wait less, than R x S replicas of one shard, as in DeMo."""
     lines = head(["scheme", "nodes", "ranks", "MB, R x S", "MB, RS x 1", "times", "s at 100 Mbit/s", "s, RS x 1"])
     for name, scheme in {"demo 4/64": dt.demo(link="all-gather"), "random 1/32": dt.random(rate=1 / 32)}.items():
-        kind = "all-gather" if name.startswith("demo") else "all-reduce"
         for nodes, ranks in ((2, 4), (2, 8), (8, 8)):
-            rows = rows_of(scheme)
-            ours = ranks * exchange_bytes(kind, scheme, rows, nodes, ranks)
+            ours = ranks * sent_by_a_rank(scheme, nodes, ranks)
             # On a ring through all ranks, one rank of each node sends to the next node all that a rank sends.
-            flat = exchange_bytes(kind, scheme, rows, nodes * ranks)
+            flat = sent_by_a_rank(scheme, nodes * ranks)
             numbers = [f"{ours / 1e6:.1f}", f"{flat / 1e6:.1f}", f"{flat / ours:.1f}"]
             seconds = (f"{8 * each / BANDWIDTH['100mbit']:.2f}" for each in (ours, flat))
             lines.append(cells([name, str(nodes), str(ranks), *numbers, *seconds]))
@@ -113,22 +111,23 @@ def sharded(_: Rows) -> str:
 def many_nodes(_: Rows) -> str:
     """DeMo does not scale to many nodes, because an all-gather grows with their number; Random does."""
     schemes = {
-        "demo 2/64, all-gather": (dt.demo(topk=2, link="all-gather"), "all-gather"),
-        "demo 2/64, owners": (dt.demo(topk=2, link="owner"), "owner"),
-        "random 1/32": (dt.random(rate=1 / 32), "all-reduce"),
-        "full": (dt.full(), "all-reduce"),
+        "demo 2/64, all-gather": dt.demo(topk=2, link="all-gather"),
+        "demo 2/64, owners": dt.demo(topk=2, link="owner"),
+        "random 1/32": dt.random(rate=1 / 32),
+        "full": dt.full(),
     }
     counts = (2, 4, 8, 16, 32, 64)
     lines = head(["bytes per parameter and step", *(f"{n} nodes" for n in counts)])
-    for name, (scheme, kind) in schemes.items():
-        sent = (exchange_bytes(kind, scheme, rows_of(scheme), n) / NUMEL for n in counts)
+    for name, scheme in schemes.items():
+        sent = (sent_by_a_rank(scheme, n) / NUMEL for n in counts)
         lines.append(cells([name, *(f"{each:.3f}" for each in sent)]))
     return "\n".join(["Arithmetic:", "", *lines])
 
 
-def rows_of(scheme: dt.Scheme) -> int:
-    """The rows that `NUMEL` parameters make."""
-    return NUMEL // scheme.codec.selection.chunk
+def sent_by_a_rank(scheme: dt.Scheme, replicas: int, local_ranks: int = 1) -> int:
+    """Bytes per step that one rank sends, of a model of `NUMEL` parameters."""
+    kind = "all-reduce" if scheme.link == "auto" else scheme.link
+    return exchange_bytes(kind, scheme, NUMEL // scheme.codec.selection.chunk, replicas, local_ranks)
 
 
 CLAIMS: Sequence[Callable[[Rows], str]] = (

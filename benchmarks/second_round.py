@@ -10,14 +10,13 @@ seeds, against a dense method (full synchronisation) with equal seeds.
 """
 
 import argparse
-import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 from frontier import per_parameter, rows, run
 from frontier_grid import QUICK
-from paired import STUDENT
+from paired import spread
 from tuning import Method, Rows, against, run_missing
 
 RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
@@ -140,12 +139,6 @@ def figure(done: Rows, path: Path) -> None:
         drawing.legend(labels.values(), labels, loc="outside right upper", frameon=False)
         drawing.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
         drawing.savefig(path.with_suffix(".png"), dpi=110)
-
-
-def spread(losses: list[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval."""
-    half = STUDENT[len(losses) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
-    return statistics.fmean(losses), half
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from detonation.core.agreement import patience
 from detonation.core.agreement.patience import MOST_LATE
 from detonation.core.codec.aggregate import Mean
 from detonation.core.flat.tensors import digest
+from steps import Nobody
 from zoo import GRADIENT, Plain, batch, built
 
 PATIENT = {
@@ -26,19 +27,6 @@ PATIENT = {
 STEPS = 11
 LATE = {(1, 2): 1, (2, 2): 1, (1, 5): 3, (0, 6): 1, (2, 8): 1}
 """By replica and step: the empty messages that leave before the gradient of the step is there."""
-
-
-class Nobody:
-    """Arrivals that nobody reads: the test says when a replica is late."""
-
-    def tell(self, step):
-        pass
-
-    def furthest(self):
-        return -1
-
-    def restart(self):
-        pass
 
 
 def started(communicator, scheme, patience=1e6, lr=0.05, base=torch.optim.SGD, safety=None):

@@ -15,6 +15,7 @@ from detonation.train.loop.session import start_session
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.waits import Waiting, gathered_waits, waits_between
 from detonation.train.verbs.simulate import virtual
+from steps import Nobody
 
 ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")
 
@@ -128,19 +129,6 @@ def test_waits_are_of_the_steps_that_all_replicas_took():
     own = Waiting([1.0, 1.0, 1.0], [9.0, 9.0, 3.0], [1, 2, 3])
     found = gathered_waits(WithNewcomer(), own, 1, torch.device("cpu"))
     assert found == {"seconds": [[0.0, 3.0], [0.0, 0.0]], "network_s": [0.0, 0.0], "slowest": 1}
-
-
-class Nobody:
-    """Arrivals that nobody reads: the test says when a replica is late."""
-
-    def tell(self, step):
-        pass
-
-    def furthest(self):
-        return -1
-
-    def restart(self):
-        pass
 
 
 def test_with_patience_losses_are_agreed_on_every_ten_steps(tiny, clock, monkeypatch):

@@ -16,7 +16,7 @@ from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
-from detonation.core.replicator.local_state import SILENT_STEPS, differing
+from detonation.core.replicator.local_state import SILENT_STEPS, require_same_keys
 from detonation.core.shard.units import load_shard_state
 
 _MEMORY = "residual"
@@ -174,8 +174,7 @@ def _load_local_state(source: ShardReader, optimizer: Replicated) -> None:
     """Loads the local state of this rank, in a world of the shape that saved."""
     current = {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
-    if odd := differing(current, saved):
-        raise ValueError(f"the checkpoint is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+    require_same_keys("the checkpoint", current, saved)
     loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in current.items() if key in saved}
     for level, replicator in enumerate(optimizer.build()):
         prefix = f"replica.{level}."

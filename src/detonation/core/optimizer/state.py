@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from detonation.core.link.coordinates import alike
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.local_state import differing
+from detonation.core.replicator.local_state import require_same_keys
 
 if TYPE_CHECKING:
     from detonation.core.optimizer.replicated import Replicated
@@ -82,8 +82,7 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
     if saved or optimizer.is_built:
         optimizer.build(parameters_of(saved))
         local = optimizer.local_state()
-        if odd := differing(local, saved):
-            raise ValueError(f"the saved state is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
+        require_same_keys("the saved state", local, saved)
         for key, tensor in ((key, tensor) for key, tensor in local.items() if key in saved):
             if tensor.shape != saved[key].shape:
                 shapes = f"{tuple(saved[key].shape)}, is {tuple(tensor.shape)} here"

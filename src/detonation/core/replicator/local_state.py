@@ -12,9 +12,10 @@ SILENT_STEPS = "silent"
 """The state that a replica has only with patience: a state without it is one of a replica that was not late."""
 
 
-def differing(one: Iterable[str], other: Iterable[str]) -> list[str]:
-    """The keys that one state has and the other has not, though it should."""
-    return sorted(key for key in {*one} ^ {*other} if key.rpartition(".")[2] != SILENT_STEPS)
+def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
+    """Raises `ValueError` where a saved state, `what`, has other keys than the current one, `SILENT_STEPS` aside."""
+    if odd := sorted(key for key in {*current} ^ {*saved} if key.rpartition(".")[2] != SILENT_STEPS):
+        raise ValueError(f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
 
 
 @dataclass(frozen=True)
