@@ -1,5 +1,6 @@
 """Launches: the host's side of the Triton kernels. Nothing here reads from a device, or waits for it."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -176,7 +177,7 @@ class Coder:
         self._rows = max(16, TILE // coding.columns)
         if INTERPRETED:  # which takes its time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))
-        self._unit = max(self._rows, coding.block // _common(coding.block, coding.k))
+        self._unit = max(self._rows, coding.block // math.gcd(coding.block, coding.k))
         self._programs = max(1, min(PROGRAMS, -(-slots.rows // self._unit)))
         room = self._programs * self._unit
         each = coding.chunk if coding.bitmap else coding.k if coding.width else 0
@@ -279,9 +280,3 @@ def _weighing(replicas: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The squares and the counter of `weigh_kernel`."""  # [replicas, PARTS] fp32, [1] int32
     squares = torch.empty(replicas, PARTS, dtype=torch.float32, device=device)
     return squares, torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _common(one: int, other: int) -> int:
-    while other:
-        one, other = other, one % other
-    return one

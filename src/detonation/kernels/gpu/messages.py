@@ -206,14 +206,14 @@ def inspect_kernel(
         PRECISION, BLOCK, WIDTH, BITMAP, SOME
     )  # fmt: skip
     if is_last(arrivals, replicas * parts):
-        decide_messages(message, stride, columns, sums, firsts, parts, squares, faults, parts, scale, identity, schema,
-                        step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas, REPLICAS,
+        decide_messages(message, stride, columns, sums, firsts, squares, faults, parts, scale, identity, schema, step,
+                        place, nbytes, parameters, usual, limit, louder, forget, table, replicas, REPLICAS,
                         SIGNALS)  # fmt: skip
 
 
 @triton.jit
 def decide_messages(
-    message, stride, columns, sums, firsts, sum_parts, squares, faults, fact_parts, scale,
+    message, stride, columns, sums, firsts, squares, faults, parts, scale,
     identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas,
     REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
@@ -232,12 +232,12 @@ def decide_messages(
         which = tl.zeros([1], dtype=tl.int64) + replica
         head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
         none = tl.zeros([LINE_WORDS], dtype=tl.int32)
-        found = checksum_of(wide(replica), columns, sums, firsts, sum_parts, none, 0)
+        found = checksum_of(wide(replica), columns, sums, firsts, parts, none, 0)
         square = tl.zeros([1], dtype=tl.float32)
         fault = tl.zeros([1], dtype=tl.int32)
-        for part in range(fact_parts):
-            square += tl.load(squares + which * fact_parts + part)
-            fault |= tl.load(faults + which * fact_parts + part)
+        for part in range(parts):
+            square += tl.load(squares + which * parts + part)
+            fault |= tl.load(faults + which * parts + part)
         norm = tl.sqrt_rn(square) * scale
         content = tl.where((fault & 4) > 0, 3, tl.where((fault & 1) > 0, 1, fault & 2)).to(tl.int64)
         status, stated = tl.load(head + 5), tl.load(head + 7)
