@@ -16,7 +16,7 @@ from pathlib import Path
 
 from frontier import per_parameter, rows, run
 from frontier_grid import QUICK
-from paired import spread
+from paired import Measured, judged, scheme_of, spread
 from tuning import Method, Rows, against, run_missing
 
 RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
@@ -98,6 +98,18 @@ def table(done: Rows) -> str:
         cells = [each.study, each.name, str(each.replicas), each.chosen(done), sent, str(len(judged)), mean]
         lines.append("| " + " | ".join([*cells, *(against(judged, reference) for reference in references)]) + " |")
     return "\n".join(lines)
+
+
+def second_round(path: Path = RESULTS) -> Iterator[Measured]:
+    """What the planner learns: every judged method but those of Muon, which is another optimizer, against AdamW."""
+    done, every = rows(path), {(each.name, each.replicas): each for each in methods()}
+    reference = {seed: row["val_loss"] for seed, row in every[REFERENCES[0], 2].judged(done).items()}
+    for each in every.values():
+        runs = each.judged(done)
+        if len(runs) >= 3 and "Muon" not in each.sets and "scheme.name=full" not in each.sets:
+            scheme = scheme_of([one for one in each.sets.split() if one.startswith("scheme.")])
+            assert scheme is not None
+            yield scheme, each.recipe, each.replicas, runs, judged(runs, reference), "docs/findings.md"
 
 
 def figure(done: Rows, path: Path) -> None:

@@ -57,8 +57,7 @@ def test_garbage_on_every_port_does_not_stop_a_run(started):
     assert goes_on(ranks[0]), ranks[0].stderr
     for connection in held:
         connection.close()
-    assert goes_on(ranks[1]) or not ranks[1].ended, ranks[1].stderr
-    assert goes_on(ranks[0]), ranks[0].stderr
+    assert goes_on(ranks[0]), ranks[0].stderr  # which takes no step without the other
 
 
 def test_a_notice_of_a_stranger_does_not_end_a_run_whose_ranks_share_a_token(started):

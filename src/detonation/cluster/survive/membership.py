@@ -59,7 +59,8 @@ class Membership:
         min_replicas: With fewer left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: Once a loss was noticed, a rank that neither reports nor beats for this long is lost.
+        confirm_s: Once a loss was noticed, a rank that neither reports nor beats for this long is lost, or for twice as
+            long as the longest of its latest pauses.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Membership:
         self._left_out_at = 0.0
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
+        self._pauses: dict[int, float] = {}  # the longest time between two beats of a rank, of late
         self._beats.set(beat_key(self.rank), "0")
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
@@ -127,7 +129,7 @@ class Membership:
             self.require_store()
             reported = {rank for rank in wanted if self.store.check([self._key(f"report/{rank}")])}
             away = [rank for rank in wanted if rank not in reported]
-            lost = {rank // self.shards for rank in away if self._lost(rank, self._confirm_s) or self._has_left(rank)}
+            lost = {rank // self.shards for rank in away if self._is_silent(rank) or self._has_left(rank)}
             if time.monotonic() - began > ARRIVE_S:
                 lost |= {rank // self.shards for rank in away} & {report.guest}
             if all(rank in reported or rank // self.shards in lost for rank in wanted):
@@ -164,7 +166,7 @@ class Membership:
         try:
             self.store.set(left_key(self.rank), "1")
             for rank in self._ranks():
-                while not (self._has_left(rank) or self._lost(rank, self._confirm_s)):
+                while not (self._has_left(rank) or self._is_silent(rank)):
                     if time.monotonic() > deadline:
                         break
                     time.sleep(_POLL_S)
@@ -197,6 +199,10 @@ class Membership:
         (beat, since), now = self._seen[rank], time.monotonic()
         judges = now - self._awake < self._confirm_s / 2  # or this process stood still itself: it knows old beats alone
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
+
+    def _is_silent(self, rank: int) -> bool:
+        """True once `rank` is silent for longer than it was of late: a busy machine makes long pauses."""
+        return self._lost(rank, max(self._confirm_s, min(self._silence_s, 2 * self._pauses.get(rank, 0.0))))
 
     def _has_left(self, rank: int) -> bool:
         return bool(self.store.check([left_key(rank)]))
@@ -253,6 +259,7 @@ class Membership:
             self._awake = now
             for rank, beat in zip(watched, beats, strict=True):
                 if beat != self._seen[rank][0]:
+                    self._pauses[rank] = max(now - self._seen[rank][1], 0.95 * self._pauses.get(rank, 0.0))
                     self._seen[rank] = (beat, now)
             limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
             if not self.called and any(self._lost(rank, limit_s) for rank in others):
