@@ -19,8 +19,8 @@ from zoo import TALKING, Plain, batch, built
 REPLICAS, AFTER, TIMEOUT_S = 2, 4, 60
 TOKEN = b"0123456789abcdef"
 MODEL = built(Plain)
-COMING = ("demo", "demo-owner", "random", "full", "diloco")
-"""One of each way: all-gather, owners, all-reduce of a part and of all, anchors."""
+COMING = ("demo", "demo-owner", "random", "full", "diloco", "random-late", "streaming", "eager")
+"""One of each way: all-gather, owners, all-reduce of a part and of all, anchors; and with a delay, also of a round."""
 
 
 def steps(model, optimizer, axis, door):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import time
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.connection.token import read_token
-from detonation.feed.follower import Follower, follow
+from detonation.feed.follower import Follower, LostFeed, follow
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
 from detonation.log.step_recorder import Tapes
@@ -32,7 +33,7 @@ class Admission:
         token: As in `Feed`.
 
     Raises:
-        ValueError: The axis is not elastic, or the scheme has a delay.
+        ValueError: The axis is not elastic.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -47,9 +48,7 @@ class Admission:
     def __init__(
         self, model: nn.Module, optimizer: Replicated, host: str = "127.0.0.1", *, token: bytes | None = None
     ) -> None:
-        ((axis, scheme),) = optimizer.levels
-        if scheme.round.delay:
-            raise ValueError(f"{scheme.name} with a delay lets nobody in: between two steps a message is on its way")
+        ((axis, _),) = optimizer.levels
         if not isinstance(axis, SurvivingCommunicator):
             raise ValueError("only an elastic axis lets replicas in: make it with detonation.elastic")
         self._model, self._optimizer, self._axis = model, optimizer, axis
@@ -130,11 +129,21 @@ def admitted(
         with follow(model, addresses, token=token, optimizer=optimizer, timeout_s=timeout_s) as follower:
             step = _agreed_step(guest, follower, timeout_s)
             follower.update(to=step, wait_s=timeout_s)
+            _await_complete(follower, timeout_s)
             axis = guest.come_in(step, timeout_s)
             joined = follower.join(axis, safety)
         joined.verify()  # as the others do
         undo.pop_all()
     return joined, axis
+
+
+def _await_complete(follower: Follower, timeout_s: float) -> None:
+    """Waits for what was on its way under a scheme with a delay: the others receive it before this replica comes in."""
+    deadline = time.monotonic() + timeout_s
+    while not follower.complete:
+        if time.monotonic() > deadline:
+            raise LostFeed(f"the others did not synchronize after step {follower.step} within {timeout_s:g} s")
+        follower.update(wait_s=0.05)
 
 
 def _agreed_step(guest: Guest, follower: Follower, timeout_s: float) -> int:

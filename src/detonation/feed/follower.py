@@ -35,8 +35,7 @@ class Follower:
     The model changes within `update` alone, so that it can be used between two calls as it is. Where one thread updates
     and others use the model, all of them hold one lock.
 
-    model: As it was given to `follow`.
-    step: Of the training that the model is at; -1 before the first copy of the state.
+    model: As it was given to `follow`. step: Of the training; -1 before the first copy of the state.
     """
 
     def __init__(
@@ -86,6 +85,11 @@ class Follower:
         """True once training has come to its end, and the model is at it."""
         with self._changed:
             return all(stream.ended and not stream.inbox for stream in self._streams)
+
+    @property
+    def complete(self) -> bool:
+        """True where no message is on its way: at once, or, with a delay, after training has synchronized."""
+        return all(shard.complete for shard in self._shards)
 
     @property
     def trouble(self) -> str:
@@ -160,8 +164,7 @@ class Follower:
         size = sum(local(t).nbytes for t in (*self.model.parameters(), *self.model.buffers()))
         most_bytes = LARGEST_STATE * size + (64 << 20)
         if len(self._addresses) == 1:
-            host, port = self._addresses[0]
-            port += shard
+            host, port = self._addresses[0][0], self._addresses[0][1] + shard
         elif shard < len(self._addresses):
             host, port = self._addresses[shard]
         else:

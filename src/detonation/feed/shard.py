@@ -74,6 +74,12 @@ class ShardFollower:
         self._norm: Tensor | None = None
         self._buffers: list[Tensor] = []
 
+    @property
+    def complete(self) -> bool:
+        """True unless messages of steps before this moment are still on their way."""
+        delayed = self.optimizer is not None and self.optimizer.levels[0][1].round.delay > 0
+        return self.moment is not None and (not delayed or self.moment[2] > 0)
+
     def apply(self, events: Sequence[Joined | Stepped]) -> None:
         """Loads a copy of the state, or repeats steps.
 

@@ -71,13 +71,14 @@ def repeat_step(end: LogRecord, optimizer: Replicated) -> None:
 
     Raises `DamagedLog` where it is not the next step.
     """
+    groups = optimizer.param_groups
+    for group, options in zip(groups, end.table().get("groups", [{}] * len(groups)), strict=True):
+        group |= {key: _like(group.get(key), value) for key, value in options.items()}
     if end.kind != STEP:
         optimizer.synchronize()
         return
     if end.step != optimizer.step_count + 1:
         raise DamagedLog(f"the log goes on with step {end.step} after {optimizer.step_count} steps: a file is missing")
-    for group, options in zip(optimizer.param_groups, end.table()["groups"], strict=True):
-        group |= {key: _like(group.get(key), value) for key, value in options.items()}
     optimizer.zero_grad()
     optimizer.step()
 

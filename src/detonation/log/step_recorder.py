@@ -74,7 +74,8 @@ class StepRecorder(ABC):
             more: Of a step, beside the options of the parameter groups.
         """
         kind = STEP if what == "step" else SYNCHRONIZE
-        about = {"groups": self._changed(optimizer.param_groups), **(more or {})} if kind == STEP else {}
+        changed = self._changed(optimizer.param_groups)
+        about = {"groups": changed, **(more or {})} if kind == STEP or any(changed) else {}
         self._waiting.append((messages, noted(kind, optimizer.step_count, about)))
         self.flush(self._late)
 

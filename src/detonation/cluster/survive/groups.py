@@ -113,6 +113,12 @@ class SurvivedLoss:
     recovered_s: float
     came: tuple[int, ...] = ()
 
+    def text(self, left: int, before: int) -> str:
+        """The loss in words, where `left` of `before` replicas go on."""
+        names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
+        end = f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after the notice"
+        return f"{names} lost: {left} of {before} go on, {end}"
+
 
 @dataclass
 class NumberedCollective:

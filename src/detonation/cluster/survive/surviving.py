@@ -77,11 +77,14 @@ class SurvivingCommunicator(ElasticCommunicator):
     def enter_step(self, step: int) -> bool:
         with self._changed:
             self._settle()
-            if any(step >= first for first, *_ in self._pending) or (self._guest and step >= self._guest[0]):
+            if any(step >= first for first, *_ in self._pending) or self.expects(step):
                 return True
             self._begun = max(self._begun, step + 1)
             self._membership.under_way = self._begun > 2
         return False
+
+    def expects(self, step: int) -> bool:
+        return self._guest is not None and step >= self._guest[0]
 
     def adopt(self, step: int) -> list[int]:
         self._await_guest(step)
@@ -99,7 +102,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         while True:
             with self._changed:
                 self._settle()
-                if self._guest is None or step < self._guest[0]:
+                if self._guest is None or not self.expects(step):
                     self._awaits = -1
                     return
                 self._awaits = self._guest[1]
@@ -241,10 +244,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         came = tuple(member for member in membership.members if member not in before)
         self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed, came))
         if lost and membership.rank == membership.members[0] * membership.shards:
-            names = f"replica{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-            text = "%s lost: %d of %d go on, with step %d as the first without it; %.2f s after the notice"
-            sizes = len(membership.members), len(self._layout)
-            _log.warning(text, names, *sizes, agreement.next_step, self.losses[-1].recovered_s)
+            _log.warning("%s", self.losses[-1].text(len(membership.members), len(self._layout)))
 
     def _report(self) -> RankReport:
         for each in self._kept.values():

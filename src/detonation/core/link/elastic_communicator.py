@@ -97,6 +97,10 @@ class ElasticCommunicator(RenumberedCommunicator):
         """
 
     @abstractmethod
+    def expects(self, step: int) -> bool:
+        """True where a replica may come in before `step`; the same on all ranks that have come to it."""
+
+    @abstractmethod
     def texts(self) -> TextExchange:
         """Texts between the ranks that have a number now, beside the collectives; from any thread.
 

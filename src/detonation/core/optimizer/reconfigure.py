@@ -1,7 +1,7 @@
 """Reconfiguration: other settings of a scheme, or other trained parameters, between two steps, without a loss of
 state."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import local
-from detonation.core.link.elastic_communicator import RenumberedCommunicator
+from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.build import Level, Route, Settings, compare_replicas, replicator_of
 from detonation.core.replicator.base import Replicator
@@ -100,6 +100,30 @@ def with_scheme(
 def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were lost."""
     return any(axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator))
+
+
+def complete(
+    replicators: Sequence[Replicator],
+    consensus: StopConsensus,
+    buffers: Callable[[Sequence[Replicator]], None],
+    step: int,
+) -> None:
+    """Completes open rounds and updates in flight before `step`, and lets `buffers` become equal. Collective."""
+    if consensus.decides_on_device:
+        consensus.begin(step)
+    with consensus.runtime.exact_arithmetic():
+        for replicator in replicators:
+            replicator.synchronize(step)
+    buffers(replicators)
+    consensus.conclude(step)
+
+
+def newcomer_needs_all(levels: Sequence[Level], step: int) -> bool:
+    """True where a replica may come in before `step`, and would lack messages that are on their way."""
+    return any(
+        scheme.round.delay > 0 and isinstance(axis, ElasticCommunicator) and axis.expects(step)
+        for axis, scheme in levels
+    )
 
 
 def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int) -> bool:

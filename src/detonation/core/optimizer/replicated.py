@@ -172,17 +172,10 @@ class Replicated(OptimizerWrapper):
         """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
         Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
         self.refuse_overlap()
-        if self._consensus is None:
-            return
-        if self._consensus.decides_on_device:
-            self._consensus.begin(self.step_count)
-        with self._consensus.runtime.exact_arithmetic():
+        if self._consensus is not None:
             self.renumber()
-            for replicator in self.build():
-                replicator.synchronize(self.step_count)
-        self._buffers(self.build())
-        self._consensus.conclude(self.step_count)
-        self._end("synchronize")
+            changes.complete(self.build(), self._consensus, self._buffers, self.step_count)
+            self._end("synchronize")
 
     @in_turn
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
@@ -282,6 +275,9 @@ class Replicated(OptimizerWrapper):
         """Goes on without replicas that were lost, or with one that came, on all at once. Collective."""
         if not changes.lost_before(self.levels, self.step_count):
             return
+        if self._consensus and changes.newcomer_needs_all(self.levels, self.step_count):
+            changes.complete(self.build(), self._consensus, self._buffers, self.step_count)
+            self._end("synchronize")
         old = self._by_level
         grown = changes.renumber(self.levels, self._replicators or [], self._routes.values(), self.step_count)
         made = self._lay_out(self._trained.laid_out)

@@ -37,7 +37,7 @@ class Recording:
         if self._tapes:
             session.optimizer.record(Tapes(self._tapes))
         self._door: Admission | None = None
-        if session.config.mesh.elastic and not session.optimizer.levels[0][1].round.delay:
+        if session.config.mesh.elastic:
             self._door = Admission(session.model, session.optimizer, own_address())
 
     def after_step(self) -> list[str]:
