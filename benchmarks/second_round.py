@@ -113,9 +113,9 @@ def second_round(path: Path = RESULTS) -> Iterator[Measured]:
 
 
 def figure(done: Rows, path: Path) -> None:
-    """Mean loss with its 95 % interval over seeds against bytes, for 2 and 8 replicas; lines are full synchronisation.
+    """Mean loss with its 95 % interval over seeds against bytes, by replicas; lines are full synchronisation.
 
-    A dense method computes the same with any number of replicas but for the last bits, so its line is in both panels.
+    A dense method computes the same with any number of replicas but for the last bits, so its line is in each panel.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -123,11 +123,12 @@ def figure(done: Rows, path: Path) -> None:
     from detonation.report.figures.colours import LIGHT
 
     shown = [(each, each.judged(done)) for each in methods()]
-    shown = [(each, runs) for each, runs in shown if len(runs) == each.seeds]
+    shown = [(each, runs) for each, runs in shown if len(runs) >= 3]
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
-        drawing = Figure(figsize=(10, 4.6), layout="constrained")
-        panels = drawing.subplots(1, 2, sharex=True, sharey=True)
-        for axes, replicas in zip(panels, (2, 8), strict=True):
+        counts = sorted({each.replicas for each, _ in shown})
+        drawing = Figure(figsize=(4 + 3 * len(counts), 4.6), layout="constrained")
+        (panels,) = drawing.subplots(1, len(counts), sharex=True, sharey=True, squeeze=False)
+        for axes, replicas in zip(panels, counts, strict=True):
             for each, runs in shown:
                 mean, half = spread([row["val_loss"] for row in runs.values()])
                 if each.name in REFERENCES:
@@ -140,6 +141,7 @@ def figure(done: Rows, path: Path) -> None:
                     sent = per_parameter(next(iter(runs.values())))
                     axes.errorbar([sent], [mean], [half], fmt=style, color=colour, capsize=3, label=each.name)
             axes.set_xscale("log")
+            axes.set_xlim(5e-3, 1)
             axes.set_title(f"{replicas} replicas", fontsize=9)
             axes.set_xlabel("bytes per parameter and step, sent by a replica")
             axes.grid(alpha=0.2)
