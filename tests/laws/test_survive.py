@@ -228,6 +228,11 @@ def test_a_rank_of_a_busy_machine_may_pause_for_as_long_as_it_did_of_late():
     now = time.monotonic()
     membership._seen[1] = b"1", now - 1
     assert membership._is_silent(1)
+    membership.noticed_at = now  # and another one is lost: this one has yet to hear of it
+    assert not membership._is_silent(1)
+    membership._seen[1] = b"1", now - 31
+    assert membership._is_silent(1)
+    membership.noticed_at, membership._seen[1] = 0.0, (b"1", now - 1)
     store.set(beat_key(1), "2")
     membership._stopped, membership._awake = Once(), now
     membership._run()  # which sees the second beat

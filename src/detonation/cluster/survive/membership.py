@@ -59,8 +59,7 @@ class Membership:
         min_replicas: With fewer left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: Once a loss was noticed, a rank that neither reports nor beats for this long is lost, or for twice as
-            long as the longest of its latest pauses.
+        confirm_s: A rank that is silent for this long after a notice, or for twice its latest pauses, is lost.
     """
 
     def __init__(
@@ -201,8 +200,9 @@ class Membership:
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True once `rank` is silent for longer than it was of late: a busy machine makes long pauses."""
-        return self._lost(rank, max(self._confirm_s, min(self._silence_s, 2 * self._pauses.get(rank, 0.0))))
+        """True once `rank` is silent for longer than it was of late, and since the notice: busy machines pause."""
+        limit_s = max(self._confirm_s, min(self._silence_s, 2 * self._pauses.get(rank, 0.0)))
+        return self._lost(rank, limit_s if time.monotonic() - self.noticed_at > limit_s else self._silence_s)
 
     def _has_left(self, rank: int) -> bool:
         return bool(self.store.check([left_key(rank)]))
