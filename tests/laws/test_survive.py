@@ -1,6 +1,7 @@
 """The law of survival: whatever a replica was doing when it was lost, the others take every step, and stay equal."""
 
 import copy
+import json
 import threading
 import time
 
@@ -328,6 +329,29 @@ def test_a_loss_that_all_have_agreed_on_meanwhile_calls_nobody_again():
     membership._beats, membership._stopped = Between(), Once()
     membership._run()
     assert not store.check(["2/call"]) and not membership.called
+
+
+def test_nobody_waits_for_the_record_of_an_agreement_that_nobody_needs():
+    """The thread of a rank saw the record of an agreement; before it read it, all had agreed. It then beat no more."""
+    store = HashStore()
+    membership = Membership(store, 0, 1, 0, 1, 30.0, 1, print)
+    membership.stop()
+    store.set("1/record", json.dumps({"members": [0], "reports": {}, "guest": -1}))
+    membership.called = True
+
+    class Meanwhile:
+        """A store: when the thread has seen the record the agreement is over."""
+
+        def check(self, keys):
+            membership.epoch = 1
+            return keys == ["1/record"]
+
+        def get(self, key):
+            assert key == "1/record"  # any other would come when the next replica is lost, or never
+            return store.get(key)
+
+    membership._beats = Meanwhile()
+    membership._watch_record()
 
 
 def test_a_receive_buffer_is_used_again_when_nobody_needs_it():

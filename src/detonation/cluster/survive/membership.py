@@ -165,9 +165,7 @@ class Membership:
         try:
             self.store.set(left_key(self.rank), "1")
             for rank in self._ranks():
-                while not (self._has_left(rank) or self._is_silent(rank)):
-                    if time.monotonic() > deadline:
-                        break
+                while not (self._has_left(rank) or self._is_silent(rank)) and time.monotonic() < deadline:
                     time.sleep(_POLL_S)
         finally:
             self.stop()
@@ -271,9 +269,10 @@ class Membership:
 
     def _watch_record(self) -> None:
         """Ends this process where it was left out and its main thread waits for something else."""
-        if not self.called or not self._beats.check([self._key("record")]):
+        epoch, key = self.epoch + 1, self._key("record")  # all may agree meanwhile, and the next record is not there
+        if not self.called or not self._beats.check([key]):
             return
-        agreement = parse_agreement(self.epoch + 1, self._beats.get(self._key("record")))
+        agreement = parse_agreement(epoch, self._beats.get(key))
         if self.replica not in agreement.members:
             self._left_out_at = self._left_out_at or time.monotonic()
             if time.monotonic() - self._left_out_at > LEAVE_S:
