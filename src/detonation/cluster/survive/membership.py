@@ -59,7 +59,7 @@ class Membership:
         min_replicas: With fewer left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: A rank that is silent for this long after a notice, or for twice its latest pauses, is lost.
+        confirm_s: A rank that neither reports nor beats for this long after a loss was noticed is lost, too.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class Membership:
         self._left_out_at = 0.0
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
-        self._pauses: dict[int, float] = {}  # the longest time between two beats of a rank, of late
         self._beats.set(beat_key(self.rank), "0")
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
@@ -198,9 +197,9 @@ class Membership:
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
-        """True once `rank` is silent for longer than it was of late, and since the notice: busy machines pause."""
-        limit_s = max(self._confirm_s, min(self._silence_s, 2 * self._pauses.get(rank, 0.0)))
-        return self._lost(rank, limit_s if time.monotonic() - self.noticed_at > limit_s else self._silence_s)
+        """True where `rank` is lost: it had `confirm_s` from the notice on to report, or it was what was noticed."""
+        had_time = time.monotonic() - self.noticed_at > self._confirm_s
+        return self._lost(rank, self._confirm_s if had_time else self._silence_s)
 
     def _has_left(self, rank: int) -> bool:
         return bool(self.store.check([left_key(rank)]))
@@ -257,7 +256,6 @@ class Membership:
             self._awake = now
             for rank, beat in zip(watched, beats, strict=True):
                 if beat != self._seen[rank][0]:
-                    self._pauses[rank] = max(now - self._seen[rank][1], 0.95 * self._pauses.get(rank, 0.0))
                     self._seen[rank] = (beat, now)
             limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
             if not self.called and any(self._lost(rank, limit_s) for rank in others):
