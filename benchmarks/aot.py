@@ -46,13 +46,24 @@ CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
     "demo 8/128": (dt.demo(topk=8, chunk=128), 2),
     "loco 4bit": (dt.loco(), 2),
     "random 1/16": (dt.random(), 2),
+    "random 1/16 bf16": (dt.random(precision="bf16"), 2),
+    "random 1/16 int8": (dt.random(precision="int8"), 2),
     "random 1/16 4bit": (dt.random(precision="4bit"), 2),
     "random_sign 1/8": (dt.random_sign(), 2),
     "random_sign 1/8, owners": (dt.random_sign(), 8),
     "striding 1/16": (dt.striding(), 2),
     "slicing 1/16": (dt.slicing(), 2),
+    "slicing 1/64": (dt.slicing(rate=1 / 64), 2),
+    "full": (dt.full(), 2),
 }
-TYPES = {torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
 
 
 def main() -> None:

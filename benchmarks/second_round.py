@@ -42,6 +42,8 @@ def methods() -> Iterator[Method]:
     yield method("X1", "Muon, full", full + MUON, MUON_RATES, seeds=8)
     plain = f"{_demo(4, 0.95).replace('SignSGD', 'Muon')} optimizer.momentum=0"
     yield method("X2", "demo 4/64 sign, Muon", plain, MUON_RATES, seeds=8)
+    short = "scheme.name=muloco scheme.every=5 scheme.precision=2bit scheme.outer_lr=1 scheme.outer_momentum=0 "
+    yield method("X2", "muloco 5, 2bit", short + MUON, MUON_RATES, seeds=8)
     yield method("X2", "loco 4bit, Muon", "scheme.name=loco " + MUON, MUON_RATES, seeds=8)
     yield method("X2", "loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8)
     yield method("X1", "demo 1/64 sign", _demo(1), SIGN_RATES, seeds=8)

@@ -12,7 +12,7 @@ from benchmarks.gpu.common import SIZES, Job, no_waits, numel, stepper, synchron
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.codec.form import WHOLE
+from detonation.core.codec.form import WHOLE, Sums
 from detonation.core.engine.compiled import engine_for
 from detonation.core.exchange.outgoing import form_of
 from detonation.core.memory import Memory
@@ -40,7 +40,7 @@ def measure(job: Job) -> None:
         job.attempt(f"ten steps of {name}", partial(ten_steps, job, SCHEMES[name], shapes))
     for name in ("demo", "full"):
         job.attempt(f"ten steps of {name} that send during backward", partial(ten_overlapped, job, SCHEMES[name]))
-    for name in ("demo", "demo-sign", "random-sign"):
+    for name in ("demo", "demo-sign", "random-sign", "random", "full"):
         job.attempt(f"graphs of {name}", partial(graphs, job, SCHEMES[name]))
     schemes = list(PROFILED.items())[: 1 if job.tiny else None]
     for name, scheme in schemes:
@@ -106,7 +106,10 @@ def graphs(job: Job, scheme: dt.Scheme) -> None:
         (message,) = codec.encode(selected)
         shared = selected.indices if codec.selection.shared else None
         received = codec.received([message, message], layout.rows, shared, scheme.aggregation)
-        received = replace(received, source=replace(received.source, shared=shared))
+        source: Any = replace(received.source, shared=shared)
+        if scheme.summable and message.form:  # the network adds in place
+            source = Sums([(0, message.values)], torch.ones(1, device=job.device), 2, shared)
+        received = replace(received, source=source)
         decode = partial(engine.write, received, targets)
         decode()
         acts = [played(act) if held and job.on_gpu else act for act in (encode, decode)]

@@ -14,8 +14,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_kernels_compile_ahead_of_time_and_nothing_spills():
     # a process of its own: in this one the interpreter stands in for the compiler
-    kernels = ["decode_kernel", "inspect_kernel", "seal_kernel"]
-    command = [sys.executable, BENCHMARKS / "aot.py", "--targets", "90", "--configurations", "random_sign 1/8"]
+    kernels = ["decode_kernel", "inspect_kernel", "seal_kernel", "inspect_sum_kernel", "seal_sum_kernel"]
+    command = [sys.executable, BENCHMARKS / "aot.py", "--targets", "90"]
+    command += ["--configurations", "random_sign 1/8", "random 1/16 bf16"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([*command, "--kernels", *kernels], capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr[-2000:]

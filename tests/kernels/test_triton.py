@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
-from detonation.core.codec.aggregate import ClippedMean
+from detonation.core.codec.aggregate import ClippedMean, Received
 from detonation.core.codec.basis import Identity
-from detonation.core.codec.form import WHOLE
+from detonation.core.codec.form import WHOLE, SharedIndices, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
 from detonation.core.engine.accelerated import TritonEngine
-from detonation.core.engine.coding import coding_of, places_of, weighed, why_not_triton
+from detonation.core.engine.coding import coding_of, places_of, why_not_triton
 from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.outgoing import form_of
@@ -37,10 +37,13 @@ CPU = torch.device("cpu")
 SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "kernel": (3, 5, 7), "last": (0,)}
 RUN = {name: scheme for name, scheme in TALKING.items() if not why_not_triton(scheme.codec)}
 RUN["demo-128"] = dt.demo(topk=5, chunk=128)  # whose rows are transformed in quarters
+RUN["int8"] = dt.random(rate=1 / 2, precision="int8", link="owner")
+RUN["demo-int8"] = dt.demo(topk=3, chunk=16, precision="int8")
 RUN["demo-clipped-2bit"] = dt.demo(topk=3, chunk=16, precision="2bit", aggregate="clipped_mean")
 COMPARED = [
     "demo", "demo-128", "demo-clipped-2bit", "demo-senders-bf16", "demo-alpha", "demo-sign", "demo-bitmap-2bit",
     "random-odd", "random-majority", "random-sign", "striding", "slicing", "loco", "muloco-2bit",
+    "random-int8-clipped", "demo-int8", "local-sgd",
 ]  # fmt: skip
 """One of every basis, selection, precision, aggregation and coding of indices that kernels know."""
 
@@ -99,7 +102,8 @@ def test_encode_release_and_decode_are_those_of_the_reference(name):
             assert torch.equal(found[1].reshape(-1), wanted[1].reshape(-1))
         for one, other in zip(found[2], wanted[2], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(mine.memory.residual, reference.memory.residual, rtol=1e-5, atol=1e-5)
+        if mine.memory:
+            torch.testing.assert_close(mine.memory.residual, reference.memory.residual, rtol=1e-5, atol=1e-5)
 
 
 def test_many_programs_that_take_many_parts_do_as_one(monkeypatch):
@@ -112,6 +116,22 @@ def test_many_programs_that_take_many_parts_do_as_one(monkeypatch):
     found = sent_and_read(scheme, cut, signals(0), 0, False)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert torch.equal(cut.memory.residual, whole.memory.residual)
+
+
+def test_int8_takes_blocks_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(launches, "PROGRAMS", 2)  # for four blocks, the last of which is not full
+    codec, numel = SCHEMES["local-sgd"].codec, 3 * 65536 + 1234
+    layout = codec.layout({"weight": (numel,)})
+    signal = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    signal[::7], signal[5::1000], signal[65536 : 2 * 65536] = 0, 40, 0  # beyond the bins; a block of zeros
+    (mine,) = codec.encode(engine_for(codec, layout, None, Runtime(CPU)).encode_into(
+        lambda: form_of(codec, layout.rows, WHOLE, False, CPU), [signal], 0))  # fmt: skip
+    (wanted,) = codec.encode(codec.select(signal.view(-1, 1), 0, 0))
+    codes = mine.values[:numel].int() - wanted.values[:numel].int()
+    assert (
+        codes.abs().max() <= 1 and codes.count_nonzero() < 5
+    )  # at the edge of a bin the last bit of its width decides
+    torch.testing.assert_close(codec.read(mine, layout.rows), codec.read(wanted, layout.rows), rtol=0.01, atol=1e-5)
 
 
 @pytest.mark.parametrize("topk", [3, 9])
@@ -140,7 +160,9 @@ def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
     assert not selected.values.any() and torch.equal(mine.memory.residual, before)
 
 
-@pytest.mark.parametrize("rule", [Random(1 / 8), Random(0.3), Striding(1 / 16), Slicing(1 / 8)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [Random(1 / 8), Random(0.3), Random(1 / 300), Striding(1 / 16), Slicing(1 / 64)], ids=repr
+)
 def test_rotations_are_those_of_the_selection(rule: Rotation):
     rows, seed = 70, 5
     for step in (0, 3, 11):
@@ -179,13 +201,14 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-bitmap-2bit", "random-sign", "demo-senders-bf16"])
+@pytest.mark.parametrize("name", ["demo", "demo-bitmap-2bit", "random-sign", "demo-senders-bf16", "demo-int8"])
 def test_messages_are_refused_as_by_ordinary_torch(name):
     codec = RUN[name].codec
     rows, replicas = 24, 3
     nbytes, expected = codec.nbytes(rows), Expected(Header(2**40, 3, 0, 0), codec.nbytes(rows), 6, True)
     inspector = launches.Inspector(replicas, CPU)
-    cases = [("as encoded", damage) for damage in DAMAGES.values()] + [(which, len) for which in ("loud", "noise")]
+    cases = [("as encoded", damage) for damage in DAMAGES.values()]
+    cases += [(which, len) for which in ("loud", "noise", "not a number")]
     for content, damage in cases:
         messages = torch.zeros(replicas, 8192, dtype=torch.uint8)
         for replica in range(replicas):
@@ -194,6 +217,9 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
             body = torch.cat([part.reshape(-1).view(torch.uint8) for part in sent[0].parts])
             if content == "noise" and replica == 1:
                 body = torch.randint(0, 256, body.shape, dtype=torch.uint8)
+            if content == "not a number" and replica == 1:  # the first statistic, or the first value
+                first = codec.precision.lengths(rows, codec.selection.k)[0] * (codec.precision.block > 1)
+                body[first : first + 4] = 255
             messages[replica, HEADER_BYTES : HEADER_BYTES + nbytes] = body
             Header(2**40, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
         damage(messages[2])
@@ -229,12 +255,49 @@ def test_messages_are_weighed_as_by_ordinary_torch(name):
     for scales in ([1, 5, 2, 0.1], [0, 0, 3, 1], [0, 0], [1]):
         messages = codec.encode(*(codec.select(drawn * scale, 0, 0) for scale in scales))
         wanted = codec.received(messages, rows, None, ClippedMean())
-        mine = weighed(launches, replace(wanted.source, aggregation=ClippedMean())).aggregation
-        torch.testing.assert_close(mine.of_replicas, wanted.aggregation.of_replicas, rtol=1e-6, atol=0)
+        mine, other = (launches.Inspector(len(scales), CPU) for _ in range(2))
+        other._arrivals += 1  # as if another optimizer's messages were weighed on another stream now
+        weights = torch.empty(len(scales))
+        mine.weigh(wanted.source.body, places_of(launches, codec, rows, WHOLE), coding_of(launches, codec), weights)
+        torch.testing.assert_close(weights, wanted.aggregation.of_replicas, rtol=1e-6, atol=0)
 
 
-def trained(scheme, triton, base, monkeypatch):
-    """The weights of both replicas after three steps; in one of them a gradient is not finite."""
+def test_two_optimizers_share_no_memory_that_kernels_write():
+    # they may run on two streams, side by side; the buckets of one never do
+    codec, (one, other) = dt.random_sign().codec, (Runtime(CPU, 3) for _ in range(2))
+    layout = codec.layout(SHAPES)
+    first, bucket, apart = (engine_for(codec, layout, None, runtime)._coder(codec) for runtime in (one, one, other))
+    assert first.rotations is bucket.rotations and first._scratch is bucket._scratch
+    assert first.rotations.table.data_ptr() != apart.rotations.table.data_ptr()
+    assert first._scratch.data_ptr() != apart._scratch.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
+    scheme = dt.random(rate=1 / 4, precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    engine, _ = engines(scheme)
+    rows, k = engine.layout.rows, scheme.codec.selection.k
+    shared = SharedIndices(scheme.codec.selection, rows, 1, 3, CPU)
+    inspector, digits, status = launches.SumInspector(CPU), torch.full((9,), 77.0, dtype=dtype), 70_000
+    inspector.seal(torch.tensor([0, 90_000, status]), digits, 3, 3)
+    assert digits.tolist() == [0, 0, 0, *status.to_bytes(3, "little"), 0, 0, 0]
+    for fault in (0.0, float("nan"), float("-inf")):
+        total = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+        total[-1, -1] += fault
+        runs = [(first, total[first : first + 16].clone()) for first in (0, 16, 32)] + [(48, total[48:])]
+        report = torch.empty(10)
+        inspector.inspect([run for _, run in runs], digits, report)
+        assert report.tolist() == [float(fault == 0), *digits.tolist()]
+        received = Received(rows, len, source=Sums(runs, report, 3, shared))
+        wanted = torch.zeros(rows, scheme.codec.selection.chunk)
+        if not fault:
+            wanted.scatter_(1, shared.unpacked.to(torch.int64), total.float() / 3)
+        assert torch.equal(engine.layout.flatten(engine.layout.parts(engine.decode(received)), CPU),
+                           engine.layout.flatten(engine.layout.parts(wanted), CPU))  # fmt: skip
+
+
+def trained(scheme, triton, base, monkeypatch, replicas=2):
+    """The weights of all replicas after three steps; in one of them a gradient is not finite."""
     monkeypatch.setenv("DETONATION_KERNELS", "triton" if triton else "")
 
     def act(communicator):
@@ -253,12 +316,21 @@ def trained(scheme, triton, base, monkeypatch):
         assert (optimizer.build()[0].channel.engine.name == "triton") == triton
         return [parameter.detach().float() for parameter in model.parameters()]
 
-    return simulate_replicas(act, 2)
+    return simulate_replicas(act, replicas)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "demo-clipped-2bit", "random-sign", "demo-owner", "random-late", "loco-sign-owner", "random-sign-owner"],
+    [
+        "demo",
+        "demo-clipped-2bit",
+        "random-sign",
+        "demo-owner",
+        "random-late",
+        "loco-sign-owner",
+        "random-sign-owner",
+        "int8",
+    ],
 )
 def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
     base = dt.SignSGD if name not in ("random-late", "random-sign-owner") else torch.optim.SGD
@@ -268,6 +340,22 @@ def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
     for one, other, wanted in zip(ours[0], ours[1], plain[0], strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
+
+
+SUMS = {name: SCHEMES[name] for name in ("random-odd", "striding", "full-bf16")}
+SUMS["slicing, in rows of 1024"] = dt.slicing(rate=1 / 64)
+SUMS |= {"random, look-ahead": dt.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
+    replicas = 3 if "slicing" in name else 2
+    ours, plain = (
+        trained(SUMS[name], triton, lambda p: torch.optim.SGD(p, lr=0.01), monkeypatch, replicas)
+        for triton in (True, False)
+    )
+    for one, wanted in zip(ours, plain, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -287,8 +375,10 @@ def test_a_look_ahead_reads_what_was_sent_where_it_lies(scheme, monkeypatch):
     [
         dt.demo(topk=4, chunk=16, precision="2bit"),
         dt.random_sign(rate=1 / 4, error_feedback=True, link="owner"),
+        dt.random(rate=1 / 4, precision="bf16"),
+        dt.full(),
     ],
-    ids=["all-gather", "owners"],
+    ids=["all-gather", "owners", "all-reduce", "all-reduce of everything"],
 )
 def test_buckets_that_leave_early_make_the_same_bits(scheme, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**12)
@@ -314,6 +404,23 @@ def test_buckets_that_leave_early_make_the_same_bits(scheme, monkeypatch):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True) if pair[0].numel() > 1)
 
 
+@pytest.mark.parametrize("scheme", [dt.random(rate=1 / 4), RUN["random-sign-owner"]], ids=["all-reduce", "owners"])
+def test_a_silent_replica_decodes_by_the_same_kernel_as_the_others(scheme):
+    def act(communicator):
+        model = nn.ParameterList([torch.zeros(40, 16), torch.zeros(257)])
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1), model, communicator, scheme)
+        channel, (gradients, found) = optimizer.build()[0].channel, ([torch.randn_like(p) for p in model] for _ in "..")
+        with torch.no_grad():
+            sent = channel.send_empty(0) if communicator.replica else channel.send(gradients, 0)
+            sent.receive().write(found)
+        return found
+
+    before = launching.launch_counts["decode_kernel"]
+    found, other = simulate_replicas(act, 2)
+    assert launching.launch_counts["decode_kernel"] == before + 2
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(found, other, strict=True))
+
+
 def test_messages_in_flight_lie_in_buffers_of_their_own():
     workspace = Workspace(3)
     taken = [workspace.take("form", (2, 5), CPU).data_ptr() for _ in range(9)]
@@ -326,5 +433,5 @@ def test_messages_in_flight_lie_in_buffers_of_their_own():
 def test_a_reason_is_given_where_no_kernel_encodes():
     reasons = {name: why_not_triton(scheme.codec) for name, scheme in TALKING.items()}
     assert reasons["demo"] == reasons["random-sign"] == ""
-    assert "TileDCT" in reasons["demo-tiles"] and "int8" in reasons["random-int8-clipped"]
-    assert "1000" in reasons["demo-whole"] and "one copy" in reasons["full"]
+    assert "TileDCT" in reasons["demo-tiles"] and "1000" in reasons["demo-whole"]
+    assert reasons["full"] == reasons["random-int8-clipped"] == ""

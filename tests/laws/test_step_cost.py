@@ -9,9 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.compute import kernel_library
+from detonation.core.compute import kernel_library, sign_step
+from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import first_nonfinite
 from detonation.core.engine.compiled import engine_for
+from detonation.core.flat.layout import Layout, copy
+from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
@@ -132,6 +135,36 @@ def test_the_plain_step_needs_no_temporary_larger_than_the_model(plain):
     watch, layout = watched(scheme, [(64, 8000)] * 8, kernels=False)
     flat = 4 * layout.rows * layout.chunk
     assert watch.peak < 1.5 * flat  # the message, its columns in eight bytes each, and what a block of rows needs
+
+
+def test_signs_in_groups_are_those_of_all_at_once(plain, monkeypatch):
+    monkeypatch.setattr(sign_step, "SMALLEST_GROUP", 8)
+    weights, directions = ([torch.randn(shape) for shape in [(40, 3), (5,), (), (2, 2)]] for _ in range(2))
+    wanted = [weight - 0.5 * direction.sign() for weight, direction in zip(weights, directions, strict=True)]
+    monkeypatch.setattr(kernel_library, "library_for", lambda *_: None)
+    sign_step.sign_step(weights, directions, 0.5, 0.0)
+    assert all(map(torch.equal, weights, wanted))
+
+
+@pytest.mark.parametrize("nbytes", [56, 64, 4096, 4100, 9001, 3 * 4096 + 8])
+def test_a_checksum_is_that_of_whole_lines_wherever_the_bytes_lie(nbytes, plain):
+    wide = torch.randint(256, (3, nbytes + 8), dtype=torch.uint8)
+    messages = wide[:, 8:]
+    padded = torch.nn.functional.pad(messages, (0, -nbytes % 4096))
+    assert torch.equal(checksums(messages, 0), checksums(padded, 0))
+    assert torch.equal(checksums(messages), checksums(padded))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
+def test_strips_of_tiles_are_the_whole(rows):
+    layout = Layout.of({"wide": (70, 130), "bias": (9,), "deep": (64, 3, 5, 5)}, 64 * 64, 64)
+    tensors = [torch.randn(slot.shape) for slot in layout.slots]
+    whole, flat = layout.flatten(tensors, CPU), layout.zeros(CPU)
+    copies = [torch.zeros_like(tensor) for tensor in tensors]
+    for strip in Bucket.strips(layout, rows):
+        flat[strip.rows] = strip.layout.flatten(strip.cut(tensors), CPU)
+        copy(strip.cut(copies), strip.layout.parts(flat[strip.rows]))
+    assert torch.equal(flat, whole) and all(map(torch.equal, copies, tensors))
 
 
 ROUNDS = {

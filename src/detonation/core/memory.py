@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from detonation.core.flat.layout import Layout
+from detonation.core.flat.rows import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+STRIPS = 16
+"""The parts in which signals are cut into tiles, which takes two copies."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,12 @@ class Memory:
             return self.residual
         self.residual.mul_(self.feedback.decay if bad is None else self._decay.masked_fill(bad, 1.0))
         # by way of a copy, where signals must be converted, or may not count; tiles are one, parameter by parameter
-        parts = [(self._layout, 0, signals)]
-        if self._layout.tiled:
-            slots = zip(self._layout.slots, signals, strict=True)
-            parts = [(self._layout.only(slot), slot.row, [signal]) for slot, signal in slots]
-        for layout, first, some in parts:
-            flat = layout.flatten(some, self.residual.device)
+        rows = -(-self._layout.rows // STRIPS)
+        for part in Bucket.strips(self._layout, rows) if self._layout.tiled else [Bucket.whole(self._layout)]:
+            flat = part.layout.flatten(part.cut(signals), self.residual.device)
             added = flat if bad is None else flat.masked_fill_(bad, -0.0)  # which changes no bit of any zero
-            self.residual[first : first + layout.rows].add_(added)
+            self.residual[part.rows].add_(added)
+            del flat, added  # before the next one is made
         return self.residual
 
     def _absorb_in_place(self, signals: Sequence[Tensor | None], present: list[Tensor], bad: Tensor | None) -> None:
@@ -104,6 +106,7 @@ class Memory:
         for part in sent:
             self.residual[first : first + len(part)].sub_(part, alpha=self.feedback.alpha)
             first += len(part)
+            del part  # before the next one is made
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from detonation.core.round import LocalSteps
 
+T = TypeVar("T")
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 
@@ -74,6 +75,19 @@ class Runtime:
                 yield
             finally:
                 products.fp32_precision = allowed
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What the kernels of this optimizer share under `key`, as `make` returned it first.
+
+        They run one after the other. Those of another optimizer may run beside them, on another stream, and share none.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        return cast(T, self._shared[key])
+
+    @cached_property
+    def _shared(self) -> dict[Hashable, Any]:
+        return {}
 
     @cached_property
     def decides_on_device(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from detonation.core.codec.form import WHOLE, Dealt
 from detonation.core.codec.indices import PackedIndices, narrow
-from detonation.core.compute.scatter_sum import scatter_sum
+from detonation.core.compute.scatter_sum import beside_each_other, scatter_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,19 +176,11 @@ class Coefficients:
         Shapes: -> values `[rows, replicas * k]` fp32, indices `[rows, replicas * k]` integer.
         """
         assert self.indices is not None
-        replicas, rows, k = self.values.shape
+        replicas = len(self.values)
         if replicas == 1:
             return self.values[0], narrow(self.indices)[0]
-        values = self.values.new_empty(rows, replicas, k)
-        indices = torch.empty(values.shape, dtype=torch.int32, device=values.device)
-        sent = narrow(self.indices)
-        if values.device.type == "cpu":
-            for i in range(replicas):  # all at once takes longer with rows so narrow
-                values[:, i], indices[:, i] = self.values[i], sent[i]
-        else:
-            values.copy_(self.values.transpose(0, 1))
-            indices.copy_(sent.transpose(0, 1))
-        return values.flatten(1).div_(replicas), indices.flatten(1)
+        values, indices = beside_each_other(list(self.values), list(narrow(self.indices)))
+        return values.div_(replicas), indices
 
 
 @dataclass(frozen=True)
@@ -248,19 +240,19 @@ class Received:
             rows, lambda at, end: self.read(first + at, first + end), self.aggregation, self.unit, self.width
         )
 
-    def blocks(self, rows: int, most: int = 0) -> Iterator[Coefficients]:
+    def blocks(self, rows: int, read: int = 0) -> Iterator[Coefficients]:
         """Yields `rows` rows or a few more at a time.
 
         Args:
-            most: The `width` up to which all messages are read at once, to be cut afterwards: few coefficients of all
-                rows take less memory than all coefficients of a block, and a call for each block.
+            read: The rows that are read at once, to be cut afterwards; `rows` where it is less.
         """
-        if 0 < self.width <= most and self.rows > rows:
-            whole = self.whole()
-            step = max(1, rows)
-            yield from (whole.part(first, min(first + step, self.rows)) for first in range(0, self.rows, step))
-        else:
-            yield from self._read_in(rows)
+        for some in self._read_in(max(rows, read)):
+            count = some.values.shape[1]
+            if count <= rows or read <= rows:
+                yield some
+            else:
+                yield from (some.part(first, min(first + rows, count)) for first in range(0, count, rows))
+            del some  # before the next one is read
 
     def _read_in(self, rows: int) -> Iterator[Coefficients]:
         """Reads `rows` rows or a few more at a time."""

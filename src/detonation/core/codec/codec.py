@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
-from detonation.core.codec.aggregate import Aggregation, Coefficients, Received
+from detonation.core.codec.aggregate import Aggregation, Received
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import Basis
 from detonation.core.codec.form import MessageForm, SharedIndices
 from detonation.core.codec.indices import IndexCoding, PackedIndices, Unpackable, narrow
-from detonation.core.codec.precision import FP32, Float, Precision
+from detonation.core.codec.precision import FP32, Precision
 from detonation.core.codec.selection import Selection
 from detonation.core.flat.layout import Layout
 
@@ -94,32 +94,40 @@ class Codec:
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
         coefficients = self.basis.forward(flat)
-        shared = None
-        if self.selection.shared and not self._dense:
-            shared = self.selection.indices(coefficients, step, seed)
-        return self.pick(coefficients, shared)
+        return self.pick(coefficients, self.shared_indices(len(flat), step, seed, flat.device))
 
-    def pick(self, coefficients: Tensor, shared: Tensor | Unpackable | None) -> Selected:
+    def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor | None:
+        """The indices that a shared selection sends at `step`; None where the data decide, or whole rows are sent.
+
+        Shapes: -> `[rows, k]` int64.
+        """
+        if not self.selection.shared or self.dense:
+            return None
+        like = torch.empty(1, self.selection.chunk, dtype=torch.float32, device=device)
+        return self.selection.indices(like.expand(rows, -1), step, seed)
+
+    def pick(self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None) -> Selected:
         """The coefficients at the indices that all replicas share or, without them, at the indices of the selection.
+
+        Args:
+            out: Where the values go; new memory when left out, and unused where whole rows are sent.
 
         Shapes: `[rows, chunk]` fp32, shared `[rows, k]` integer -> values `[rows, k]`.
         """
-        if self._dense:
+        if self.dense:
             return Selected(coefficients, None)
         indices = self.selection.indices(coefficients, 0, 0) if shared is None else narrow(shared).to(torch.int64)
-        return Selected(coefficients.gather(1, indices), indices, owned=True)
+        return Selected(torch.gather(coefficients, 1, indices, out=out), indices, owned=True)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
         """The content of an empty message: zeros, at valid indices.
 
         Shapes: -> values `[rows, k]`.
         """
-        if self._dense:
+        if self.dense:
             return Selected(torch.zeros(rows, self.selection.chunk, dtype=torch.float32, device=device), None)
-        if self.selection.shared:
-            like = torch.empty(rows, self.selection.chunk, dtype=torch.float32, device=device)
-            indices = self.selection.indices(like, step, seed)
-        else:
+        indices = self.shared_indices(rows, step, seed, device)
+        if indices is None:
             indices = torch.arange(self.selection.k, dtype=torch.int64, device=device).expand(rows, -1)
         return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
 
@@ -202,84 +210,6 @@ class Codec:
         )
 
     @cached_property
-    def _dense(self) -> bool:
+    def dense(self) -> bool:
+        """True if whole rows are sent, without indices."""
         return self.selection.shared and self.selection.k == self.selection.chunk
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The messages of all replicas, as bytes: decoded block of rows by block of rows, so that no copy is larger."""
-
-    codec: Codec
-    body: Tensor  # [replicas, nbytes] uint8
-    rows: int
-    shared: Tensor | SharedIndices | None  # [rows, k], or [replicas, rows, k] where each replica has rows of its own
-    aggregation: Aggregation
-
-    def facts(self) -> tuple[Tensor, Tensor]:
-        """The facts that decide whether a message may be used, computed on the device.
-
-        Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics that no encoder
-        produces; and the norm `[replicas]` fp32.
-        """
-        precision, k = self.codec.precision, self.codec.selection.k
-        lawful, norms = precision.check(self._values(0, self.rows), self.rows, k)
-        if self._packed is None:
-            faults = torch.zeros(len(norms), dtype=torch.int64, device=norms.device)
-        else:
-            faults = self.codec.index_coding.faults(self._packed)
-        return faults if lawful is None else faults.masked_fill_(lawful.logical_not(), 3), norms
-
-    def blank(self, skipped: Tensor) -> None:
-        """Replaces each of the messages `skipped` by zeros.
-
-        Shapes: `[replicas]` bool.
-        """
-        self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        if self._packed is not None:
-            self._packed.blank(skipped)
-
-    def received(self, unit: int, release: Callable[[], None] | None = None) -> Received:
-        """The messages as engines decode them; they can be cut after each `unit` rows."""
-        width = len(self.body) * self.codec.selection.k
-        return Received(self.rows, self.read, self.aggregation, unit, width, release, self)
-
-    def read(self, first: int, end: int) -> Coefficients:
-        """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
-        return Coefficients(self.values(first, end), self.indices(first, end))
-
-    def values(self, first: int, end: int) -> Tensor:
-        """The values of these rows.
-
-        Shapes: -> `[replicas, end - first, k]` fp32.
-        """
-        return self.codec.precision.decode(self._values(first, end), end - first, self.codec.selection.k)
-
-    def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
-        """Their indices; see `Coefficients`.
-
-        Shapes: -> `[..., end - first, k]` integer.
-        """
-        if self._packed is not None:
-            return self._packed.part(first, end)
-        return None if self.shared is None else narrow(self.shared)[..., first:end, :]
-
-    @cached_property
-    def _packed(self) -> PackedIndices | None:
-        coding = self.codec.index_coding
-        if self.codec.selection.shared:
-            return None
-        return PackedIndices(coding, self.body[:, self.body.shape[1] - coding.nbytes(self.rows) :], self.rows)
-
-    def _values(self, first: int, end: int) -> Tensor:
-        """The encoded values of some rows."""
-        precision, k = self.codec.precision, self.codec.selection.k
-        lengths, begins, ends = (precision.lengths(rows, k) for rows in (self.rows, first, end))
-        starts = [0, *accumulate(lengths)]
-        parts = [self.body[:, at + a : at + b] for at, a, b in zip(starts, begins, ends, strict=False)]
-        if isinstance(precision, Float):
-            size, values = precision.size, parts[0]
-            if values.storage_offset() % size or values.stride(0) % size:
-                values = values.contiguous()
-            return values.view(precision.dtype).view(len(self.body), end - first, k)
-        return self.body[:, : starts[-1]] if (first, end) == (0, self.rows) else torch.cat(parts, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from detonation.core.codec.indices import IndexCoding
 from detonation.core.codec.selection import Selection
 
 if TYPE_CHECKING:
@@ -48,6 +50,24 @@ class MessageForm:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """The sum of all replicas' messages, as the network has added it up, for an engine that decodes it itself.
+
+    Args:
+        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
+        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
+            it is 0.
+        replicas: Of the mean.
+        shared: The indices of all rows, None where the values are whole rows.
+    """
+
+    runs: Sequence[tuple[int, Tensor]]
+    report: Tensor
+    replicas: int
+    shared: Tensor | SharedIndices | None
+
+
+@dataclass(frozen=True)
 class SharedIndices:
     """The indices that a shared selection sends of some rows at one step; computed on first use, and only once.
 
@@ -64,10 +84,12 @@ class SharedIndices:
     def unpacked(self) -> Tensor:
         """The indices.
 
-        Shapes: -> `[rows, k]` int64.
+        Shapes: -> `[rows, k]` of `IndexCoding.dtype`.
         """
-        like = torch.empty(1, self.selection.chunk, dtype=torch.float32, device=self.device)
-        return self.selection.indices(like.expand(self.rows, -1), self.step, self.seed)
+        chunk, k = self.selection.chunk, self.selection.k
+        like = torch.empty(1, chunk, dtype=torch.float32, device=self.device)
+        found = self.selection.indices(like.expand(self.rows, -1), self.step, self.seed)
+        return found.to(IndexCoding(chunk, k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
         """The indices of all `rows` rows of the flat that these rows begin."""

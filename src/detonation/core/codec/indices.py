@@ -38,8 +38,8 @@ class IndexCoding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of unpacked indices: uint8 where it holds them, else int64."""
-        return torch.uint8 if self.width <= 8 else torch.int64
+        """The smallest type that holds unpacked indices and that torch computes with."""
+        return torch.uint8 if self.width <= 8 else torch.int16 if self.width <= 15 else torch.int32
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the indices of `rows` rows."""
@@ -97,7 +97,7 @@ class PackedIndices:
     def unpacked(self) -> Tensor:
         """The decoded indices.
 
-        Shapes: -> `[..., rows, k]` uint8, or int64 where a row has more than 256 coefficients.
+        Shapes: -> `[..., rows, k]` of `IndexCoding.dtype`.
         """
         return self.coding.decode(self.encoded, self.rows, self.coding.dtype)
 

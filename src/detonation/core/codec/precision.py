@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from detonation.core.codec.zeros import is_negative
-from detonation.core.compute.bitpack import pack, packed_bytes, unpack
-from detonation.core.compute.value_blocks import blocked, line_of, looked_up, ones
+from detonation.core.compute.bitpack import pack, packed_bytes
+from detonation.core.compute.value_blocks import blocked, decoded, line_of, ones
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,13 +113,18 @@ class BlockCodebook:
         return torch.cat([packed, line_of(statistics.to(torch.bfloat16), messages).view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, rows: int, k: int) -> Tensor:  # [..., nbytes] uint8 -> [..., rows, k] fp32
-        messages, count = encoded.shape[:-1], rows * k
-        narrow = torch.uint8 if self.width <= 8 else torch.int64
-        codes = unpack(encoded[..., : packed_bytes(count, self.width)], count, self.width, narrow)
-        missing = -count % self.block
-        blocks = (torch.nn.functional.pad(codes, (0, missing)) if missing else codes).reshape(-1, self.block)
-        values = looked_up(self.levels(self._statistics(encoded, count)), blocks)
-        return line_of(values, messages)[..., :count].view(*messages, rows, k)
+        packed, statistics = torch.split(encoded, list(self.lengths(rows, k)), -1)
+        return decoded(packed, self.all_levels(statistics), 0, (rows, k), self.width, self.block)
+
+    def all_levels(self, statistics: Tensor) -> Tensor:
+        """The levels of all blocks of each message, from the bytes of their statistics.
+
+        Shapes: `[..., nbytes]` uint8 -> `[..., blocks, 2**width]` fp32.
+        """
+        levels = self.levels(self._statistics(statistics))
+        return levels.view(
+            *statistics.shape[:-1], len(levels) // max(1, math.prod(statistics.shape[:-1])), 2**self.width
+        )
 
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
         count = rows * k
@@ -128,14 +134,16 @@ class BlockCodebook:
         return sum(self.lengths(rows, k))
 
     def check(self, encoded: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:  # [..., nbytes] uint8
-        statistics, messages = self._statistics(encoded, rows * k), encoded.shape[:-1]
+        statistics, messages = self._statistics(encoded[..., self.lengths(rows, k)[0] :]), encoded.shape[:-1]
         largest = line_of(statistics.abs().amax(1), messages)
         norms: Tensor = torch.linalg.vector_norm(largest, dim=-1)
         return line_of(self.allowed(statistics), messages).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
-    def _statistics(self, encoded: Tensor, count: int) -> Tensor:  # -> [blocks of all messages, statistics] fp32
-        packed = packed_bytes(count, self.width)
-        return encoded[..., packed:].clone().view(torch.bfloat16).view(-1, self.statistics).float()
+    def _statistics(self, octets: Tensor) -> Tensor:  # [..., nbytes] uint8 -> [blocks of all messages, statistics] fp32
+        # torch reads numbers at their own addresses only
+        if octets.device.type == "cpu" or octets.storage_offset() % 2 or any(n % 2 for n in octets.stride()[:-1]):
+            octets = octets.clone()
+        return octets.view(torch.bfloat16).float().view(-1, self.statistics)
 
     def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         """The code of each value, and the statistics of each block.
@@ -222,7 +230,8 @@ class E3M0(BlockCodebook):
     def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         size = blocks.abs()
         largest = size.amax(1, keepdim=True).to(torch.bfloat16).float()
-        octaves = (largest / size).log2().round().clamp_(0, 6).masked_fill_(size <= largest / 128, 7)
+        tiny = size <= largest / 128
+        octaves = torch.div(largest, size, out=size).log2_().round_().clamp_(0, 6).masked_fill_(tiny, 7)
         return octaves.to(torch.uint8).add_(blocks < 0, alpha=8), largest
 
     def levels(self, statistics: Tensor) -> Tensor:

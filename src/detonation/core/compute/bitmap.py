@@ -47,7 +47,8 @@ def marked_indices(bitmap: Tensor, rows: int, k: int, chunk: int, dtype: torch.d
     # the place of the first bit at which so many are set; after the last one where there are not so many
     counted = marked.cumsum_(-1) if narrow == marked.dtype else marked.cumsum(-1, dtype=narrow)
     del marked
-    return torch.searchsorted(counted, wanted, out_int32=True).remainder_(chunk).to(dtype)
+    found = torch.empty(wanted.shape, dtype=dtype, device=bitmap.device)
+    return torch.remainder(torch.searchsorted(counted, wanted, out_int32=True), chunk, out=found)
 
 
 def _found_on_cpu(marked: Tensor, k: int, narrow: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -75,7 +76,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(-1, rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
     else:  # without a byte for each bit
-        ones = bit_counts(bitmaps.device).index_select(0, bitmaps.reshape(-1).to(torch.int32))
+        ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
         counts = ones.view(-1, rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2
 

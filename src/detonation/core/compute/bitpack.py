@@ -61,8 +61,12 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
                 kernel.unpack(line, count, width, found)
             return numbers.to(dtype)
     missing = -(-count // 8) * width - packed.shape[-1]
-    octets = torch.nn.functional.pad(packed, (0, missing)) if missing else packed
-    return _unpack(octets.reshape(-1), width).view(*shape, -(-count // 8) * 8)[..., :count].to(dtype)
+    whole = torch.nn.functional.pad(packed, (0, missing)) if missing else packed
+    return (
+        _unpack(whole if _is_looked_up(whole, width) else whole.reshape(-1), width)
+        .view(*shape, -(-count // 8) * 8)[..., :count]
+        .to(dtype)
+    )
 
 
 def _pack(numbers: Tensor, width: int) -> Tensor:  # [n] integer -> [n * width / 8] uint8, n a multiple of 8
@@ -92,15 +96,20 @@ def _pack_at_once(numbers: Tensor, width: int) -> Tensor:
     return words.view(torch.uint8).view(-1, 8)[:, :width].contiguous().view(-1)
 
 
+def _is_looked_up(octets: Tensor, width: int) -> bool:
+    return width == 1 or (width in (2, 4) and octets.device.type != "cpu")
+
+
 def _unpack(octets: Tensor, width: int) -> Tensor:  # [n * width / 8] uint8 -> [n] integer, n a multiple of 8
-    if width == 1 or (width in (2, 4) and octets.device.type != "cpu"):
-        return _octets(octets.device, width).index_select(0, octets.to(torch.int32)).view(torch.uint8)
+    if _is_looked_up(octets, width):  # in any shape: the conversion makes a copy anyway
+        return _octets(octets.device, width).index_select(0, octets.to(torch.int32).view(-1)).view(torch.uint8)
     if width == 8:
         return octets
     if width < 8:
         lane, unit = 8, math.gcd(width, 8)
         units = (octets.clone() if octets.storage_offset() % unit else octets).view(_unit(unit))
         words = torch.nn.functional.pad(units.view(-1, width // unit), (0, (8 - width) // unit)).view(torch.int64)
+        del octets, units  # which may be a copy of all
     else:
         lane, octets = 16, octets.view(-1, width)  # four numbers are in the first eight bytes, four in the last
         words = torch.cat([octets[:, :8], octets[:, width - 8 :]], 1).view(torch.int64)

@@ -50,17 +50,31 @@ def checksums(messages: Tensor, skipped: int = -1, out: Tensor | None = None) ->
             return out.copy_(torch.tensor(found, dtype=torch.int64, device="cpu"))
     if not messages.shape[1]:
         return out.zero_()
-    missing = -messages.shape[1] % LINE_BYTES
-    padded = torch.nn.functional.pad(messages, (0, missing)) if missing else messages.contiguous()
-    lines = padded.view(torch.int32).view(len(messages), -1, _WORDS)
-    sums = torch.empty(len(messages), _WORDS + lines.shape[1], dtype=torch.int32, device=messages.device)
+    words = _words(messages)
+    count, left = divmod(words.shape[1], _WORDS)
+    lines = words[:, : count * _WORDS].view(len(words), count, _WORDS)
+    sums = torch.empty(len(words), _WORDS + count + (left > 0), dtype=torch.int32, device=words.device)
     torch.sum(lines, 1, dtype=torch.int32, out=sums[:, :_WORDS])
-    torch.sum(lines, 2, dtype=torch.int32, out=sums[:, _WORDS:])
+    torch.sum(lines, 2, dtype=torch.int32, out=sums[:, _WORDS : _WORDS + count])
+    if left:
+        last = words[:, count * _WORDS :]
+        sums[:, :left].add_(last)
+        torch.sum(last, 1, dtype=torch.int32, out=sums[:, -1])
     if skipped >= 0:
-        words = lines[:, 0, skipped // 4 : skipped // 4 + 2]
-        sums[:, skipped // 4 : skipped // 4 + 2].sub_(words)
-        sums[:, _WORDS].sub_(words.sum(1, dtype=torch.int32))
-    return torch.sum(sums.mul(_numbers(lines.shape[1], messages.device)), 1, out=out)
+        stated = words[:, skipped // 4 : skipped // 4 + 2]
+        sums[:, skipped // 4 : skipped // 4 + 2].sub_(stated)
+        sums[:, _WORDS].sub_(stated.sum(1, dtype=torch.int32))
+    return torch.sum(sums.mul(_numbers(sums.shape[1] - _WORDS, words.device)), 1, out=out)
+
+
+def _words(messages: Tensor) -> Tensor:
+    """The words of each message: in place, or of a copy with whole lines where torch cannot read them there.
+
+    Shapes: `[messages, nbytes]` uint8 -> `[messages, words]` int32.
+    """
+    if messages.shape[1] % 4 or messages.storage_offset() % 4 or messages.stride(0) % 4:
+        messages = torch.nn.functional.pad(messages, (0, -messages.shape[1] % LINE_BYTES)).contiguous()
+    return messages.view(torch.int32)
 
 
 @lru_cache(maxsize=32)

@@ -1,8 +1,7 @@
 """Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its chunk everywhere."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -26,18 +25,11 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
         if not any(s is not None and s.numel() for s in signals):
             return 0
         numels = tuple(0 if s is None else s.numel() for s in signals)
-        status: Tensor = kernels.settled(_scanner(numels, runtime).scan(signals, LIMIT))
+        scanner = runtime.shared(numels, partial(kernels.Scanner, numels, range(len(numels)), runtime.device))
+        status: Tensor = kernels.settled(scanner.scan(signals, LIMIT))
         return status
     numbers, within = signals_within(signals, runtime.device)
     return first_outside([numbers], [within]) if numbers else 0
-
-
-@lru_cache(maxsize=32)
-def _scanner(numels: tuple[int, ...], runtime: Runtime) -> Any:
-    """The kernels that look at signals of these sizes; a few small tensors."""
-    kernels, _ = kernel_library.gpu_kernels(runtime)
-    assert kernels is not None
-    return kernels.Scanner(numels, range(len(numels)), runtime.device)
 
 
 def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:

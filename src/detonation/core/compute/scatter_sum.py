@@ -28,14 +28,25 @@ def scatter_sum(
         return _added(values)
     if len(values) > 1 and first.device.type != "cpu" and chunk <= ONE_PASS_CHUNK:
         # in one pass and in replica order: atomic additions, on which writes could collide, come in any order
-        sent = torch.stack(list(values), 1)
-        where = torch.stack([i for i in indices if i is not None], 1)
-        return weighted_sum(_units(chunk, first.device), sent.view(len(first), -1), where.view(len(first), -1))
+        sent, where = beside_each_other(list(values), [i for i in indices if i is not None])
+        return weighted_sum(_units(chunk, first.device), sent, where)
     total = torch.zeros(len(first), chunk, dtype=first.dtype, device=first.device)
     for value, where in zip(values, indices, strict=True):
         assert where is not None
         total.scatter_add_(1, where.to(torch.int64), value)
     return total
+
+
+def beside_each_other(values: Sequence[Tensor], indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The values and the indices of all messages row by row, in replica order, on an accelerator.
+
+    Shapes: per replica `[rows, k]` fp32 and `[rows, k]` integer -> `[rows, replicas * k]` fp32, and int32.
+    """
+    shape = len(values[0]), len(values), values[0].shape[1]
+    sent = torch.empty(shape, dtype=torch.float32, device=values[0].device)
+    where = torch.empty(shape, dtype=torch.int32, device=values[0].device)
+    torch._foreach_copy_([*sent.unbind(1), *where.unbind(1)], [*values, *indices])
+    return sent.flatten(1), where.flatten(1)
 
 
 def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
 """The step of SignSGD: every weight moves by one distance against a sign."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from detonation.core.compute import kernel_library
+
+GROUPS, SMALLEST_GROUP = 4, 2**18
+"""The groups of neighbouring coordinates whose signs are in memory in turn, and the least coordinates of a group."""
 
 
 def sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float) -> None:
@@ -19,4 +24,25 @@ def sign_step(weights: list[Tensor], directions: list[Tensor], lr: float, weight
         return
     if weight_decay:
         torch._foreach_mul_(weights, shrink)
-    torch._foreach_add_(weights, torch._foreach_sign(directions), alpha=-lr)
+    most = max(SMALLEST_GROUP, -(-sum(weight.numel() for weight in weights) // GROUPS))
+    for moved, against in _groups(weights, directions, most):
+        torch._foreach_add_(moved, torch._foreach_sign(against), alpha=-lr)
+
+
+def _groups(weights: list[Tensor], directions: list[Tensor], most: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Weights and directions in groups of up to `most` coordinates; a larger tensor is cut where it is contiguous."""
+    moved, against, room = list[Tensor](), list[Tensor](), most
+    for weight, direction in zip(weights, directions, strict=True):
+        if weight.numel() > most and weight.is_contiguous() and direction.is_contiguous():
+            pieces = list(zip(torch.split(weight.view(-1), most), torch.split(direction.view(-1), most), strict=True))
+        else:
+            pieces = [(weight, direction)]
+        for one, other in pieces:
+            if moved and one.numel() > room:
+                yield moved, against
+                moved, against, room = [], [], most
+            moved.append(one)
+            against.append(other)
+            room -= one.numel()
+    if moved:
+        yield moved, against

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+
+from detonation.core.compute.bitpack import unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,14 +40,32 @@ def ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, 1, dtype=torch.float32, device=device)
 
 
-def looked_up(levels: Tensor, codes: Tensor) -> Tensor:
-    """The level of each code of a block.
+def decoded(packed: Tensor, levels: Tensor, first: int, shape: tuple[int, int], width: int, block: int) -> Tensor:
+    """The values of rows of a message, or of several, from the packed codes of `width` bits.
 
-    Shapes: `[blocks, levels]` fp32, `[blocks, block]` integer -> `[blocks, block]` fp32.
+    Args:
+        levels: Of all blocks of each message, by code.
+        first: The block with which the rows begin.
+        shape: Rows, and values of a row.
+        block: Values of a block.
+
+    Shapes: packed `[..., nbytes]` uint8, levels `[..., blocks, 2**width]` fp32 -> `[..., rows, k]` fp32.
     """
+    messages, count = packed.shape[:-1], math.prod(shape)
+    codes = unpack(packed, count, width, torch.uint8)
+    missing = -count % block
+    filled = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+    blocks = filled.shape[-1] // block
+    values = _looked_up(levels, slice(first, first + blocks), filled.view(*messages, blocks, block))
+    return values.view(*messages, blocks * block)[..., :count].view(*messages, *shape)
+
+
+def _looked_up(levels: Tensor, some: slice, codes: Tensor) -> Tensor:
+    """The level of each code of some blocks of each message."""  # codes [..., some blocks, block]
     if codes.device.type == "cpu":
-        return levels.gather(1, codes.to(torch.int64))
-    places = _firsts(*levels.shape, levels.device) + codes  # which take half the memory of int64
+        return levels[..., some, :].gather(-1, codes.to(torch.int64))
+    firsts = _firsts(levels.numel() // levels.shape[-1], levels.shape[-1], levels.device)
+    places = firsts.view(*levels.shape[:-1], 1)[..., some, :] + codes  # which take half the memory of int64
     return levels.view(-1).index_select(0, places.view(-1)).view(codes.shape)
 
 

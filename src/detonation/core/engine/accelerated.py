@@ -3,23 +3,25 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Mean, Received
+from detonation.core.codec.aggregate import Aggregation, Mean, Received
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import DCT, Identity, dct_matrix
-from detonation.core.codec.codec import Arrived, Codec, Message, Selected
-from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
+from detonation.core.codec.codec import Codec, Message, Selected
+from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices, Sums
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.precision import FP32, PRECISIONS, Float
-from detonation.core.codec.selection import Everything, Random, TopK, random_start
+from detonation.core.codec.selection import Everything, Random, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.engine.coding import AGGREGATION_NAMES, PRECISION_NAMES, coding_of, places_of
+from detonation.core.engine.coding import AGGREGATION_NAMES, coding_of, places_of, why_decoded_in_torch, why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Feedback, Memory
 from detonation.core.runtime import Runtime
@@ -31,9 +33,9 @@ the rows of the flat."""
 
 
 @cache
-def _say(reason: str) -> None:
-    """Logs why ordinary torch decodes, once for each reason."""
-    _log.info("the engine on the accelerator decodes in torch, because %s", reason)
+def _say(what: str) -> None:
+    """Logs what ordinary torch does, and why, once for each reason."""
+    _log.info("the engine on the accelerator %s", what)
 
 
 class TritonEngine(ReferenceEngine):
@@ -53,15 +55,15 @@ class TritonEngine(ReferenceEngine):
         layout: Layout,
         memory: Memory | None,
         runtime: Runtime,
-        block_rows: int = 0,
+        room: Room | None = None,
         of_owner: OwnerRows | None = None,
     ) -> None:
-        super().__init__(codec, layout, memory, runtime, block_rows)
+        super().__init__(codec, layout, memory, runtime, room)
         self._kernels, self.needs_own_values = kernels, False
         # bf16 rounds each value by itself, so that it can leave the memory as it will be read
         rounds = codec.precision == PRECISIONS["bf16"] and not self._exact
         self._releases = "exact" if self._exact else "rounded" if rounds else "read"
-        self.releases_at_once, self._of_owner = True, of_owner
+        self.releases_at_once, self._of_owner, self._shared = True, of_owner, runtime.shared
         slots = layout.slots
         self._slots = kernels.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
         self._signals, self._targets = kernels.Addresses(self.device), kernels.Addresses(self.device)
@@ -102,6 +104,14 @@ class TritonEngine(ReferenceEngine):
             self._scanner = key, self._kernels.Scanner(numels, key, self.device, self._signals)
         status: Tensor = self._scanner[1].scan(signals, LIMIT, found)
         return status
+
+    def empty(self, step: int) -> Selected:
+        selection, rows = self.codec.selection, self.layout.rows
+        if not selection.shared:
+            return super().empty(step)
+        # by their rule, so that kernels decode here what they decode on the replicas that send something
+        shared = SharedIndices(selection, rows, step, self._seed, self.device)
+        return Selected(torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared, owned=True)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         """Nothing: what was sent has left the memory as it was encoded."""
@@ -153,15 +163,11 @@ class TritonEngine(ReferenceEngine):
         return tensor.dtype in self._kernels.KIND_OF and tensor.is_contiguous()
 
     def reads(self, received: Received) -> bool:
-        """True if a kernel decodes these messages."""
-        source, aggregation = received.source, type(received.aggregation)
-        if not isinstance(source, Arrived):
-            return False
-        if aggregation not in AGGREGATION_NAMES:
-            _say(f"no kernel aggregates by {aggregation.__name__}")
-            return False
-        of_each = type(source.codec.selection) in (TopK, Everything)  # needs no step, which shared indices tell
-        return source.codec.precision in PRECISION_NAMES and (of_each or isinstance(source.shared, SharedIndices))
+        """True if a kernel decodes these messages; else the log says once why not."""
+        reason = why_decoded_in_torch(received)
+        if reason:
+            _say(f"decodes in torch, because {reason}")
+        return not reason
 
     def reply(self, received: Received, form: MessageForm, step: int) -> Message:
         """Encodes the coefficients that the memory holds together with those of an update."""
@@ -224,9 +230,16 @@ class TritonEngine(ReferenceEngine):
         rates: Tensor | None = None,
     ) -> None:
         source = received.source
-        assert isinstance(source, Arrived)
-        self._rotate(source.codec, source.shared.step if isinstance(source.shared, SharedIndices) else 0)
+        assert isinstance(source, Arrived | Sums)
+        codec = source.codec if isinstance(source, Arrived) else self.codec
+        self._rotate(codec, source.shared.step if isinstance(source.shared, SharedIndices) else 0)
         addresses = self._targets.update(targets) if targets else self._targets
+        if isinstance(source, Sums):
+            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(self._kernels, codec, received.rows, WHOLE)
+            self._coder(codec).decode(
+                *of_sum, source.replicas, "sum", into, addresses, flat, rates, None, source.runs, source.report
+            )
+            return
         replicas = 1 if received.dealt.count > 1 else len(source.body)
         places = places_of(self._kernels, source.codec, source.rows, received.dealt)
         aggregation = received.aggregation
@@ -239,6 +252,7 @@ class TritonEngine(ReferenceEngine):
     def _rotate(self, codec: Codec, step: int) -> None:
         """Makes the coder's rotation that of `step`."""
         selection, coder = codec.selection, self._coder(codec)
+        step = 0 if isinstance(selection, Everything) else step  # all of a row at every step
         if not selection.shared or coder.rotations.step == step:
             return
         coder.rotations.step = step
@@ -254,22 +268,31 @@ class TritonEngine(ReferenceEngine):
             matrix = dct_matrix(side, self.device)
             first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
-            rotations = self._kernels.rotations_of(selecting, self._seed, self.device)
+            room = partial(self._kernels.Rotations.room, selecting, self.device)
+            rotations = self._shared(("rotations", selecting), room)  # of all buckets and owners of a step
             self._coders[codec] = self._kernels.Coder(
-                compiled, self._slots, matrix, matrix.T.contiguous(), rotations, first, self._of_owner
+                compiled, self._slots, matrix, matrix.T.contiguous(), rotations, self._shared, first, self._of_owner
             )
         return self._coders[codec]
 
 
-def replying_engine(kernels: Any, answer: Codec, residual: Tensor, seed: int, of_owner: OwnerRows) -> TritonEngine:
+def replying_engine(
+    kernels: Any, answer: Codec, aggregation: Aggregation, residual: Tensor, runtime: Runtime, of_owner: OwnerRows
+) -> TritonEngine | None:
     """The engine of an owner, whose memory of coefficients is `residual`, and whose messages are in the codec `answer`.
 
+    None where no kernel encodes them; the log says once why.
+
     Args:
+        aggregation: Of the messages that the owner answers.
         of_owner: See `TritonEngine`.
 
     Shapes: residual `[owned, chunk]` fp32.
     """
+    if reason := why_not_triton(answer, aggregation):
+        _say(f"answers as an owner in torch, because {reason}")
+        return None
     codec = replace(answer, basis=Identity())
     layout = codec.layout({"the rows of an owner": residual.shape})
     memory = Memory(layout, Feedback(decay=1.0), residual.device, residual)
-    return TritonEngine(kernels, codec, layout, memory, Runtime(residual.device, seed), of_owner=of_owner)
+    return TritonEngine(kernels, codec, layout, memory, runtime, of_owner=of_owner)

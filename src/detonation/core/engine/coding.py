@@ -1,17 +1,18 @@
 """A codec as the Triton kernels see it: which ones they know, and the part that is compiled into a kernel."""
 
-from dataclasses import replace
 from typing import Any
 
-from detonation.core.codec.aggregate import Aggregation, ClippedMean, MajorityVote, Mean, MeanNonzero, WeightedMean
+from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, MeanNonzero, Received, WeightedMean
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import DCT, Identity
-from detonation.core.codec.codec import Arrived, Codec
-from detonation.core.codec.form import WHOLE, Dealt
+from detonation.core.codec.codec import Codec
+from detonation.core.codec.form import Dealt, SharedIndices, Sums
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.selection import Everything, Random, Slicing, Striding, TopK
 
-LONGEST_TRANSFORM, LONGEST_ROW = 128, 256
-"""The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold."""
+LONGEST_TRANSFORM, LONGEST_ROW, LONGEST_SHARED = 128, 256, 1024
+"""The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold; and those of a
+selection that all replicas share, of which no index has to fit into a byte."""
 AGGREGATION_NAMES: dict[type[Aggregation], str] = {
     Mean: "mean", MeanNonzero: "nonzero", MajorityVote: "majority", WeightedMean: "weighted",
 }  # fmt: skip
@@ -30,13 +31,25 @@ def why_not_triton(codec: Codec, aggregation: Aggregation | None = None) -> str:
         return f"no kernel transforms by {basis.__name__}"
     if type(selection) not in (TopK, *_ROTATIONS):
         return f"no kernel selects by {type(selection).__name__}"
-    if isinstance(selection, Everything) and codec.summable:
-        return "a whole gradient that the network adds up is one copy, which needs no kernel"
-    longest = LONGEST_TRANSFORM if basis is DCT else LONGEST_ROW
+    longest = LONGEST_TRANSFORM if basis is DCT else LONGEST_SHARED if selection.shared else LONGEST_ROW
     if selection.chunk > longest:
         return f"a row of {selection.chunk} is longer than the {longest} that a kernel holds"
-    name = PRECISION_NAMES.get(codec.precision, repr(codec.precision))
-    return "" if name in ("fp32", "bf16", "sign", "2bit", "4bit") else f"no kernel encodes in {name}"
+    return "" if codec.precision in PRECISION_NAMES else f"no kernel encodes in {codec.precision!r}"
+
+
+def why_decoded_in_torch(received: Received) -> str:
+    """The reason why no kernel decodes these messages; "" where one does."""
+    source, aggregation = received.source, type(received.aggregation)
+    if not isinstance(source, Arrived | Sums):
+        return "it is given coefficients in the place of messages"
+    if isinstance(source, Arrived):
+        if aggregation not in AGGREGATION_NAMES:
+            return f"no kernel aggregates by {aggregation.__name__}"
+        if source.codec.precision not in PRECISION_NAMES:
+            return f"no kernel decodes {source.codec.precision!r}"
+        if type(source.codec.selection) in (TopK, Everything):  # which need no step; the others' indices tell it
+            return ""
+    return "" if isinstance(source.shared, SharedIndices) else "it is given indices in the place of their rule"
 
 
 def coding_of(kernels: Any, codec: Codec) -> Any:
@@ -58,11 +71,3 @@ def places_of(kernels: Any, codec: Codec, owned: int, dealt: Dealt) -> Any:
     """The bytes of a message of `owned` rows, as kernels read them (`Places`)."""
     lengths = codec.precision.lengths(owned, codec.selection.k)
     return kernels.Places(lengths[0], sum(lengths), dealt.count, dealt.turns, dealt.run, owned)
-
-
-def weighed(kernels: Any, arrived: Arrived) -> Arrived:
-    """Messages whose aggregation kernels know: the weights of a clipped mean are computed now, in a launch."""
-    if not isinstance(arrived.aggregation, ClippedMean) or why_not_triton(arrived.codec):
-        return arrived
-    coding, places = coding_of(kernels, arrived.codec), places_of(kernels, arrived.codec, arrived.rows, WHOLE)
-    return replace(arrived, aggregation=WeightedMean(kernels.clipped_weights(arrived.body, places, coding)))

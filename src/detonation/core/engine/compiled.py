@@ -20,6 +20,7 @@ from detonation.core.engine.accelerated import TritonEngine
 from detonation.core.engine.blocked import BlockedEngine
 from detonation.core.engine.coding import why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
@@ -102,22 +103,22 @@ def _say(engine: str) -> None:
 
 
 def engine_for(
-    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, block_rows: int = 0
+    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
     """The fastest engine that can run `codec`; ordinary torch where kernels are disabled or cannot be built.
 
     Args:
-        block_rows: The rows that an accelerator works on at once; 0 for all.
+        room: The memory that an accelerator may take; that of all rows when left out.
     """
     gpu, reason = kernel_library.gpu_kernels(runtime)
     reason = reason or why_not_triton(codec)
     if runtime.decides_on_device:
         _say(f"torch, because {reason}" if reason else "triton, in kernels that have never run on a GPU before")
     if gpu is not None and not reason:
-        return TritonEngine(gpu, codec, layout, memory, runtime, block_rows)
+        return TritonEngine(gpu, codec, layout, memory, runtime, room)
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
     if memory is None or not fits or runtime.decides_on_device:
-        return ReferenceEngine(codec, layout, memory, runtime, block_rows)
+        return ReferenceEngine(codec, layout, memory, runtime, room)
     library = (
         kernel_library.load_library()
         if runtime.kernels and codec.selection.chunk in kernel_library.KERNEL_CHUNKS
@@ -127,4 +128,4 @@ def engine_for(
         return NativeEngine(library, codec, layout, memory, runtime)
     if codec.selection.chunk in TOPK_CHUNKS:
         return BlockedEngine(codec, layout, memory, runtime)
-    return ReferenceEngine(codec, layout, memory, runtime, block_rows)
+    return ReferenceEngine(codec, layout, memory, runtime, room)

@@ -1,6 +1,6 @@
 """The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for all other engines."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -13,10 +13,14 @@ from detonation.core.codec.form import MessageForm
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import FP32
 from detonation.core.compute.kernel_library import SignRate
+from detonation.core.engine.rows_at_once import Room, decoded_at_once, is_heavy, released_at_once, selected_at_once
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+
+READS = 2
+"""The parts in which the replies of owners are read where launches count."""
 
 
 class ReferenceEngine:
@@ -27,17 +31,20 @@ class ReferenceEngine:
     """True if `bad` may be a status (see `Header`), because no operation then makes one of the other."""
 
     def __init__(
-        self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, block_rows: int = 0
+        self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
     ) -> None:
         self.codec, self.layout, self.memory = codec, layout, memory
         self.device, self._seed = runtime.device, runtime.seed
-        on_cpu = runtime.device.type == "cpu"
+        self._on_cpu, self._room = runtime.device.type == "cpu", room or Room(max(1, layout.rows))
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
-        self._some = cached if on_cpu else block_rows or max(1, layout.rows)  # rows that are worked on at once
-        if layout.tiled and not on_cpu:  # the two products of a tile hold four times as much
-            self._some = -(-self._some // 4)
+        self._some = (
+            cached if self._on_cpu else released_at_once(codec, layout.rows, self._room)
+        )  # rows of one operation
+        absorbed, selected = (layout.rows, cached) if self._on_cpu else selected_at_once(codec, layout.rows, self._room)
+        self._absorbed_rows, self._selected_rows = absorbed, selected
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
-        self._few = 0 if on_cpu else codec.selection.chunk // 4  # coefficients of a row that are read at once
+        self.is_heavy = not self._on_cpu and is_heavy(codec)
+        """True if what `encode` returns is so large that it is to be released before the message is sent."""
         # whether the part that leaves memory is known at selection: the others read it exactly, or all of it leaves
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
@@ -54,13 +61,43 @@ class ReferenceEngine:
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
-        flat = self.memory.absorb(signals, bad) if self.memory else self.layout.flatten(signals, self.device)
-        blocks = [flat] if self.codec.selection.shared or not len(flat) else torch.split(flat, self._some)
-        selected = [self._narrow(self.codec.select(block, step, self._seed), bad) for block in blocks]
-        if len(selected) == 1:
-            return selected[0]
-        indices = torch.cat([narrow(each.indices) for each in selected if each.indices is not None])
-        return Selected(torch.cat([each.values for each in selected]), indices, owned=True)
+        codec, rows = self.codec, self.layout.rows
+        some = rows if codec.dense or (self._on_cpu and codec.selection.shared) else self._selected_rows
+        if rows <= some:
+            flat = self._absorbed(self.layout, self.memory, signals, bad)
+            return self._narrow(codec.select(flat, step, self._seed), bad)
+        shared = codec.shared_indices(rows, step, self._seed, self.device)
+        values = torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device)
+        indices = torch.empty(values.shape, dtype=codec.index_coding.dtype, device=self.device)
+        for first, flat in self._absorbed_parts(signals, bad):
+            for start in range(0, len(flat), some):
+                block = flat[start : start + some]
+                place = slice(first + start, first + start + len(block))
+                here = None if shared is None else shared[place]
+                picked = codec.pick(codec.basis.forward(block), here, out=values[place])
+                assert picked.indices is not None
+                indices[place] = narrow(picked.indices)
+                del block, picked  # before the next one is made
+            del flat
+        if bad is not None:
+            values.masked_fill_(bad, 0.0)
+        return Selected(values, indices, owned=True)
+
+    def _absorbed(
+        self, layout: Layout, memory: Memory | None, signals: Sequence[Tensor | None], bad: Tensor | None
+    ) -> Tensor:
+        """The memory with a signal, or the signal alone."""  # [rows, chunk]
+        return memory.absorb(signals, bad) if memory else layout.flatten(signals, self.device)
+
+    def _absorbed_parts(self, signals: Sequence[Tensor | None], bad: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """`_absorbed` in parts, each with its first row."""
+        rows, at_once = self.layout.rows, self._absorbed_rows if self.memory else self._selected_rows
+        if rows <= at_once or self.layout.tiled:
+            yield 0, self._absorbed(self.layout, self.memory, signals, bad)
+            return
+        for block in (self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)):
+            memory = self.memory.of_rows(block.layout, block.first) if self.memory else None
+            yield block.first, self._absorbed(block.layout, memory, block.cut(signals), bad)
 
     def encode_into(
         self,
@@ -113,7 +150,7 @@ class ReferenceEngine:
         """
         if self.memory:
             sent = self.of_one(selected.values if self._exact or own is None else own, selected)
-            self.memory.release(self._decoded_parts(sent))
+            self.memory.release(self._decoded(block, sent.aggregation) for block in sent.blocks(self._some))
 
     def of_one(self, values: Tensor, selected: Selected) -> Received:
         """A message with these values at the indices of `selected`, as the only one that was received.
@@ -128,7 +165,7 @@ class ReferenceEngine:
 
         Shapes: -> `[rows, chunk]` fp32.
         """
-        if received.rows <= self._some:
+        if received.rows <= self._decoded_at_once(received, into_flat=True):
             return self._decoded(received.whole(), received.aggregation)
         flat, first = torch.empty(self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32), 0
         for part in self._decoded_parts(received):
@@ -143,8 +180,9 @@ class ReferenceEngine:
         Shapes: one local shape per parameter.
         """
         if self.layout.tiled:
-            for slot, target, part in zip(self.layout.slots, targets, self._decoded_tiles(received), strict=True):
-                copy([target], self.layout.only(slot).parts(part))
+            at_once = None if all(target.is_contiguous() for target in targets) else self.layout.rows
+            for strip, part in self._decoded_tiles(received, at_once):
+                copy(strip.cut(targets), strip.layout.parts(part))
                 del part  # before the next one is made
         elif not all(target.is_contiguous() for target in targets):
             copy(targets, self.layout.parts(self.decode(received)))
@@ -164,14 +202,14 @@ class ReferenceEngine:
         Shapes: one local shape per parameter.
         """
         if self.layout.tiled:
-            for slot, weight, rate, part in zip(
-                self.layout.slots, weights, rates, self._decoded_tiles(received), strict=True
-            ):
-                _move([weight], self.layout.only(slot).parts(part.sign_()), [rate])
+            for strip, part in self._decoded_tiles(received):
+                index = strip.pieces[0].index
+                _move(strip.cut(weights), strip.layout.parts(part.sign_()), [rates[index]])
                 del part  # before the next one is made
             return
         for block, part in self._decoded_blocks(received):
-            may_be_message = isinstance(self.codec.basis, Identity) and self.codec.selection.k == self.layout.chunk
+            may_be_message = isinstance(self.codec.basis, Identity) and isinstance(received.aggregation, Mean)
+            may_be_message &= self.codec.selection.k == self.layout.chunk >= received.width  # of one replica
             moved, signs = block.cut(weights), block.layout.views(part.sign() if may_be_message else part.sign_())
             _move(moved, signs, [rates[piece.index] for piece in block.pieces])
             del block, part, signs  # before the next one is made
@@ -184,16 +222,26 @@ class ReferenceEngine:
             first += len(part)
             del part  # before the next one is made
 
-    def _decoded_tiles(self, received: Received) -> Iterator[Tensor]:
-        """The update parameter by parameter: a line of tiles ends anywhere in a block of rows."""
-        read = received.whole().part if 0 < received.width <= self._few else received.part
-        for slot in self.layout.slots:
-            yield self._decoded(read(slot.row, slot.row + slot.rows), received.aggregation)
+    def _decoded_tiles(self, received: Received, at_once: int | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of rows."""
+        for strip in Bucket.strips(self.layout, at_once or self._decoded_at_once(received)):
+            yield strip, self._decoded(received.part(strip.rows.start, strip.rows.stop), received.aggregation)
 
-    def _decoded_parts(self, received: Received) -> Iterable[Tensor]:
+    def _decoded_parts(self, received: Received) -> Iterator[Tensor]:
         """The update in blocks of rows."""
-        blocks = received.blocks(self._some, self._few)
-        return (self._decoded(block, received.aggregation) for block in blocks)
+        some = self._decoded_at_once(received)
+        # what owners sent costs launches to read, and is read in few parts
+        read = some
+        if self._room.few_launches and received.dealt.count > 1:
+            read = received.rows if self.codec.selection.shared else -(-received.rows // READS)
+        for block in received.blocks(some, read):
+            decoded = self._decoded(block, received.aggregation)
+            del block  # before the next one is read
+            yield decoded
+            del decoded
+
+    def _decoded_at_once(self, received: Received, into_flat: bool = False) -> int:
+        return self._some if self._on_cpu else decoded_at_once(self.codec, received, self._room, into_flat)
 
     def _decoded(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
         chunk = self.codec.selection.chunk

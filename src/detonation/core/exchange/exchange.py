@@ -7,13 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, MajorityVote, Received
-from detonation.core.codec.codec import Arrived, Codec, Selected
+from detonation.core.codec.aggregate import Aggregation, ClippedMean, MajorityVote, Received, WeightedMean
+from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
 from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.compute.checksum import LINE_BYTES
-from detonation.core.engine.coding import coding_of, places_of, weighed
+from detonation.core.engine.coding import coding_of, places_of
 from detonation.core.exchange.outgoing import Outgoing
 from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.guard import Guard
@@ -37,6 +38,7 @@ class InFlight:
     waiting: list[tuple[int, int]] = field(default_factory=list)  # of an all-reduce: runs that were not sent yet
     sums: list[tuple[int, int, Callable[[], Tensor]]] = field(default_factory=list)  # and those that were
     shared: dict[int, Tensor | SharedIndices] = field(default_factory=dict)
+    last: Tensor | None = None  # of an all-reduce in several runs: the one that a kernel writes beside the digits
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
         """Keeps the indices of the rows from `first` on."""
@@ -176,8 +178,13 @@ def opened(
             octets[0][sender, :HEADER_BYTES] = 0
         tape.put(guard.place, flight.step, octets[0])
     if guard.kernels is not None and not absent:
-        body = inspected(codec, octets, runs, guard, workspace or Workspace(), flight.step, phase, signals)
-        return weighed(guard.kernels, codec.arrived(body, rows, shared, aggregation))
+        workspace = workspace or Workspace()
+        body = inspected(codec, octets, runs, guard, workspace, flight.step, phase, signals)
+        if isinstance(aggregation, ClippedMean):  # kernels know it as a mean with weights
+            weights = workspace.take(("weights", phase), (4 * len(body),), body.device).view(torch.float32)
+            guard.weigh(body, coding_of(guard.kernels, codec), places_of(guard.kernels, codec, rows, WHOLE), weights)
+            aggregation = WeightedMean(weights)
+        return codec.arrived(body, rows, shared, aggregation)
     assert sealed is not None
     arrived = codec.arrived(sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
     refused = guard.admit(sealed, nbytes, arrived.facts(), flight.step, phase, signals, absent)

@@ -2,6 +2,8 @@
 
 import torch
 
+from detonation.core.engine import rows_at_once
+from detonation.core.engine.rows_at_once import Room
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.one_stage import AllGather, AllReduce
 from detonation.core.exchange.owners import RowOwners
@@ -10,18 +12,31 @@ from detonation.core.flat.layout import Layout
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.buckets import rows_of_a_turn
+from detonation.core.schemes.buckets import BUCKETS, SMALL_BUCKETS, rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 
 
-def exchange_for(scheme: Scheme, link: Link, layout: Layout, runtime: Runtime, guard: Guard) -> Exchange:
+def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
+    """The memory that the temporaries of a step may take, beside messages: that of a quarter of the flat, and half of
+    it at the end of a round, which has the movement of the parameters beside them."""
+    is_round = scheme.signal == "parameters"
+    costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or _is_vote(scheme)
+    few_launches = costly and not is_round and not layout.tiled and layout.rows * layout.chunk < rows_at_once.LARGE
+    return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
+
+
+def _is_vote(scheme: Scheme) -> bool:
+    return scheme.codec.selection.shared and not scheme.codec.summable
+
+
+def exchange_for(scheme: Scheme, link: Link, layout: Layout, runtime: Runtime, guard: Guard, room: Room) -> Exchange:
     """The exchange for the collective that `collective_for` chooses."""
     chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
-        return AllReduce(scheme.codec, link, guard, layout.rows)
+        return AllReduce(scheme, scheme.codec, link, guard, layout.rows)
     if chosen == "all-gather":
         return AllGather(scheme, scheme.codec, link, guard, layout.rows)
     owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
     residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
-    return TwoStage(scheme, scheme.codec, link, owners, residual, guard, runtime.seed)
+    return TwoStage(scheme, scheme.codec, link, owners, residual, guard, room, runtime)

@@ -120,9 +120,8 @@ class Outgoing:
             whole = padded([[arrived[0]]], 0)[0]
         else:
             nbytes = self.codec.nbytes(sum(rows for _, rows in self.runs))
-            of_several = len(arrived) == 1 and len(arrived[0]) > 1  # torch refuses other types at the odd stride of one
-            if of_several and arrived[0].device.type == "cpu" and kernel_library.load_library():
-                return arrived[0], nbytes  # which kernels read at any address
+            if len(arrived) == 1 and _is_readable(arrived[0]):
+                return arrived[0], nbytes
             pieces = []
             for (first, rows), octets in zip(self.runs, arrived, strict=True):
                 body = octets[:, octets.shape[1] - self.codec.nbytes(rows) :]
@@ -193,6 +192,14 @@ def padded(pieces: Sequence[Sequence[Tensor]], room: int) -> tuple[Tensor, int]:
     padding = _zero(found.device).expand(len(found), width - room - nbytes)
     _write(found[:, room:], [*parts, padding])
     return found, nbytes
+
+
+def _is_readable(messages: Tensor) -> bool:
+    """True if messages can be inspected and decoded where they arrived."""  # [messages, bytes] uint8
+    if messages.device.type != "cpu":
+        return messages.shape[1] % 8 == 0  # torch reads numbers at their own addresses only
+    # kernels read them anywhere, but torch refuses other types at the odd stride of a single one
+    return len(messages) > 1 and kernel_library.load_library() is not None
 
 
 def _write(target: Tensor, parts: Sequence[Tensor]) -> None:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate
-from detonation.core.codec.codec import Arrived, Codec, Selected
+from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices
 from detonation.core.codec.indices import narrow
 from detonation.core.engine.accelerated import replying_engine
-from detonation.core.engine.coding import why_not_triton
+from detonation.core.engine.rows_at_once import Room, replied_at_once
 from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
 from detonation.core.exchange.outgoing import Outgoing, form_of
 from detonation.core.exchange.owners import RowOwners
@@ -19,7 +20,7 @@ from detonation.core.exchange.workspace import workspace_for
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.link.tape import Tape
-from detonation.core.schemes.buckets import block_rows
+from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
 
 
@@ -33,7 +34,8 @@ class TwoStage:
 
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
-        seed: Of random selections.
+        room: The memory that an accelerator may take.
+        runtime: Of the replica.
         first: The number of the first row among those of the whole flat.
     """
 
@@ -47,20 +49,22 @@ class TwoStage:
         owners: RowOwners,
         residual: Tensor,
         guard: Guard,
-        seed: int,
+        room: Room,
+        runtime: Runtime,
         first: int = 0,
     ) -> None:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self._answer = scheme.reply_codec(link.replicas)
         self.owners, self.residual = owners, residual
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
-        self._seed, self._replier = seed, None
-        if guard.kernels is not None and not why_not_triton(self._answer, scheme.aggregation):
+        self._runtime, self._replier = runtime, None
+        if guard.kernels is not None:
             mine = (self.replica, owners.replicas, owners.dealt.turns, owners.run, owners.owned, owners.rows)
             answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
-            self._replier = replying_engine(guard.kernels, answer, residual, seed, mine)
+            self._replier = replying_engine(guard.kernels, answer, scheme.aggregation, residual, runtime, mine)
         self._workspace, self._answers = workspace_for(scheme, link), workspace_for(scheme, link)
-        self._block = owners.owned if residual.device.type == "cpu" else block_rows(scheme, owners.rows)
+        self._room, on_cpu = room, residual.device.type == "cpu"
+        self._block = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
 
     def start(self, step: int) -> InFlight:
         return InFlight(step, Outgoing(self._codec, self._link.replicas, kernels=self._guard.kernels))
@@ -92,15 +96,17 @@ class TwoStage:
         indices = dealt[0] if dealt else None
         zeros = negative_zeros(self._scheme, flight.step, self._link.replica, replicas)
         (message,) = self._codec.encode(Selected(values, indices, owned=True), negative_zeros=zeros)
+        del values  # before those of the message are read
         flight.message.add(first // replicas, owners.owned, message)
         if self._codec.selection.shared:
-            flight.know(first // replicas, indices)
+            rule = selected.indices if isinstance(selected.indices, SharedIndices) else indices
+            flight.know(first // replicas, rule)
         return owners.collect(self._codec.read(message, owners.owned)) if read_own else None
 
     def send(self, flight: InFlight, status: int | Tensor | None) -> None:
         assert isinstance(flight.message, Outgoing)
-        octets = sealed(flight.message, self._guard, flight.step, status, phase=1)
-        flight.message.arriving.append(self._link.all_to_all(octets.contiguous()))
+        octets = sealed(flight.message, self._guard, flight.step, status, phase=1).contiguous()
+        flight.message.arriving.append(self._link.all_to_all(octets))
 
     def forward(self, flight: InFlight) -> None:
         owned, mine = self.owners.owned, self._shared(flight)
@@ -120,6 +126,7 @@ class TwoStage:
             for block in received.blocks(self._block):
                 self._reply(reply, first, block, zeros)
                 first += block.values.shape[1]
+                del block  # before the next one is read
         flight.message = reply
         octets = sealed(reply, self._guard, flight.step, 0)
         reply.arriving.append(self._link.all_gather(octets.view(-1)))
@@ -176,7 +183,9 @@ class TwoStage:
         owners = RowOwners(rows, self.owners.replicas, self.owners.run)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard, self._seed, first)
+        return TwoStage(
+            self._scheme, self._codec, self._link, owners, residual, guard, self._room, self._runtime, first
+        )
 
     def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -39,6 +39,22 @@ class Slot:
     def numel(self) -> int:
         """The number of coordinates without the padding."""
         return math.prod(self.shape)
+
+    def strips(self, rows: int) -> Iterator[tuple[int, Slot, int]]:
+        """The slot in parts, each as a slot of its own: lines of about `rows` tiles, or all of a parameter in chunks.
+
+        Yields the first row of each within this slot, the part, and its first coordinate.
+        """
+        tiles = self.tiles
+        lines = max(1, rows // tiles.across) if tiles else 0
+        if tiles is None or lines >= tiles.down:
+            yield 0, replace(self, row=0), 0
+            return
+        for line in range(0, tiles.down, lines):
+            height = min(lines * tiles.side, tiles.height - line * tiles.side)
+            part = replace(tiles, height=height)
+            strip = Slot(self.name, (height * tiles.width,), 0, part.rows, part)
+            yield line * tiles.across, strip, line * tiles.side * tiles.width
 
 
 @dataclass(frozen=True)
@@ -103,10 +119,6 @@ class Layout:
             shapes[fragment_of[_unit_of(slot.name, unit)]][slot.name] = slot.shape
         return [Layout.of(each, self.chunk, self.tile) for each in shapes]
 
-    def only(self, slot: Slot) -> Layout:
-        """The layout of one of its parameters alone."""
-        return Layout(self.chunk, (replace(slot, row=0),), self.tile)
-
     @cached_property
     def rows(self) -> int:
         """The number of rows of the flat."""
@@ -146,7 +158,7 @@ class Layout:
         if not self.tiled:
             return self.views(flat)
         pairs = zip(self.slots, self._row_views(flat), strict=True)
-        return [slot.tiles.join(part).view(slot.shape) if slot.tiles else part for slot, part in pairs]
+        return [slot.tiles.join(part).reshape(slot.shape) if slot.tiles else part for slot, part in pairs]
 
     def scatter(self, parts: Iterable[Tensor], targets: Sequence[Tensor]) -> None:
         """Writes `parts`, consecutive rows of a flat, into `targets`.

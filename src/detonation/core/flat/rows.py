@@ -50,6 +50,16 @@ class Bucket:
                 shapes[slot.name] = slot.shape if stop - start == slot.numel else (stop - start,)
         return cls(first, Layout.of(shapes, layout.chunk), tuple(pieces))
 
+    @classmethod
+    def strips(cls, layout: Layout, rows: int) -> list[Bucket]:
+        """The rows of `layout` parameter by parameter, a matrix in tiles in whole lines of about `rows` tiles."""
+        found = []
+        for index, slot in enumerate(layout.slots):
+            for first, strip, start in slot.strips(rows):
+                of_one = Layout(layout.chunk, (strip,), layout.tile)
+                found.append(cls(slot.row + first, of_one, (Span(index, start, start + strip.numel),)))
+        return found
+
     @cached_property
     def rows(self) -> slice:
         """Its rows in the whole flat."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
 
@@ -156,9 +156,17 @@ class Guard:
             self.usual, signals, limits,
         )  # fmt: skip
         report = partial(self._report, expected=expected, last=not phase)
-        if table.device.type == "cpu":  # which plays an accelerator: the next inspection writes here, too
-            table = table.clone()
-        self._counts.report_later(step + self._delay, readback.Readback(table), report)
+        self._counts.report_later(step + self._delay, _readback(table), report)
+
+    def weigh(self, messages: Tensor, coding: Any, places: Any, weights: Tensor) -> None:
+        """Writes the weights of a clipped mean, by a kernel.
+
+        Args:
+            coding, places: Of the messages, as in `inspect`.
+
+        Shapes: messages `[replicas, nbytes]` uint8, weights `[replicas]` fp32.
+        """
+        self._inspector(len(messages)).weigh(messages, places, coding, weights)
 
     def _inspector(self, count: int) -> Any:
         if count not in self._inspectors:
@@ -170,10 +178,12 @@ class Guard:
 
         Each replica writes three numbers for its own status and zeros for the others, so that no header is needed.
 
-        Shapes: `[3 * replicas]`, zeros.
+        Shapes: `[3 * replicas]`, zeros; of any content where kernels write them.
         """
-        if isinstance(status, Tensor) and status.dim():
-            status = self.kernels.settled(status)
+        if self.kernels is not None:
+            found = status if isinstance(status, Tensor) else constant(status, digits.device)
+            self._sums.seal(found, digits, DIGITS * self._replica, DIGITS)
+            return
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
                 put(digits[DIGITS * self._replica + i], status >> 8 * i & 255)
@@ -200,6 +210,18 @@ class Guard:
             fine = all(bool(each.isfinite().all()) for each in values)
         self._report_sum([fine, *digits.tolist()], step)
         return fine
+
+    def inspect_sum(self, values: Sequence[Tensor], digits: Tensor, step: int, report: Tensor) -> None:
+        """`open_sum` by kernels. Who decodes the values asks `report` whether they count.
+
+        Shapes: values any, digits `[3 * replicas]`, report `[1 + 3 * replicas]` fp32.
+        """
+        self._sums.inspect(values, digits, report)
+        self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step=step))
+
+    @cached_property
+    def _sums(self) -> Any:
+        return self.kernels.SumInspector(self.usual.device)
 
     def _report(
         self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
@@ -252,6 +274,11 @@ class Guard:
                 self._counts.accept(sender, self._place)
         if not finite:
             self._counts.refuse_sum(step)
+
+
+def _readback(numbers: Tensor) -> readback.Readback:
+    """The readback of numbers over which a later inspection writes: of a CPU that plays an accelerator, of a copy."""
+    return readback.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)
 
 
 def hash63(text: str) -> int:

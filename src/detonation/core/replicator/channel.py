@@ -1,17 +1,19 @@
 """The channel: takes a signal through memory, codec, guard and link to an update."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from detonation.core.codec.precision import FP32
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.kinds import exchange_for
+from detonation.core.exchange.kinds import exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.fault_counts import SILENT, Changed, FaultCounts
@@ -21,7 +23,7 @@ from detonation.core.memory import Memory
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.transfer import BucketPipeline, OwnPart, Transfer
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.buckets import block_rows, codec_of
+from detonation.core.schemes.buckets import codec_of
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import buckets_of
 
@@ -50,10 +52,11 @@ class Channel:
         self.scheme, self.layout, self.link, self.runtime, self.place = scheme, layout, link, runtime, place
         self._needs_own_update = scheme.needs_own_update
         self.memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
-        self.engine = engine_for(scheme.codec, layout, self.memory, runtime, block_rows(scheme, layout.rows))
+        self._room = room_of(scheme, layout, link.replicas, link.local_ranks)
+        self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
-        self.exchange = exchange_for(scheme, link, layout, runtime, self._guard(layout, 0))
+        self.exchange = exchange_for(scheme, link, layout, runtime, self._guard(layout, 0), self._room)
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
@@ -62,7 +65,8 @@ class Channel:
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
         """One per bucket, in the order in which all replicas send them: backward computes the last rows first."""
-        buckets = buckets_of(self.scheme, self.layout, self.link.replicas, self.link.local_ranks)
+        sizes, few = (self.link.replicas, self.link.local_ranks), self.engine.reads_status
+        buckets = buckets_of(self.scheme, self.layout, *sizes, few)
         if len(buckets) == 1:
             return [BucketPipeline(buckets[0], self.engine)]
         return [self._pipeline(bucket) for bucket in reversed(buckets)]
@@ -196,10 +200,7 @@ class Channel:
         return first_nonfinite(signals, self.runtime)
 
     def _send(
-        self,
-        transfer: Transfer,
-        parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]],
-        status: int | Tensor,
+        self, transfer: Transfer, parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]], status: int | Tensor
     ) -> None:
         """Encodes all buckets of a message and sends it in one collective."""
         if self.link.tape and self.link.tape.plays:
@@ -212,6 +213,8 @@ class Channel:
         bad = status if isinstance(status, Tensor) and self.engine.reads_status else transfer.is_empty
         for pipeline, pieces in parts:
             self._encode(transfer, pipeline, pieces, bad)
+            if pipeline.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
+                self._release(transfer)
         transfer.exchange.send(transfer.flight, status)
         self._release(transfer)
 
@@ -232,11 +235,7 @@ class Channel:
             transfer.exchange.send(transfer.flight, status if pipelines is collectives[-1] else None)
 
     def _encode(
-        self,
-        transfer: Transfer,
-        pipeline: BucketPipeline,
-        pieces: Sequence[Tensor | None],
-        bad: bool | Tensor,
+        self, transfer: Transfer, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], bad: bool | Tensor
     ) -> None:
         """Encodes the pieces of a signal in a bucket, or zeros where the signal is not finite."""
         bucket, engine, step = pipeline.bucket, pipeline.engine, transfer.flight.step
@@ -248,8 +247,11 @@ class Channel:
             selected = engine.empty(step)
         read_own = selected.message is None and (self._needs_own_update or engine.needs_own_values)
         own = exchange.add(flight, first, selected, read_own)
+        as_read = selected if own is None else replace(selected, values=own)  # without the values as they were
+        if engine.needs_own_values or engine.codec.precision == FP32:
+            selected = as_read
         if self._needs_own_update:
-            transfer.own.append(OwnPart(pipeline, selected, own))
+            transfer.own.append(OwnPart(pipeline, as_read, own))
         if not engine.releases_at_once and (isinstance(bad, Tensor) or not bad):
             transfer.unreleased.append((pipeline, selected, own))
 
@@ -289,7 +291,7 @@ class Channel:
     def _pipeline(self, bucket: Bucket) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
         memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
-        return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, bucket.layout.rows))
+        return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, self._room))
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:

@@ -15,11 +15,14 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.outer import EagerStart, OuterSGD
-from detonation.core.replicator.transfer import BucketPipeline, Transfer
+from detonation.core.replicator.transfer import BucketPipeline, OwnPart, Transfer
 from detonation.core.round import Round
 from detonation.core.schemes.scheme import ParameterScheme
 
-Part = tuple[BucketPipeline, Tensor | None]
+Unsent = Tensor | tuple[OwnPart, float] | None
+"""The part of a bucket's movement that was not sent, if the parameters keep it: as it is, or the message and the weight
+of the movement, from which it can be computed as long as the parameters stay where they were."""
+Part = tuple[BucketPipeline, Unsent]
 """A bucket of a message in flight, and the part of its movement that was not sent."""
 
 
@@ -133,7 +136,7 @@ class ParameterReplicator(Replicator):
             if not self.scheme.divides_messages:
                 self._in_flight.append((self.channel.start(step), []))
             for pipeline in self.channel.pipelines:
-                self._send(pipeline, weights, step, weight)
+                self._send(pipeline, weights, step, weight, delay)
                 if not delay and len(self._in_flight) > 1:
                     self._land_next(weights)
             if not delay:
@@ -145,10 +148,8 @@ class ParameterReplicator(Replicator):
         taken = self._taken.tolist()
         return taken[self.link.replica] * len(taken) / sum(taken) if any(taken) else 1.0
 
-    def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int, weight: float) -> None:
-        moved = self._movement(pipeline.bucket, weights)
-        if weight != 1.0:
-            moved *= weight
+    def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int, weight: float, delay: int) -> None:
+        moved = self._movement(pipeline.bucket, weights, weight)
         pieces = pipeline.bucket.layout.parts(moved)
         if self.scheme.divides_messages:
             transfer = self.channel.send_part(pipeline, pieces, step)
@@ -157,24 +158,36 @@ class ParameterReplicator(Replicator):
         else:
             transfer, _ = self._in_flight[-1]
             self._lost[pipeline.bucket.first] = self.channel.send_bucket(transfer, pipeline, pieces)
-        self._in_flight[-1][1].append((pipeline, self._depart(transfer, moved, weights)))
+        unsent: Unsent = None
+        if transfer.own and self._start:
+            self._depart(transfer.own.pop(), weights)
+        elif transfer.own:
+            own = transfer.own.pop()
+            # an accelerator has less memory and more time: it subtracts once more when the message lands
+            kept = delay > 0 or not self.channel.runtime.decides_on_device
+            unsent = torch.sub(moved, own.decode(), out=moved) if kept else (own, weight)
+        self._in_flight[-1][1].append((pipeline, unsent))
 
-    def _movement(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
-        """The movement of a bucket in this round."""  # [rows of the bucket, chunk]
+    def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
+        """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
         moved = self._position(bucket, weights)
-        return torch.sub((self._start or self._anchor).flat[bucket.rows], moved, out=moved)
+        torch.sub((self._start or self._anchor).flat[bucket.rows], moved, out=moved)
+        return moved.mul_(weight) if weight != 1.0 else moved
 
-    def _depart(self, transfer: Transfer, moved: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-        """Lets the parameters follow what was just sent of `moved`; returns the part that was not sent."""
-        if not transfer.own:
-            return None
-        own = transfer.own.pop()
-        bucket, update = own.pipeline.bucket, own.decode()
-        if self._start is None:
-            return torch.sub(moved, update, out=moved)
-        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], update)
+    def _rest(self, unsent: Unsent, weights: Sequence[Tensor]) -> Tensor | None:
+        """The part of a bucket's movement that was not sent, before the anchor moves."""  # [rows of the bucket, chunk]
+        if unsent is None or isinstance(unsent, Tensor):
+            return unsent
+        own, weight = unsent
+        moved = self._movement(own.pipeline.bucket, weights, weight)
+        return torch.sub(moved, own.decode(), out=moved)
+
+    def _depart(self, own: OwnPart, weights: Sequence[Tensor]) -> None:
+        """Lets the parameters follow what was just sent."""
+        assert self._start
+        bucket = own.pipeline.bucket
+        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], own.decode())
         copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[bucket.rows]))
-        return None
 
     def _land(self) -> None:
         """Moves the anchor by the update that arrived, and the parameters after it."""
@@ -193,7 +206,9 @@ class ParameterReplicator(Replicator):
         transfer, parts = self._in_flight.popleft()
         update = transfer.receive()
         for pipeline, unsent in parts:
-            self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.bucket.first), unsent, weights)
+            rest = self._rest(unsent, weights)
+            self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.bucket.first), rest, weights)
+            del rest  # before the next one is made
 
     def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
         """Moves the anchor of a bucket by `update`, and the parameters after it.
@@ -207,10 +222,13 @@ class ParameterReplicator(Replicator):
         if unsent is not None:
             target = torch.sub(anchor, unsent, out=unsent)
         elif self._keep:
-            target = anchor.lerp(self._position(bucket, weights), self._keep)
+            position = self._position(bucket, weights)
+            target = torch.lerp(anchor, position, self._keep, out=position)
         lost = self._lost.get(bucket.first, False)
-        if isinstance(lost, Tensor):
-            target = torch.where(lost, anchor, target)
+        if target is anchor:
+            pass
+        elif isinstance(lost, Tensor):
+            torch.where(lost, anchor, target, out=target)
         elif lost:  # the weights here are not finite: nothing of their own movement is kept
             target = anchor
         copy(bucket.cut(weights), bucket.layout.parts(target))

@@ -28,24 +28,31 @@ def rows_of_a_turn(scheme: Scheme, replicas: int) -> int:
     return aligned_rows(scheme.codec, scheme.reply_codec(replicas))
 
 
-def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int) -> list[Bucket]:
+def cut_into_buckets(layout: Layout, scheme: Scheme, unit: int, few: bool = False) -> list[Bucket]:
     """The buckets of `layout`, in the order of their rows: together they send the bytes of the whole, bit for bit.
 
     Each but the last is a multiple of `unit` rows (`traffic.buckets_of`). There is one bucket for a layout in tiles,
     because such a multiple ends within a line of tiles.
+
+    Args:
+        few: See `block_rows`.
     """
     smallest = max(1, SMALLEST // (4 * layout.chunk * unit)) * unit
-    rows = max(smallest, -(-block_rows(scheme, layout.rows) // unit) * unit)
+    rows = max(smallest, -(-block_rows(scheme, layout.rows, few) // unit) * unit)
     if layout.rows < 2 * smallest or layout.rows <= rows or layout.tiled:
         return [Bucket.whole(layout)]
     ends = [*range(rows, layout.rows - smallest, rows), layout.rows]
     return [Bucket.of(layout, first, end) for first, end in zip([0, *ends], ends, strict=False)]
 
 
-def block_rows(scheme: Scheme, rows: int) -> int:
-    """About the rows of a bucket, the most that an accelerator works on at once: the memory of a step is that of
-    messages and of one block."""
-    small = scheme.summable or scheme.signal == "parameters"
+def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
+    """About the rows of a bucket.
+
+    Args:
+        few: Whether gradients leave in `BUCKETS` even where the network adds up: Triton kernels need no temporaries,
+            and each bucket costs them as much as any other.
+    """
+    small = (scheme.summable and not few) or scheme.signal == "parameters"
     return max(1, -(-rows // (SMALL_BUCKETS if small else BUCKETS)))
 
 

@@ -9,11 +9,11 @@ from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Precision
-from detonation.core.codec.reply import reply_codec
 from detonation.core.codec.selection import Everything
 from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
+from detonation.core.schemes.reply import reply_codec
 
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)

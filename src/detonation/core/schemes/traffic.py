@@ -137,15 +137,18 @@ def mean_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int =
     return sum(message_bytes(scheme, part, replicas, local_ranks, bare) for part in parts) / scheme.round.every
 
 
-def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> list[Bucket]:
+def buckets_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1, few: bool = False) -> list[Bucket]:
     """The buckets in which `layout` is sent while backward computes, or at the end of a round.
 
     Each but the last is a multiple of the rows after which each of the ranks (replicas x local ranks) that carry a
     message may cut it, so that owners have whole turns and no share has a remainder.
+
+    Args:
+        few: See `block_rows`.
     """
     owned = collective_for(scheme, layout, replicas, local_ranks) == "owner"
     unit = rows_of_a_turn(scheme, replicas) if owned else aligned_rows(scheme.codec)
-    return cut_into_buckets(layout, scheme, unit * replicas * local_ranks)
+    return cut_into_buckets(layout, scheme, unit * replicas * local_ranks, few)
 
 
 def overlapped_bytes(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int = 1) -> int:

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import (
+from detonation.kernels.gpu.messages import is_last
+from detonation.kernels.gpu.parts.addressing import (
     load_coordinates,
     message_of_row,
     rounded_as,
@@ -12,9 +13,8 @@ from detonation.kernels.gpu.addressing import (
     store_coordinates,
     wide,
 )
-from detonation.kernels.gpu.choosing import places_of_row
-from detonation.kernels.gpu.messages import is_last
-from detonation.kernels.gpu.numbers import load_packed, load_value, product_of
+from detonation.kernels.gpu.parts.choosing import places_of_row
+from detonation.kernels.gpu.parts.numbers import load_packed, load_value, product_of
 
 
 @triton.jit
@@ -89,20 +89,40 @@ def aggregated(
 
 
 @triton.jit
+def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
+    """The address of the run of a sum that each row lies in, and its number there.
+
+    Shapes: row `[rows]` int64 -> twice the same.
+    """
+    address, local = tl.zeros_like(row) + wide(address0), row
+    if RUNS > 1:
+        address, local = tl.where(row >= row1, wide(address1), address), tl.where(row >= row1, row - row1, local)
+    if RUNS > 2:
+        address, local = tl.where(row >= row2, wide(address2), address), tl.where(row >= row2, row - row2, local)
+    if RUNS > 3:
+        address, local = tl.where(row >= row3, wide(address3), address), tl.where(row >= row3, row - row3, local)
+    return address, local
+
+
+@triton.jit(do_not_specialize=["address0", "address1", "address2", "address3"])
 def decode_kernel(
     message, stride, statistics_at, indices_at, replicas, count, turns, run, owned,
+    address0, address1, row1, address2, row2, address3, row3, report,
     inverse, table, turn, first_row,
     flat, targets, starts, numels, slots, rows, rates, weights,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr, SELECTION: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update what `INTO` says.
 
     Args:
         message: The first byte of the values of the first message; `stride` bytes further those of the next one.
         replicas: Whose messages hold all rows; with `count` above 1 it is one, in as many messages of `owned` rows.
+        address0: For the `AGGREGATION` "sum", in the place of messages: where the first of `RUNS` runs of the sum of
+            all replicas begins; at `address1` the one from row `row1` on, and so on.
+        report: The output of `inspect_sum_kernel`; a sum that is not finite counts as zeros.
         flat: `[rows, CHUNK]` fp32, for the `INTO` "flat" (the update is stored).
         targets: A table as in `encode_kernel`, for the `INTO` "tensors" (the update is stored) and "signs" (weights
             move by its signs).
@@ -116,14 +136,22 @@ def decode_kernel(
     slot = slot_of(starts, row, slots, SEARCH)
     start, left = span_of(starts, numels, slot, row, CHUNK)
     inside = present[:, None] & (column[None, :] < left[:, None])
-    holder, local = message_of_row(row, count, turns, run, owned)
     at = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     if SELECTION != "topk":
         at = places_of_row(table, turn, first_row, row, rows, column, CHUNK, K, SELECTION)
-    values = (message + holder * stride)[:, None]
-    update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None], present[:, None], at,
-                        column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED,
-                        AGGREGATION)  # fmt: skip
+    if AGGREGATION == "sum":
+        address, local = run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS)
+        octets = address.to(tl.pointer_type(tl.uint8))[:, None]
+        total = coefficients_of(octets, octets, octets, local[:, None], present[:, None], at, column, CHUNK, K,
+                                SELECTION, PRECISION, BLOCK, WIDTH, BITMAP, ALIGNED)  # fmt: skip
+        total = tl.where(tl.load(report) > 0, total, 0.0)
+        update = tl.div_rn(total, tl.zeros_like(total) + replicas)
+    else:
+        holder, local = message_of_row(row, count, turns, run, owned)
+        values = (message + holder * stride)[:, None]
+        update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None],
+                            present[:, None], at, column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH,
+                            BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
     if BASIS == "dct":
         update = product_of(update, inverse, COLUMNS)
     place = (flat + row * CHUNK)[:, None] + column[None, :]

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import (
+from detonation.kernels.gpu.decode import aggregated, coefficients_of
+from detonation.kernels.gpu.parts.addressing import (
     as_bf16,
     bf16_bits,
     dealt_row,
@@ -13,9 +14,8 @@ from detonation.kernels.gpu.addressing import (
     status_of,
     wide,
 )
-from detonation.kernels.gpu.choosing import largest_of, places_of_row
-from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.gpu.numbers import product_of, quantised, store_bf16, store_fp32, store_packed
+from detonation.kernels.gpu.parts.choosing import largest_of, places_of_row
+from detonation.kernels.gpu.parts.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def encode_kernel(
     ARRIVED_PRECISION: tl.constexpr, ARRIVED_BLOCK: tl.constexpr, ARRIVED_WIDTH: tl.constexpr,
     ARRIVED_BITMAP: tl.constexpr,
     RELEASE: tl.constexpr, MEMORY: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr, STATUSES: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """Encodes units of `UNIT` rows, so that no two programs write a byte or a block of the precision.
 
@@ -75,7 +75,10 @@ def encode_kernel(
             `owner_owned` say which of `flat_rows` they are, as in `dealt_row`.
         arrived: With an `AGGREGATION` the signal is what the messages of `replicas` make, in coefficients; these
             describe them as the arguments above do the message that is written.
-        scratch, numbers: `[programs, UNIT * K]` fp32, `[programs, UNIT * max(K, CHUNK)]` uint8.
+        scratch, numbers: `[programs, UNIT * K]` fp32, for int8 with 256 int64 after each; and
+            `[programs, UNIT * max(K, CHUNK)]` uint8.
+        SHORT: Whether a unit ends with its last row; else rows that do not exist are masked alone, and the bound that
+            is known saves registers.
         RELEASE: How the sent part leaves the residual: "exact", "rounded" to bf16, or "read" from the message, as every
             receiver does; "" where it stays.
     """
@@ -83,14 +86,16 @@ def encode_kernel(
     in_row = column < CHUNK
     silent = status_of(status, statuses, STATUSES) != 0
     kept = tl.where(silent, 1.0, decay)
-    scratch += tl.program_id(0).to(tl.int64) * UNIT * K
+    scratch += tl.program_id(0).to(tl.int64) * (UNIT * K + (512 if PRECISION == "int8" else 0))
     numbers += tl.program_id(0).to(tl.int64) * UNIT * (CHUNK if BITMAP else K)
     units_each = tl.cdiv(owned, UNIT)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         which = (unit // units_each).to(tl.int64)
         begin = (unit % units_each).to(tl.int64) * UNIT
         values_out = message + which * stride
-        for part in range(0, UNIT, ROWS):
+        here = tl.minimum(owned - begin, UNIT).to(tl.int32)
+        end = here if SHORT else UNIT
+        for part in range(0, end, ROWS):
             within = part + tl.arange(0, ROWS)
             local = begin + within
             row, slot, start, present, inside, at = rows_of_message(
@@ -150,7 +155,6 @@ def encode_kernel(
                     signal -= sent * alpha
                 tl.store(place, signal, mask=inside)
         tl.debug_barrier()  # other threads of this program wrote the numbers that are read now
-        here = tl.minimum(owned - begin, UNIT).to(tl.int32)
         if WIDTH > 0:
             if BITMAP:
                 store_packed(
@@ -160,7 +164,14 @@ def encode_kernel(
                 store_packed(
                     values_out + indices_at + begin * K * WIDTH // 8, numbers, here * K, UNIT * K, WIDTH, BYTES
                 )
-        if BLOCK > 1:
+        if PRECISION == "int8":
+            for first in range(0, here * K, BLOCK):
+                write_int8(
+                    values_out + begin * K + first, values_out + statistics_at, scratch + first,
+                    tl.minimum(here * K - first, BLOCK), (begin * K + first) // BLOCK,
+                    (scratch + UNIT * K).to(tl.pointer_type(tl.int64), bitcast=True), 1024
+                )  # fmt: skip
+        elif BLOCK > 1:
             item = tl.arange(0, BLOCK)
             bits: tl.constexpr = 1 if PRECISION == "sign" else 2 if PRECISION == "2bit" else 4
             each: tl.constexpr = 8 // bits
@@ -178,7 +189,7 @@ def encode_kernel(
                 tl.store(values_out + (begin * K + block * BLOCK) // each + octet, packed.to(tl.uint8), mask=used)
         tl.debug_barrier()  # all have read them: the next unit may overwrite them; and the message is written
         if RELEASE == "read":
-            for part in range(0, UNIT, ROWS):
+            for part in range(0, end, ROWS):
                 local = begin + part + tl.arange(0, ROWS)
                 row, slot, start, present, inside, at = rows_of_message(
                     which, local, starts, numels, slots, rows, count, turns, run, owned, table, turn, first_row, owner,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.addressing import scan_kernel, settle_kernel
+from detonation.kernels.gpu.checks import inspect_sum_kernel, scan_kernel, seal_sum_kernel, settle_kernel
+from detonation.kernels.gpu.decode import weigh_kernel
 from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
 from detonation.kernels.gpu.messages import inspect_kernel, seal_kernel
 
@@ -106,6 +107,18 @@ class Inspector:
         )  # fmt: skip
         return self._table
 
+    def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
+        """Writes the weights of `aggregate.ClippedMean`.
+
+        Shapes: message `[count, nbytes]` uint8, from the first value on; weights `[count]` fp32.
+        """
+        launch(
+            weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
+            places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
+            PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4), SOME=OCTETS,
+            REPLICAS=power(self._count),
+        )  # fmt: skip
+
     def _lines(self, runs: Sequence[RowRun]) -> tuple[Tensor, int]:
         """Where the parts of runs lie in the whole, and its lines."""
         total = HEADER_BYTES + sum(sum(run.lengths) for run in runs)
@@ -129,6 +142,41 @@ def _addresses(runs: Sequence[RowRun]) -> list[int]:
     """Where each of `RUNS` runs begins, and how far its messages are apart."""
     given = [*runs, *[runs[0]] * (RUNS - len(runs))]
     return [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
+
+
+class SumInspector:
+    """Seals the sums of an all-reduce, and inspects them, in memory that it keeps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
+        self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # zero again after every launch
+
+    def seal(self, status: Tensor, digits: Tensor, first: int, each: int) -> None:
+        """Writes a status as `each` digits, from digit `first` on, and zeros in the other places.
+
+        Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
+        """
+        launch(
+            seal_sum_kernel, 1, status, status.numel(), digits, len(digits), first,
+            EACH=each, STATUSES=power(status.numel()), SOME=power(len(digits)),
+        )  # fmt: skip
+
+    def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
+        """Writes to `report` whether the values of all runs are finite, and then the digits.
+
+        Args:
+            runs: At most `RUNS`, of one type.
+
+        Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]` fp32.
+        """
+        given = [*runs, *[runs[0]] * (RUNS - len(runs))]
+        programs = 2 if INTERPRETED else max(1, min(SCANNING, -(-sum(run.numel() for run in runs) // OCTETS)))
+        launch(
+            inspect_sum_kernel, programs, *(number for run in given for number in (run.data_ptr(), run.numel())),
+            digits, report, len(digits), self._faults, programs, self._arrivals,
+            RUNS=len(runs), PRECISION="bf16" if runs[0].dtype == torch.bfloat16 else "fp32", SOME=OCTETS,
+            PARTS=power(programs), DIGITS=power(len(digits)),
+        )  # fmt: skip
 
 
 class Scanner:

@@ -1,24 +1,24 @@
 """Launches: the host's side of the Triton kernels. Nothing here reads from a device, or waits for it."""
 
 import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.choosing import rotation_kernel
-from detonation.kernels.gpu.decode import decode_kernel, weigh_kernel
+from detonation.kernels.gpu.decode import decode_kernel
 from detonation.kernels.gpu.encode import encode_kernel
 from detonation.kernels.gpu.inspection import (
-    OCTETS,
-    PARTS,
+    RUNS,
     SCANNING,
     Inspector,
     Limits,
     RowRun,
     Scanner,
+    SumInspector,
     is_aligned,
     power,
     settled,
@@ -34,6 +34,7 @@ from detonation.kernels.gpu.launching import (
     launch_counts,
     uploaded,
 )
+from detonation.kernels.gpu.parts.choosing import rotation_kernel
 
 __all__ = [
     "KIND_OF",
@@ -49,10 +50,9 @@ __all__ = [
     "RowRun",
     "Scanner",
     "Slots",
-    "clipped_weights",
+    "SumInspector",
     "is_aligned",
     "launch_counts",
-    "rotations_of",
     "settled",
     "uploaded",
 ]
@@ -62,6 +62,8 @@ PROGRAMS = 1024
 TILE = 65536 if INTERPRETED else 1024
 """About the coordinates that a program holds in registers at once: with more of them, they spill. The interpreter takes
 as long for few as for many."""
+WORKED_ON = 2**24
+"""The most values that programs work on at once, beyond their registers: 64 MiB, about what a cache holds."""
 PERMUTATIONS = 64
 """The permutations of a random selection, as in `selection.Random`."""
 
@@ -111,23 +113,6 @@ class Rotations:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=16)
-def scratch_of(values: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory in which the programs of one launch work; all buckets share it, because no two launches run side by side.
-
-    Shapes: -> `[values]` fp32, `[numbers]` uint8.
-    """
-    return torch.empty(values, dtype=torch.float32, device=device), torch.empty(
-        numbers, dtype=torch.uint8, device=device
-    )
-
-
-@lru_cache(maxsize=64)
-def rotations_of(coding: Coding, seed: int, device: torch.device) -> Rotations:
-    """The rotations of a selection, which the buckets and owners of a step share."""
-    return Rotations.room(coding, device)
-
-
 @dataclass(frozen=True)
 class Arrivals:
     """Messages whose aggregate is the signal of a message: those that the owner of rows received.
@@ -155,6 +140,8 @@ class Coder:
 
     Args:
         rotations: Of a selection that all replicas share.
+        shared: Keeps the memory in which programs work, for all launches that never run side by side
+            (`Runtime.shared`).
         of_owner: Whose rows these are: the arguments `owner` to `flat_rows` of `encode_kernel`; all rows when left
             out.
         forward, inverse: The matrices of the basis, `[chunk, chunk]` fp32; `forward` is multiplied from the right.
@@ -167,6 +154,7 @@ class Coder:
         forward: Tensor,
         inverse: Tensor,
         rotations: Rotations,
+        shared: Callable[[Hashable, Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]],
         first_row: int = 0,
         of_owner: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
@@ -174,15 +162,19 @@ class Coder:
         self._of_owner = of_owner or (0, 1, 0, 1, slots.rows, slots.rows)
         side = coding.columns if coding.basis == "dct" else 1
         self._forward, self._inverse = (padded_matrix(each, side) for each in (forward, inverse))
-        self._rows = max(16, TILE // coding.columns)
+        least = 16 if coding.basis == "dct" else 1  # the rows of a matrix product
+        self._rows = max(least, TILE // coding.columns)
         if INTERPRETED:  # which takes its time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))
         self._unit = max(self._rows, coding.block // math.gcd(coding.block, coding.k))
-        self._programs = max(1, min(PROGRAMS, -(-slots.rows // self._unit)))
+        values = self._unit * coding.k + 512 * (coding.precision == "int8")  # of a program; 256 int64 are bins
+        most = min(PROGRAMS, max(1, WORKED_ON // values)) if coding.block > 1 else PROGRAMS
+        self._programs = max(1, min(most, -(-slots.rows // self._unit)))
         room = self._programs * self._unit
         each = coding.chunk if coding.bitmap else coding.k if coding.width else 0
-        values = room * coding.k if coding.block > 1 else 0
-        self._scratch, self._numbers = scratch_of(max(1, values), max(1, room * each), slots.device)
+        values = self._programs * values if coding.block > 1 else 0
+        sizes = max(1, values), max(1, room * each)
+        self._scratch, self._numbers = shared(("scratch", *sizes), partial(_scratch, *sizes, slots.device))
 
     def encode(
         self,
@@ -220,6 +212,7 @@ class Coder:
             **coding.constants, ALIGNED=is_aligned(message, 4), AGGREGATION=given.aggregation,
             **given.constants, RELEASE=release, MEMORY=residual is not None, KINDS=signals.kinds, SEARCH=slots.search,
             STATUSES=power(status.numel()), UNIT=self._unit, ROWS=self._rows, BYTES=65536 if INTERPRETED else 256,
+            SHORT=INTERPRETED or coding.precision == "int8",  # which takes its time for them, or whose units are long
         )  # fmt: skip
 
     def decode(
@@ -233,11 +226,15 @@ class Coder:
         flat: Tensor | None = None,
         rates: Tensor | None = None,
         weights: Tensor | None = None,
+        runs: Sequence[tuple[int, Tensor]] = (),
+        report: Tensor | None = None,
     ) -> None:
         """Decodes messages and does with the update what `into` says; see `decode_kernel`.
 
         Args:
-            aggregation: "mean", "nonzero", "majority" or "weighted".
+            aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all messages.
+            runs: Of the sum: the first row of each run, and its values from there on; at most `RUNS`.
+            report: Of the sum, see `SumInspector.inspect`.
 
         Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]` and weights `[messages]`
         fp32.
@@ -245,38 +242,23 @@ class Coder:
         slots = self.slots
         if not slots.rows:
             return
+        placed = [*runs, *[(0, message)] * (RUNS - len(runs))]
         launch(
             decode_kernel, -(-slots.rows // self._rows),
             message, message.stride(0), places.statistics_at, places.indices_at, replicas,
             places.count, places.turns, places.run, places.owned,
+            placed[0][1].data_ptr(), *(number for row, run in placed[1:] for number in (run.data_ptr(), row)),
+            self._inverse if report is None else report,
             self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
             self._inverse if flat is None else flat, targets.table, slots.starts, slots.numels, slots.count, slots.rows,
             self._inverse if rates is None else rates, self._inverse if weights is None else weights,
             **self.coding.constants, ALIGNED=is_aligned(message, 4),
             AGGREGATION=aggregation, INTO=into, KINDS=targets.kinds, SEARCH=slots.search,
-            ROWS=self._rows, warps=16 if self.coding.basis == "dct" and self.coding.columns > 64 else 8,
+            ROWS=self._rows, RUNS=len(runs), warps=16 if self.coding.basis == "dct" and self.coding.columns > 64 else 8,
         )  # fmt: skip
 
 
-def clipped_weights(message: Tensor, places: Places, coding: Coding) -> Tensor:
-    """The weights of `aggregate.ClippedMean`, of the messages of all replicas.
-
-    Shapes: message `[replicas, nbytes]` uint8, from the first value on -> `[replicas]` fp32.
-    """
-    replicas, device = len(message), message.device
-    weights = torch.empty(replicas, dtype=torch.float32, device=device)  # which waits with its messages
-    squares, arrivals = _weighing(replicas, device)
-    launch(
-        weigh_kernel, replicas * PARTS, message, message.stride(0), places.statistics_at, places.owned * coding.k,
-        squares, PARTS, arrivals, weights, replicas,
-        PRECISION=coding.precision, BLOCK=coding.block, ALIGNED=is_aligned(message, 4), SOME=OCTETS,
-        REPLICAS=power(replicas),
-    )  # fmt: skip
-    return weights
-
-
-@lru_cache(maxsize=16)
-def _weighing(replicas: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The squares and the counter of `weigh_kernel`."""  # [replicas, PARTS] fp32, [1] int32
-    squares = torch.empty(replicas, PARTS, dtype=torch.float32, device=device)
-    return squares, torch.zeros(1, dtype=torch.int32, device=device)
+def _scratch(values: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory in which programs work."""  # [values] fp32, [numbers] uint8
+    octets = torch.empty(numbers, dtype=torch.uint8, device=device)
+    return torch.empty(values, dtype=torch.float32, device=device), octets

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.addressing import BF16, FP16, FP32
+from detonation.kernels.gpu.parts.addressing import BF16, FP16, FP32
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
@@ -26,7 +26,7 @@ class Coding:
     Args:
         basis: "dct" or "none".
         selection: "topk", "random", "striding" or "slicing".
-        precision: "fp32", "bf16", "sign", "2bit", "4bit", or "int8" to decode.
+        precision: "fp32", "bf16", "sign", "2bit", "4bit" or "int8".
         block: The values that are encoded together.
         width: Bits of an index; 0 where none is sent. With `bitmap` a row has a bit for each coefficient.
     """

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import status_of, wide
-from detonation.kernels.gpu.numbers import facts_of
+from detonation.kernels.gpu.parts.addressing import status_of, wide
+from detonation.kernels.gpu.parts.numbers import facts_of
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
 HEADER_WORDS = tl.constexpr(16)

@@ -126,36 +126,3 @@ def message_of_row(row, messages, turns, run, owned):
     dealt = row < turns * messages
     message = tl.where(dealt, block % messages, rest // left)
     return message, tl.where(dealt, block // messages * run + row % run, turns + rest % left)
-
-
-@triton.jit
-def scan_kernel(
-    signals, starts, numels, numbers, slots, rows, limit, found,
-    ROW: tl.constexpr, ROWS: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr
-):  # fmt: skip
-    """Writes for each program 1 + the number of the first tensor with a value that is not finite or above `limit`; 0
-    where none has.
-
-    numbers: Of the tensors, rising, `[slots]` int64.
-    """
-    column = tl.arange(0, ROW)
-    first = tl.zeros([ROWS], dtype=tl.int64) + slots
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = wide(tile) * ROWS + tl.arange(0, ROWS)
-        present = row < rows
-        row = tl.where(present, row, 0)
-        slot = slot_of(starts, row, slots, SEARCH)
-        start, left = span_of(starts, numels, slot, row, ROW)
-        inside = present[:, None] & (column[None, :] < left[:, None])
-        value = tl.abs(load_coordinates(signals, slot, slots, start, column, inside, KINDS))
-        beyond = tl.max(tl.where(value <= limit, 0, 1), axis=1)
-        first = tl.minimum(first, tl.where(beyond > 0, slot, slots))
-    slot = tl.min(first, axis=0)
-    number = tl.load(numbers + tl.minimum(slot, slots - 1))
-    tl.store(found + tl.program_id(0), tl.where(slot < slots, number + 1, 0))
-
-
-@triton.jit
-def settle_kernel(found, programs, status, SOME: tl.constexpr):
-    """Writes what all programs found as one number; see `status_of`."""
-    tl.store(status, status_of(found, programs, SOME))

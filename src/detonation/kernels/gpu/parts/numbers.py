@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
-from detonation.kernels.gpu.addressing import bf16_bits, wide
+from detonation.kernels.gpu.parts.addressing import bf16_bits, wide
+
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The largest finite fp32 number."""
 
 
 @triton.jit
@@ -175,10 +178,62 @@ def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION
 
 
 @triton.jit
+def rounded(numbers):
+    """The nearest whole numbers to fp32 numbers, ties to even."""
+    size = tl.abs(numbers)
+    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)  # 2**23: from there on all are whole
+    return tl.where(numbers < 0, -whole, whole)
+
+
+@triton.jit
+def write_int8(octets, statistics, values, count, block, totals, SOME: tl.constexpr):
+    """Encodes the block number `block` of a message, of `count` values: its codes and statistics (`precision.Int8`).
+
+    The only additions of values whose order is open: of whole numbers, so that it changes no bit.
+
+    Args:
+        octets: Where the code of the first value goes.
+        totals: `[256]` int64, in which the program works: 2**17 times the sum of a bin, and the number of its values.
+    """
+    item, bin_number = tl.arange(0, SOME), tl.arange(0, 256)
+    square = tl.zeros([SOME], dtype=tl.float32)
+    for first in range(0, count, SOME):
+        value = tl.load(values + first + item, mask=first + item < count, other=0.0)
+        square += value * value
+    deviation = tl.div_rn(
+        tl.sqrt_rn(tl.sum(square, axis=0)), tl.sqrt_rn((tl.zeros([1], tl.int32) + count).to(tl.float32))
+    )
+    width = tl.maximum(deviation, 1e-30) * 0.046875
+    tl.store(totals + bin_number, tl.zeros([256], tl.int64))
+    tl.debug_barrier()
+    for first in range(0, count, SOME):
+        real = first + item < count
+        scaled = tl.div_rn(tl.load(values + first + item, mask=real, other=0.0), tl.zeros([SOME], tl.float32) + width)
+        code = rounded(tl.minimum(tl.maximum(scaled, -127.0), 127.0)).to(tl.int32) + 128
+        code = tl.minimum(tl.maximum(code, 0), 255)  # of what is not a number, too
+        tl.store(octets + first + item, code.to(tl.uint8), mask=real)
+        units = rounded(scaled * 4096.0).to(tl.int64)
+        tl.atomic_add(totals + code, units * 131072 + 1, mask=real, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    total = tl.load(totals + bin_number)
+    number = tl.maximum(total & 131071, 1).to(tl.float32)
+    mean = tl.div_rn((total >> 17).to(tl.float32), number) * (width * 0.000244140625)
+    store_bf16(statistics, block * 256 + bin_number, tl.where(bin_number == 128, 0.0, mean), bin_number < 256)
+    tl.debug_barrier()  # before the next block begins with zeros
+
+
+@triton.jit
 def square_of(value):
     """The square of fp32 numbers, above 0 unless they are 0: a norm of 0 says that nothing was sent."""
     square = value * value
     return tl.where(value == 0, 0.0, tl.where(square < 1.2e-38, 1.2e-38, square))
+
+
+@triton.jit
+def finite_size(statistic):
+    """The magnitudes of fp32 numbers, infinite of what is not a number: a maximum would pass over it."""
+    size = tl.abs(statistic)
+    return tl.where(size <= LARGEST, size, float("inf"))
 
 
 @triton.jit
@@ -203,19 +258,25 @@ def facts_of(
             number = wide(first) * SOME + item
             value = load_value(values, values, number, number < numbers, PRECISION, BLOCK, ALIGNED)
             square += square_of(value)
+    elif PRECISION == "int8":
+        block_item, level = tl.arange(0, SOME // 256), tl.arange(0, 256)
+        blocks = tl.cdiv(numbers, BLOCK)
+        for first in range(part, tl.cdiv(blocks, SOME // 256), parts):
+            block = (wide(first) * (SOME // 256) + block_item)[:, None]
+            statistic = load_bf16(values + statistics_at, block * 256 + level[None, :], block < blocks)
+            largest = tl.max(finite_size(statistic), axis=1)
+            square += tl.where(item == 0, tl.sum(square_of(largest), axis=0), 0.0)
     else:
-        each: tl.constexpr = 4 if PRECISION == "2bit" else 256 if PRECISION == "int8" else 1
+        each: tl.constexpr = 4 if PRECISION == "2bit" else 1
         blocks = tl.cdiv(numbers, BLOCK)
         for first in range(part, tl.cdiv(blocks, SOME), parts):
             block = wide(first) * SOME + item
             largest = tl.zeros([SOME], dtype=tl.float32)
             for number in range(each):
                 statistic = load_bf16(values + statistics_at, block * each + number, block < blocks)
-                size = tl.abs(statistic)
-                largest = tl.where(size <= largest, largest, size)  # keeps what is not a number
-                if PRECISION != "int8":
-                    signed = tl.where(number > 1, -statistic, statistic)
-                    found |= tl.where(signed >= 0, 0, 4)
+                largest = tl.maximum(largest, finite_size(statistic))
+                signed = tl.where(number > 1, -statistic, statistic)
+                found |= tl.where(signed >= 0, 0, 4)
             square += square_of(largest)
     if WIDTH > 0:
         if BITMAP:
