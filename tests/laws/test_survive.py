@@ -200,6 +200,18 @@ def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path)
     assert not [*tmp_path.glob(".step*")]
 
 
+def test_replicas_renumber_in_fp32_wherever_synchronize_is_called(monkeypatch):
+    model = torch.nn.Linear(4, 4)
+    optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(2), dt.demo(topk=1, chunk=4))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    seen = []
+    monkeypatch.setattr(optimizer, "renumber", lambda: seen.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        optimizer.synchronize()
+    assert seen == [False]
+
+
 def test_a_replica_that_stood_still_itself_takes_nobody_for_lost():
     membership = Membership(HashStore(), 0, 1, 0, 1, 30.0, 1, print)
     membership.stop()

@@ -111,9 +111,8 @@ def complete(
     """Completes open rounds and updates in flight before `step`, and lets `buffers` become equal. Collective."""
     if consensus.decides_on_device:
         consensus.begin(step)
-    with consensus.runtime.exact_arithmetic():
-        for replicator in replicators:
-            replicator.synchronize(step)
+    for replicator in replicators:
+        replicator.synchronize(step)
     buffers(replicators)
     consensus.conclude(step)
 

@@ -173,9 +173,9 @@ class Replicated(OptimizerWrapper):
         Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
         self.refuse_overlap()
         if self._consensus is not None:
-            self.renumber()
-            changes.complete(self.build(), self._consensus, self._buffers, self.step_count)
-            self._end("synchronize")
+            with self._consensus.runtime.exact_arithmetic():
+                self.renumber()
+                self._complete(self._consensus)
 
     @in_turn
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
@@ -256,6 +256,10 @@ class Replicated(OptimizerWrapper):
         for replicator in self._replicators or []:
             replicator.refuse_overlap()
 
+    def _complete(self, consensus: StopConsensus) -> None:
+        changes.complete(self.build(), consensus, self._buffers, self.step_count)
+        self._end("synchronize")
+
     def _end(self, what: str) -> None:
         if self.tape:
             self.tape.end(what, self)
@@ -276,8 +280,7 @@ class Replicated(OptimizerWrapper):
         if not changes.lost_before(self.levels, self.step_count):
             return
         if self._consensus and changes.newcomer_needs_all(self.levels, self.step_count):
-            changes.complete(self.build(), self._consensus, self._buffers, self.step_count)
-            self._end("synchronize")
+            self._complete(self._consensus)
         old = self._by_level
         grown = changes.renumber(self.levels, self._replicators or [], self._routes.values(), self.step_count)
         made = self._lay_out(self._trained.laid_out)
