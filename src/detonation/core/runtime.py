@@ -77,7 +77,7 @@ class Runtime:
                 products.fp32_precision = allowed
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What the kernels of this optimizer share under `key`, as `make` returned it first.
+        """The object under `key` that the kernels of this optimizer share, as `make` returned it first.
 
         They run one after the other. Those of another optimizer may run beside them, on another stream, and share none.
         """

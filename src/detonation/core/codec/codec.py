@@ -13,7 +13,7 @@ import torch
 from detonation.core.codec.aggregate import Aggregation, Received
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import Basis
-from detonation.core.codec.form import MessageForm, SharedIndices
+from detonation.core.codec.form import MessageForm, SharedIndices, indices_by_rule
 from detonation.core.codec.indices import IndexCoding, PackedIndices, Unpackable, narrow
 from detonation.core.codec.precision import FP32, Precision
 from detonation.core.codec.selection import Selection
@@ -103,8 +103,7 @@ class Codec:
         """
         if not self.selection.shared or self.dense:
             return None
-        like = torch.empty(1, self.selection.chunk, dtype=torch.float32, device=device)
-        return self.selection.indices(like.expand(rows, -1), step, seed)
+        return indices_by_rule(self.selection, rows, step, seed, device)
 
     def pick(self, coefficients: Tensor, shared: Tensor | Unpackable | None, out: Tensor | None = None) -> Selected:
         """The coefficients at the indices that all replicas share or, without them, at the indices of the selection.

@@ -67,6 +67,15 @@ class Sums:
     shared: Tensor | SharedIndices | None
 
 
+def indices_by_rule(selection: Selection, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
+    """The indices of a selection that all replicas share: they depend on no coefficient.
+
+    Shapes: -> `[rows, k]` int64.
+    """
+    like = torch.empty(1, selection.chunk, dtype=torch.float32, device=device)
+    return selection.indices(like.expand(rows, -1), step, seed)
+
+
 @dataclass(frozen=True)
 class SharedIndices:
     """The indices that a shared selection sends of some rows at one step; computed on first use, and only once.
@@ -86,10 +95,8 @@ class SharedIndices:
 
         Shapes: -> `[rows, k]` of `IndexCoding.dtype`.
         """
-        chunk, k = self.selection.chunk, self.selection.k
-        like = torch.empty(1, chunk, dtype=torch.float32, device=self.device)
-        found = self.selection.indices(like.expand(self.rows, -1), self.step, self.seed)
-        return found.to(IndexCoding(chunk, k).dtype)
+        found = indices_by_rule(self.selection, self.rows, self.step, self.seed, self.device)
+        return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
 
     def of_all(self, rows: int) -> SharedIndices:
         """The indices of all `rows` rows of the flat that these rows begin."""

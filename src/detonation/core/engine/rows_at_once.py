@@ -14,14 +14,13 @@ from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import FP32, Float
 from detonation.core.compute.scatter_sum import ONE_PASS_CHUNK
+from detonation.core.flat.rows import BUCKETS
 
 if TYPE_CHECKING:
     from detonation.core.codec.aggregate import Received
 
 UNIT = 64
 """The rows that are always worked on together: a product of few rows may round differently."""
-BUCKETS = 4
-"""The buckets of a flat, of which the coefficients of all may wait for the end of a collective."""
 LARGE = 2**28
 """The coordinates from which memory counts more than launches where both cannot be had: a step then takes 10 ms or
 more, of which some 80 launches less would save 0.4."""

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
     T = TypeVar("T", Tensor, Tensor | None)
 
+BUCKETS, SMALL_BUCKETS = 4, 8
+"""The most buckets that a flat is cut into; the second where the network adds up the messages, or a round ends. Each
+costs an accelerator some launches: a sum the fewest, and rounds are rare. Small ones take less memory."""
+
 
 @dataclass(frozen=True)
 class Span:

@@ -5,12 +5,9 @@ from dataclasses import replace
 
 from detonation.core.codec.codec import Codec
 from detonation.core.flat.layout import Layout
-from detonation.core.flat.rows import Bucket
+from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS, Bucket
 from detonation.core.schemes.scheme import Scheme
 
-BUCKETS, SMALL_BUCKETS = 4, 8
-"""The most buckets that a flat is cut into; the second where the network adds up the messages, or a round ends. Each
-costs an accelerator some launches: a sum the fewest, and rounds are rare. Small ones take less memory."""
 SMALLEST = 2**20
 """The least bytes of a bucket in fp32."""
 
