@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,25 @@ NOISE = 0.05
 Row = dict[str, Any]
 
 
-def run(cell: Cell) -> Row:
-    """Trains one run and returns its row; `val_loss` is None where the loss became non-finite."""
+def run(cell: Cell, recorder: Callable[[Any], Any] = lambda session: None) -> Row:
+    """Trains one run and returns its row; `val_loss` is None where the loss became non-finite.
+
+    recorder: Makes the recorder of each replica's training; none where it returns None.
+    """
     from detonation.cluster.network.simulated import simulate_replicas
     from detonation.train.loop.fit import NonFiniteLoss
     from detonation.train.verbs.simulate import Simulation, configured, train_virtual, virtual
 
     sets = (*cell.sets, "train.validate_every=0", f"seed={cell.seed}")
     config = configured(Simulation(Path(cell.recipe), sets, cell.replicas, cell.total))
+
+    def act(communicator: Any) -> Row:
+        session = virtual(config, communicator)
+        return train_virtual(session, recorder(session))
+
     began = time.process_time()
     try:
-        summary = simulate_replicas(lambda communicator: train_virtual(virtual(config, communicator)), cell.replicas)[0]
+        summary = simulate_replicas(act, cell.replicas)[0]
     except NonFiniteLoss:
         summary = {"val_loss": None}
     columns = (

@@ -1,7 +1,8 @@
 """Methods that are compared with the same budget of tuning, and judged on seeds that did not tune them.
 
-Seed 0 tunes a method: each of its learning rates with a cosine that ends at 0.1 of it, then the best of them with one
-that ends at 0. Seeds from 1 on judge the best setting. Rows are kept in a file, so that runs can be stopped.
+Seed 0 tunes a method: each of its learning rates with a cosine that ends at the first floor (0.1 of the rate), then the
+best of them with the other floors (0). Seeds from 1 on judge the best setting. Rows are kept in a file, so that runs
+can be stopped.
 """
 
 import dataclasses
@@ -19,7 +20,11 @@ Rows = dict[tuple[object, ...], Row]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One line of a table. `sets`: settings without a learning rate; `rates`: the learning rates that are tried."""
+    """One line of a table.
+
+    sets: settings without a learning rate; rates, floors: the learning rates that are tried, and the shares of them at
+    which the cosine ends.
+    """
 
     study: str
     name: str
@@ -29,18 +34,19 @@ class Method:
     total: int
     replicas: int = 2
     seeds: int = 3
+    floors: tuple[float, ...] = (0.1, 0.0)
 
     def cell(self, rate: float, floor: float, seed: int) -> Cell:
         sets = f"{self.sets} optimizer.lr={rate} schedule.floor={floor}"
         return Cell(self.study, self.name, self.recipe, tuple(sets.split()), self.replicas, self.total, seed)
 
     def tried(self, done: Rows) -> list[Cell]:
-        """The settings that seed 0 tries: the last is known once all rates are done."""
-        rates = [self.cell(rate, 0.1, 0) for rate in self.rates]
+        """The settings that seed 0 tries: those with other floors are known once all rates are done."""
+        rates = [self.cell(rate, self.floors[0], 0) for rate in self.rates]
         if any(cell.key not in done for cell in rates):
             return rates
         best = min(zip(rates, self.rates, strict=True), key=lambda pair: loss(done[pair[0].key]))[1]
-        return [*rates, self.cell(best, 0.0, 0)]
+        return [*rates, *(self.cell(best, floor, 0) for floor in self.floors[1:])]
 
     def best(self, done: Rows) -> Cell | None:
         """The setting that seed 0 chose; None until it has tried all."""
