@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from drawing import drawn
 from frontier_grid import QUICK, Cell, grid
 
 RESULTS = [Path(f"benchmarks/results/2026-11-{day}-frontier.jsonl") for day in (20, 22)]
@@ -129,17 +130,13 @@ def figure(found: Sequence[Row], path: Path) -> None:
     Filled points are judged (mean, best and worst seed), hollow points are tuning runs. The grey band around AdamW with
     full synchronisation is the `NOISE` of single runs.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from detonation.report.figures.colours import LIGHT
 
     asked = [row for row in found if row["study"] in ("bytes", "tuning") and row["recipe"] == QUICK]
     shown = [row for row in asked if row["val_loss"]]
     methods = list(dict.fromkeys(row["method"] for row in shown))
     full = statistics.fmean(row["val_loss"] for row in shown if row["method"] == "AdamW, full")
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 10}):
-        drawing = Figure(figsize=(8.6, 4.2), layout="constrained")
+    with drawn(path, 8.6, 4.2) as drawing:
         axes = drawing.add_subplot()
         axes.axhspan(full - NOISE / 2, full + NOISE / 2, color="0.92", zorder=0)
         for (method, study, _), same in groups(shown, "method", "study", "sets").items():
@@ -164,9 +161,6 @@ def figure(found: Sequence[Row], path: Path) -> None:
         axes.margins(y=0.12)
         axes.set_xlabel("bytes per parameter and step, sent by one of 2 replicas")
         axes.set_ylabel("validation loss (nats per byte)")
-        axes.spines[["top", "right"]].set_visible(False)
-        drawing.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-        drawing.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def main() -> None:

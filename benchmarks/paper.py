@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
+from drawing import drawn
 from frontier import Row, rows
 from frontier_grid import Cell
 from tuning import Method, Rows, run_missing
@@ -183,14 +184,10 @@ def curves(task: str, done: Rows) -> dict[str, dict[int, Row]]:
 
 def figure(path: Path) -> None:
     """Validation loss, as the mean over seeds, against seconds: a row per task and a panel per link."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from detonation.report.figures.colours import LIGHT
 
     done = rows(LOSSES)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
-        drawing = Figure(figsize=(11, 0.4 + 2.6 * len(TASKS)), layout="constrained")
+    with drawn(path, 11, 0.4 + 2.6 * len(TASKS), dpi=80) as drawing:
         panels = drawing.subplots(len(TASKS), len(LINKS), sharex=True, sharey="row", squeeze=False)
         for row, name in zip(panels, TASKS, strict=True):
             found = curves(name, done)
@@ -204,14 +201,11 @@ def figure(path: Path) -> None:
                 axes.set_xscale("log")
                 axes.set_title(f"{name}, {link}", fontsize=9)
                 axes.grid(alpha=0.2)
-                axes.spines[["top", "right"]].set_visible(False)
             row[0].set_ylabel("validation loss (nats)")
         for axes in panels[-1]:
             axes.set_xlabel("seconds in steps")
         handles, labels = panels[0][0].get_legend_handles_labels()
         drawing.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-        drawing.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-        drawing.savefig(path.with_suffix(".png"), dpi=80)
 
 
 def mean_curve(runs: dict[int, Row]) -> tuple[list[int], list[float]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import frontier
+from drawing import drawn
 from frontier import Row, per_parameter, rows
 from frontier_grid import Cell
 from paired import Measured, judged, scheme_of, spread
@@ -91,18 +92,14 @@ def figure(done: Rows, path: Path) -> None:
 
     A dense method computes the same with any number of replicas but for the last bits, so its line is in each panel.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     from detonation.report.figures.colours import LIGHT
 
     shown = [(each, each.judged(done)) for each in methods() if each.study == "text"]
     shown = [(each, runs) for each, runs in shown if len(runs) >= 3]
     names = list(dict.fromkeys(each.name for each, _ in shown))
     dense = [name for _, name, _ in REFERENCES["text"]]
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "detonation", "font.size": 9}):
-        counts = sorted({each.replicas for each, _ in shown})
-        drawing = Figure(figsize=(4 + 3 * len(counts), 4.6), layout="constrained")
+    counts = sorted({each.replicas for each, _ in shown})
+    with drawn(path, 4 + 3 * len(counts), 4.6) as drawing:
         (panels,) = drawing.subplots(1, len(counts), sharex=True, sharey=True, squeeze=False)
         for axes, replicas in zip(panels, counts, strict=True):
             for each, runs in shown:
@@ -117,18 +114,15 @@ def figure(done: Rows, path: Path) -> None:
                     sent = per_parameter(next(iter(runs.values())))
                     axes.errorbar([sent], [mean], [half], fmt=style, color=colour, capsize=3, label=each.name)
             axes.set_xscale("log")
-            axes.set_xlim(5e-3, 1)
+            axes.set_xlim(5e-3, 6)
             axes.set_title(f"{replicas} replicas", fontsize=9)
             axes.set_xlabel("bytes per parameter and step, sent by a replica")
             axes.grid(alpha=0.2)
-            axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("validation loss (nats per byte)")
         labels = {
             text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         drawing.legend(labels.values(), labels, loc="outside right upper", frameon=False)
-        drawing.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-        drawing.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def main() -> None:
