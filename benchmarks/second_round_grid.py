@@ -64,7 +64,7 @@ def headline() -> Iterator[Method]:
     yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8)
     yield muon("Muon 0.8, full", FULL + MUON, seeds=8)
     yield muon("muloco 5, 2bit, Muon 0.8", muloco(5), seeds=8)
-    yield muon("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, seeds=8)
+    yield muon("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8)
     yield text("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES, seeds=8)
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8)
