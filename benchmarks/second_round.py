@@ -70,8 +70,7 @@ def table(done: Rows, study: str) -> str:
             sent = f"{per_parameter(done[each.tried(done)[0].key]):.4f}"
             mean = f"{statistics.fmean(row['val_loss'] for row in runs.values()):.4f}" if runs else ""
             cells = [each.name, str(each.replicas), each.chosen(done), sent, str(len(runs)), mean]
-            compared = ("" if runs == reference else against(runs, reference) for reference in references)
-            lines.append("| " + " | ".join([*cells, *compared]) + " |")
+            lines.append("| " + " | ".join([*cells, *(against(runs, reference) for reference in references)]) + " |")
     return "\n".join(lines)
 
 

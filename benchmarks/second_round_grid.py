@@ -104,24 +104,23 @@ def replicas() -> Iterator[Method]:
 
 def votes() -> Iterator[Method]:
     """What `random_sign` owes its loss to: one change at a time, with eight replicas."""
-    rates = VOTE_RATES[1:4]
     for decay in (0.0, 0.5, 0.97):
-        yield _votes(f"decay {decay}", vote(8, decay), rates)
+        yield _votes(f"decay {decay}", vote(8, decay))
     signs = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.9"
-    yield _votes("sent coordinates stay in the memory", vote(8) + " scheme.alpha=0", rates)
-    yield _votes("rounding error stays in the memory", vote(8) + " scheme.error_feedback=true", rates)
-    yield _votes("mean of signs", f"scheme.name=random scheme.rate=0.125 {signs} {SIGNSGD}", rates)
+    yield _votes("sent coordinates stay in the memory", vote(8) + " scheme.alpha=0")
+    yield _votes("rounding error stays in the memory", vote(8) + " scheme.error_feedback=true")
+    yield _votes("mean of signs", f"scheme.name=random scheme.rate=0.125 {signs} {SIGNSGD}")
     comb = f"scheme.name=striding scheme.rate=0.125 {signs} scheme.aggregate=majority_vote {SIGNSGD}"
-    yield _votes("a comb instead of random subsets", comb, rates)
-    yield _votes("no cycle", f"scheme.name=second_round_grid:independent_votes {SIGNSGD}", rates)
+    yield _votes("a comb instead of random subsets", comb)
+    yield _votes("no cycle", f"scheme.name=second_round_grid:independent_votes {SIGNSGD}")
     values = "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
     for decay in (0.9, 0.999):  # a 128th in bf16 is an eighth in signs
-        yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay), rates)
-    yield _votes("1/2, after 43 steps 1/16", vote(2) + " later:43:scheme.rate=0.0625", rates)
+        yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay))
+    yield _votes("1/2, after 43 steps 1/16", vote(2) + " later:43:scheme.rate=0.0625")
 
 
-def _votes(name: str, sets: str, rates: tuple[float, ...]) -> Method:
-    return Method("votes", name, QUICK, f"{COMMON} {sets}", rates, TEXT, 8, floors=(0.1,))
+def _votes(name: str, sets: str) -> Method:
+    return Method("votes", name, QUICK, f"{COMMON} {sets}", VOTE_RATES[1:4], TEXT, 8, floors=(0.1,))
 
 
 def references_of_rounds() -> Iterator[Method]:

@@ -104,7 +104,7 @@ def missing(methods: Iterable[Method], done: Rows) -> Iterator[Cell]:
 
 def against(runs: dict[int, Row], reference: dict[int, Row]) -> str:
     """Mean and 95 % interval of the relative difference on equal seeds, in percent; empty below three seeds."""
-    if runs is reference or len(set(runs) & set(reference)) < 3:
+    if runs == reference or len(set(runs) & set(reference)) < 3:
         return ""
     mean, ends, _ = judged(runs, {seed: row["val_loss"] for seed, row in reference.items()})
     assert ends is not None
