@@ -152,7 +152,7 @@ def compare(task: str, done: Rows, base: str, others: Sequence[str]) -> Iterator
         yield missing(task, base)
         return
     yield from (f"{task}, against {base}:", "")
-    yield from head(["method", "lr, floor", "loss", "accuracy", "BLEU", "difference, % [95 %]", "verdict"])
+    yield from head(["method", "lr", "loss", "accuracy", "BLEU", "difference, % [95 %]", "verdict"])
     for name in dict.fromkeys((base, *others)):
         runs = found[name].judged(done)
         judgement = verdict(runs, reference) if name != base else ""

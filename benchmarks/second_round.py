@@ -11,12 +11,14 @@ paired over seeds, against the two references of the study.
 
 import argparse
 import dataclasses
+import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import frontier
+import variants
 from drawing import drawn
 from frontier import Row, per_parameter, rows
 from frontier_grid import Cell
@@ -30,29 +32,36 @@ RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
 
 
 def run(cell: Cell) -> Row:
-    """Trains one run; a setting `later:STEP:scheme.KEY=VALUE` changes the scheme after so many steps."""
+    """Trains one run. The setting `later:STEP:CHANGE` changes it after so many steps (`Changing`)."""
     later = [each.split(":", 2)[1:] for each in cell.sets if each.startswith("later:")]
     if not later:
         return frontier.run(cell)
     ((step, change),) = later
     now = dataclasses.replace(cell, sets=tuple(each for each in cell.sets if not each.startswith("later:")))
-    row = frontier.run(now, lambda session: Reconfiguring(session, int(step), change))
+    row = frontier.run(now, lambda session: Changing(session.optimizer, int(step), change))
     return {**row, "sets": cell.sets}
 
 
-class Reconfiguring:
-    """A recorder of a training that changes one setting of the scheme after `step` steps."""
+class Changing:
+    """A recorder of a training that changes it after `step` steps.
 
-    def __init__(self, session: Any, step: int, change: str) -> None:
+    change: A setting of the scheme, `scheme.KEY=VALUE`, or the name of a function in benchmarks/variants.py.
+    """
+
+    def __init__(self, optimizer: dt.Replicated, step: int, change: str) -> None:
         self.records: list[Any] = []
-        self._session, self._step, self._change = session, step, change
+        self._optimizer, self._step, self._change = optimizer, step, change
 
     def add(self, record: Any) -> None:
         self.records.append(record)
-        if record.step == self._step:
-            ((_, scheme),) = self._session.optimizer.levels
-            key, value = self._change.removeprefix("scheme.").split("=")
-            self._session.optimizer.reconfigure(dt.scheme(scheme.name, {**scheme.arguments, key: float(value)}))
+        if record.step != self._step:
+            return
+        key, _, value = self._change.removeprefix("scheme.").partition("=")
+        if value:
+            ((_, scheme),) = self._optimizer.levels
+            self._optimizer.reconfigure(dt.scheme(scheme.name, {**scheme.arguments, key: json.loads(value)}))
+        else:
+            getattr(variants, key)(self._optimizer)
 
 
 def table(done: Rows, study: str) -> str:
@@ -61,7 +70,7 @@ def table(done: Rows, study: str) -> str:
     references = [every[key].judged(done) if key in every else {} for key in REFERENCES[study]]
     names = " | ".join(f"to {name}, %" for _, name, _ in REFERENCES[study])
     lines = [
-        f"| method | replicas | lr, floor | bytes per parameter and step | seeds | val loss | {names} |",
+        f"| method | replicas | lr | bytes per parameter and step | seeds | val loss | {names} |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for key, each in every.items():

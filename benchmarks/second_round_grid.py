@@ -1,22 +1,20 @@
 """The methods of benchmarks/second_round.py, by study, the most important first.
 
-Methods of an optimizer have the same budget of tuning in a study. A learning rate that ends at 0 was worse for each
-method that tried it, so later methods do not.
+Methods have the same budget of tuning (benchmarks/tuning.py). A learning rate that ends at 0 was worse for each method
+that tried it, so later methods do not.
 """
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from frontier_grid import LARGER, QUICK
 from tuning import Method
-
-import detonation as dt
-from detonation.core.codec.selection import Random
 
 COMMON = "data.source=sotu train.validation_batches=1000000"
 REFERENCES = {
     "text": (("text", "AdamW 0.999, full", 2), ("text", "Muon 0.8, full", 2)),
     "votes": (("text", "random_sign 1/8", 8), ("text", "AdamW 0.999, full", 2)),
+    "support": (("text", "demo 1/64 sign", 8), ("text", "AdamW 0.999, full", 2)),
+    "delay": (("text", "demo 1/64 sign", 2), ("text", "AdamW 0.999, full", 2)),
     "rounds": (("rounds", "AdamW, full", 2), ("rounds", "Muon, full", 2)),
     "size": (("size", "AdamW, full", 2), ("size", "Muon, full", 2)),
 }
@@ -33,9 +31,14 @@ SIGNSGD = "optimizer.name=SignSGD"
 FULL = "scheme.name=full "
 
 ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-MUON_RATES = (5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
+MUON_RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 SIGN_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 VOTE_RATES = (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)
+OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9)
+"""The learning rates and momenta of the outer step."""
+FLOOR = "schedule.floor=0.1"
+"""The learning rate ends at a tenth."""
+TO_ZERO = "schedule.floor=0.0"
 
 
 def methods() -> Iterator[Method]:
@@ -47,34 +50,34 @@ def methods() -> Iterator[Method]:
     yield from replicas()
     yield from rounds()
     yield from votes()
+    yield from support()
+    yield from delay()
     yield from larger()
 
 
-def text(name: str, sets: str, rates: tuple[float, ...], replicas: int = 2, seeds: int = 3) -> Method:
-    return Method("text", name, QUICK, f"{COMMON} {sets}", rates, TEXT, replicas, seeds)
-
-
-def muon(name: str, sets: str, count: int = 2, seeds: int = 3) -> Method:
-    """Three rates: with a momentum of 0.95 two more and a floor of 0 were worse for each method of Muon."""
-    return Method("text", name, QUICK, f"{COMMON} {sets}", MUON_RATES[:3], TEXT, count, seeds, floors=(0.1,))
+def text(
+    name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3, floors: tuple[str, ...] = (FLOOR,)
+) -> Method:
+    return Method("text", name, QUICK, f"{COMMON} {sets}", rates, TEXT, count, seeds, floors)
 
 
 def headline() -> Iterator[Method]:
     """Both dense references, and what reaches them in fewer bytes."""
-    yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8)
-    yield muon("Muon 0.8, full", FULL + MUON, seeds=8)
-    yield muon("muloco 5, 2bit, Muon 0.8", muloco(5), seeds=8)
-    yield muon("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON)
-    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8)
-    yield text("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES, seeds=8)
-    yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8)
-    yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8)
+    both = FLOOR, TO_ZERO
+    yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8, floors=both)
+    yield text("Muon 0.8, full", FULL + MUON, MUON_RATES, seeds=8)
+    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, seeds=8)
+    yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
+    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, floors=both)
+    yield text("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES, seeds=8, floors=both)
+    yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, floors=both)
+    yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8, floors=both)
     for count in (2, 8):
-        yield muon("muloco 30, 2bit, Muon 0.8", muloco(30), count)
-    yield muon("muloco 5, 2bit, Muon 0.8", muloco(5), 8)
-    yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8)
-    yield text("muloco 5, 2bit, Muon 0.95", muloco(5, LONG_MUON), MUON_RATES, seeds=8)
-    yield text("muloco 30, 2bit, Muon 0.95", muloco(30, LONG_MUON), MUON_RATES)
+        yield text("muloco 30, 2bit, Muon 0.8", muloco(30), MUON_RATES, count)
+    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, 8)
+    yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, floors=both)
+    yield text("muloco 5, 2bit, Muon 0.95", muloco(5, LONG_MUON), MUON_RATES, seeds=8, floors=both)
+    yield text("muloco 30, 2bit, Muon 0.95", muloco(30, LONG_MUON), MUON_RATES, floors=both)
 
 
 def optimizers() -> Iterator[Method]:
@@ -88,7 +91,7 @@ def optimizers() -> Iterator[Method]:
 def few_bits() -> Iterator[Method]:
     for precision in ("2bit", "sign"):
         loco = f"scheme.name=loco scheme.precision={precision} "
-        yield muon(f"loco {precision}, Muon 0.8", loco + MUON)
+        yield text(f"loco {precision}, Muon 0.8", loco + MUON, MUON_RATES)
         yield text(f"loco {precision}, AdamW", loco + ADAMW.format(0.999), ADAMW_RATES)
 
 
@@ -96,7 +99,7 @@ def replicas() -> Iterator[Method]:
     """The methods of two replicas with more of them, and the share that votes need."""
     for count in (4, 8):
         yield text("demo 1/64 sign", demo(1), SIGN_RATES, count)
-    yield muon("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, 8)
+    yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES, 8)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, 8)
     for share in (1, 2, 4, 16):
         yield text(f"random_sign 1/{share}", vote(share), VOTE_RATES, 8)
@@ -112,7 +115,7 @@ def votes() -> Iterator[Method]:
     yield _votes("mean of signs", f"scheme.name=random scheme.rate=0.125 {signs} {SIGNSGD}")
     comb = f"scheme.name=striding scheme.rate=0.125 {signs} scheme.aggregate=majority_vote {SIGNSGD}"
     yield _votes("a comb instead of random subsets", comb)
-    yield _votes("no cycle", f"scheme.name=second_round_grid:independent_votes {SIGNSGD}")
+    yield _votes("no cycle", f"scheme.name=variants:independent_votes {SIGNSGD}")
     values = "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
     for decay in (0.9, 0.999):  # a 128th in bf16 is an eighth in signs
         yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay))
@@ -120,52 +123,71 @@ def votes() -> Iterator[Method]:
 
 
 def _votes(name: str, sets: str) -> Method:
-    return Method("votes", name, QUICK, f"{COMMON} {sets}", VOTE_RATES[1:4], TEXT, 8, floors=(0.1,))
+    return Method("votes", name, QUICK, f"{COMMON} {sets}", VOTE_RATES, TEXT, 8)
+
+
+def support() -> Iterator[Method]:
+    """One support for all replicas in place of a top-k of each; nothing real can choose it better."""
+    one = f"scheme.name=variants:one_support {SIGNSGD} scheme.of_mean="
+    for name, of_mean in (("of the mean memory", True), ("of one replica in turn", False)):
+        yield Method("support", name, QUICK, f"{COMMON} {one}{str(of_mean).lower()}", SIGN_RATES, TEXT, 8)
+
+
+def delay() -> Iterator[Method]:
+    """Where the loss of a delay of one step comes from: the first steps, the memory, the guess."""
+    for name, sets in {
+        "as it is": demo(1),
+        "without look-ahead": demo(1) + " scheme.lookahead=false",
+        "decay 0.9": demo(1, decay=0.9),
+        "decay 0.98": demo(1, decay=0.98),
+    }.items():
+        yield _delay(name, sets + " scheme.delay=1")
+    yield _delay("after 50 steps without", demo(1) + " later:50:delay_of_one")
+    yield _delay("the guess is the memory", demo(1) + " scheme.delay=1 later:1:look_ahead_by_memory")
+
+
+def _delay(name: str, sets: str) -> Method:
+    return Method("delay", name, QUICK, f"{COMMON} {sets}", SIGN_RATES, TEXT)
 
 
 def references_of_rounds() -> Iterator[Method]:
-    yield _rounds("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:3])
-    yield _rounds("Muon, full", FULL + MUON, MUON_RATES[:3])
+    yield _rounds("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES)
+    yield _rounds("Muon, full", FULL + MUON, MUON_RATES)
 
 
 def rounds() -> Iterator[Method]:
     """A hundred rounds of ten steps, with outer settings of each family."""
-    outer = " scheme.every=10 scheme.outer_lr={} scheme.outer_momentum={} "
-    settings = {"plain": (1.0, 0.0), "0.7, 0.5": (0.7, 0.5), "0.7, 0.9": (0.7, 0.9)}
-    for name, values in settings.items():
-        diloco = "scheme.name=diloco" + outer.format(*values) + ADAMW.format(0.999)
-        yield _rounds(f"diloco, {name}", diloco, ADAMW_RATES[:3])
+    outer = [f"scheme.outer_lr={lr} scheme.outer_momentum={momentum}" for lr, momentum in OUTER]
+    adamw = " scheme.every=10 " + ADAMW.format(0.999)
+    yield _rounds("diloco 10", "scheme.name=diloco" + adamw, ADAMW_RATES, outer=outer)
     for count in (2, 8, 16):
-        yield _rounds("muloco 2bit, plain", muloco(10), MUON_RATES[:3], count)
-    for name in ("0.7, 0.5", "0.7, 0.9"):
-        scheme = "scheme.name=muloco scheme.precision=2bit" + outer.format(*settings[name]) + MUON
-        yield _rounds(f"muloco 2bit, {name}", scheme, MUON_RATES[:3])
-    for name in ("plain", "0.7, 0.5"):
-        streaming = "scheme.name=streaming_diloco scheme.delay=1" + outer.format(*settings[name]) + ADAMW.format(0.999)
-        yield _rounds(f"streaming_diloco, {name}", streaming, ADAMW_RATES[:3])
-    for lr in (1.0, 0.7):
-        sparse = f"scheme.name=sparseloco scheme.every=10 scheme.outer_lr={lr} "
-        yield _rounds(f"sparseloco, {lr}", sparse + ADAMW.format(0.999), ADAMW_RATES[:3])
+        scheme = "scheme.name=muloco scheme.precision=2bit scheme.every=10 "
+        yield _rounds("muloco 10, 2bit", scheme + MUON, MUON_RATES, count, outer[: 3 if count == 2 else 1])
+    yield _rounds(
+        "streaming_diloco 10", "scheme.name=streaming_diloco scheme.delay=1" + adamw, ADAMW_RATES, outer=outer
+    )
+    sparse = [f"scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5)]
+    yield _rounds("sparseloco 10", "scheme.name=sparseloco" + adamw, ADAMW_RATES, outer=sparse)
 
 
-def _rounds(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
-    return Method("rounds", name, QUICK, f"{COMMON} train.steps=1000 {sets}", rates, ROUNDS, count, floors=(0.1,))
+def _rounds(name: str, sets: str, rates: tuple[float, ...], count: int = 2, outer: Sequence[str] = ()) -> Method:
+    variants = tuple(f"{FLOOR} {each}" for each in outer) or (FLOOR,)
+    return Method("rounds", name, QUICK, f"{COMMON} train.steps=1000 {sets}", rates, ROUNDS, count, variants=variants)
 
 
 def larger() -> Iterator[Method]:
     """4.3 million parameters over 1,200 steps."""
-    yield _larger("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:2])
-    yield _larger("Muon, full", FULL + MUON, MUON_RATES[:2])
-    yield _larger("muloco 5, 2bit", muloco(5), MUON_RATES[:2])
-    yield _larger("demo 1/64 sign", demo(1), SIGN_RATES[1:3])
-    yield _larger("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES[:2])
-    yield _larger("random_sign 1/8", vote(8), VOTE_RATES[1:3], 8)
+    yield _larger("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:3])
+    yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6])
+    yield _larger("muloco 5, 2bit", muloco(5), MUON_RATES[1:6])
+    yield _larger("demo 1/64 sign", demo(1), SIGN_RATES)
+    yield _larger("random_sign 1/8", vote(8), VOTE_RATES[:3], 8)
     for count in (2, 8):
-        yield _larger("muloco 30, 2bit", muloco(30), MUON_RATES[:2], count)
+        yield _larger("muloco 30, 2bit", muloco(30), MUON_RATES[:5], count)
 
 
 def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
-    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count, floors=(0.1,))
+    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count)
 
 
 def demo(topk: int, optimizer: str = "SignSGD", decay: float = 0.95) -> str:
@@ -180,18 +202,3 @@ def vote(share: int, decay: float = 0.9) -> str:
 def muloco(every: int, optimizer: str = MUON) -> str:
     plain = "scheme.precision=2bit scheme.outer_lr=1 scheme.outer_momentum=0"
     return f"scheme.name=muloco scheme.every={every} {plain} {optimizer}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Independent(Random):
-    """Another random subset at each step, without regard to those before: some coordinates wait long."""
-
-    def indices(self, coefficients, step, seed):  # type: ignore[no-untyped-def]
-        return super().indices(coefficients, step * self.period, seed)
-
-
-def independent_votes(rate: float = 1 / 8, decay: float = 0.9) -> dt.Scheme:
-    """`random_sign` with subsets that know no cycle."""
-    scheme = dt.random_sign(rate=rate, decay=decay)
-    codec = dataclasses.replace(scheme.codec, selection=Independent(rate))
-    return dataclasses.replace(scheme, codec=codec)

@@ -1,8 +1,8 @@
 """Methods that are compared with the same budget of tuning, and judged on seeds that did not tune them.
 
-Seed 0 tunes a method: each of its learning rates with a cosine that ends at the first floor (0.1 of the rate), then the
-best of them with the other floors (0). Seeds from 1 on judge the best setting. Rows are kept in a file, so that runs
-can be stopped.
+Seed 0 tunes a method: the three learning rates in the middle of its grid, then the next one as long as the last one of
+an end is the best, then other settings (variants) at the best rate. Seeds from 1 on judge the best setting. Rows are
+kept in a file, so that runs can be stopped.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ Rows = dict[tuple[object, ...], Row]
 class Method:
     """One line of a table.
 
-    sets: settings without a learning rate; rates, floors: the learning rates that are tried, and the shares of them at
-    which the cosine ends.
+    sets: settings without a learning rate and a variant; rates: learning rates in their order, an odd number; variants:
+    settings of which the first goes with each rate, and the others with the best.
     """
 
     study: str
@@ -34,19 +34,27 @@ class Method:
     total: int
     replicas: int = 2
     seeds: int = 3
-    floors: tuple[float, ...] = (0.1, 0.0)
+    variants: tuple[str, ...] = ("schedule.floor=0.1",)
 
-    def cell(self, rate: float, floor: float, seed: int) -> Cell:
-        sets = f"{self.sets} optimizer.lr={rate} schedule.floor={floor}"
-        return Cell(self.study, self.name, self.recipe, tuple(sets.split()), self.replicas, self.total, seed)
+    def cell(self, rate: float, variant: str) -> Cell:
+        sets = f"{self.sets} optimizer.lr={rate} {variant}"
+        return Cell(self.study, self.name, self.recipe, tuple(sets.split()), self.replicas, self.total, seed=0)
 
     def tried(self, done: Rows) -> list[Cell]:
-        """The settings that seed 0 tries: those with other floors are known once all rates are done."""
-        rates = [self.cell(rate, self.floors[0], 0) for rate in self.rates]
-        if any(cell.key not in done for cell in rates):
-            return rates
-        best = min(zip(rates, self.rates, strict=True), key=lambda pair: loss(done[pair[0].key]))[1]
-        return [*rates, *(self.cell(best, floor, 0) for floor in self.floors[1:])]
+        """The settings that seed 0 tries, as far as they follow from the runs that are done."""
+        every = [self.cell(rate, self.variants[0]) for rate in self.rates]
+        low, high = len(every) // 2 - 1, len(every) // 2 + 2
+        while True:
+            cells = every[low:high]
+            if any(cell.key not in done for cell in cells):
+                return cells
+            best = min(range(low, high), key=lambda number: loss(done[every[number].key]))
+            if best == low > 0:
+                low -= 1
+            elif best == high - 1 < len(every) - 1:
+                high += 1
+            else:
+                return [*cells, *(self.cell(self.rates[best], variant) for variant in self.variants[1:])]
 
     def best(self, done: Rows) -> Cell | None:
         """The setting that seed 0 chose; None until it has tried all."""
@@ -66,13 +74,15 @@ class Method:
         return {seed: done[key] for seed, key in keys.items() if key in done and done[key]["val_loss"]}
 
     def chosen(self, done: Rows) -> str:
-        """The learning rate and the floor that seed 0 chose; a rate at the edge of its grid is marked."""
+        """The learning rate and the variant that seed 0 chose; a rate at the edge of its grid is marked."""
         best = self.best(done)
         if best is None:
             return ""
-        rate, floor = (float(each.split("=")[1]) for each in best.sets[-2:])
+        settings = dict(each.split("=") for each in best.sets[-1 - len(self.variants[0].split()) :])
+        rate = float(settings.pop("optimizer.lr"))
         edge = " (edge)" if rate in (self.rates[0], self.rates[-1]) else ""
-        return f"{rate:g}{edge}, {floor:g}"
+        variant = (f"{key.split('.')[1]} {float(value):g}" for key, value in settings.items())
+        return ", ".join([f"{rate:g}{edge}", *(variant if len(self.variants) > 1 else ())])
 
 
 def loss(row: Row) -> float:

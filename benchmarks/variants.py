@@ -1,0 +1,106 @@
+"""Changes of a scheme that only an experiment needs: what else would the loss be?
+
+`scheme.name=variants:NAME` takes the first kind. The second changes a training while it runs: `later:` settings of
+benchmarks/second_round.py.
+"""
+
+import dataclasses
+import threading
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import detonation as dt
+from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.selection import Random
+from detonation.core.replicator.pending import Flat, LookAhead, Pending
+
+
+@dataclasses.dataclass(frozen=True)
+class Independent(Random):
+    """Another random subset at each step, without regard to those before: some coordinates wait long."""
+
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        return super().indices(coefficients, step * self.period, seed)
+
+
+def independent_votes(rate: float = 1 / 8, decay: float = 0.9) -> dt.Scheme:
+    """`random_sign` with subsets that know no cycle."""
+    scheme = dt.random_sign(rate=rate, decay=decay)
+    return dataclasses.replace(scheme, codec=dataclasses.replace(scheme.codec, selection=Independent(rate)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Guided:
+    """The `topk` largest of each row, for `OneSupport`: no kernel selects them in its place."""
+
+    topk: int
+    chunk: int
+    shared: bool = False
+    period: int = 0
+
+    @property
+    def k(self) -> int:
+        return self.topk
+
+    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
+        return coefficients.abs().topk(self.topk, dim=1).indices.sort(1).values
+
+    def for_rows(self, first: int, rows: int) -> "Guided":
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSupport(Codec):
+    """All replicas send the same coefficients: the largest at the step before, of their mean or of one in turn.
+
+    Simulated replicas see each other's memories here, so this is what a real protocol could reach at best.
+    """
+
+    of_mean: bool = True
+    seen: ClassVar[dict[int, dict[str, list[Tensor]]]] = {}  # by step and replica, the rows in their order
+
+    def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
+        if step not in self.seen:
+            for old in [each for each in self.seen if each != step - 1]:
+                del self.seen[old]
+            self.seen[step] = {}
+        self.seen[step][threading.current_thread().name] = []
+        guides = [torch.cat(each) for _, each in sorted(self.seen.get(step - 1, {}).items())]
+        if not guides:
+            return torch.arange(self.selection.k).expand(rows, -1)
+        guide = sum(guides[1:], guides[0]) if self.of_mean else guides[step % len(guides)]
+        return self.selection.indices(guide, step, seed)
+
+    def pick(self, coefficients: Tensor, shared: Any, out: Tensor | None = None) -> Selected:
+        self.seen[max(self.seen)][threading.current_thread().name].append(coefficients.clone())
+        return super().pick(coefficients, shared, out)
+
+
+def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.Scheme:
+    """`demo` in signs by an all-gather, with one support for all replicas; the bytes of indices are still sent."""
+    scheme = dt.demo(topk=topk, decay=decay, precision="sign", error_feedback=False, link="all-gather")
+    codec = OneSupport(scheme.codec.basis, Guided(topk, 64), scheme.codec.precision, of_mean)
+    return dataclasses.replace(scheme, codec=codec)
+
+
+def look_ahead_by_memory(optimizer: dt.Replicated) -> None:
+    """The guess of a look-ahead becomes all that a replica has not seen land: its message and what its memory keeps."""
+    for replicator in optimizer._replicators or []:
+        ahead, move, memory = replicator._lookahead, replicator._lookahead.move, replicator.channel.memory
+
+        def guess(updates: Any, layout: Any = replicator.layout, move: Any = move, memory: Any = memory) -> None:
+            (own,) = (each.flat() for each in updates)
+            move([Flat(layout, own + memory.residual)] if own.any() else updates)  # none is on its way at the end
+
+        ahead.move = guess
+
+
+def delay_of_one(optimizer: dt.Replicated) -> None:
+    """From now on updates land one step late, with look-ahead."""
+    for replicator in optimizer._replicators or []:
+        layout, device = replicator.layout, replicator.channel.runtime.device
+        replicator._updates, replicator._own_updates = Pending(layout, 1, device), Pending(layout, 1, device)
+        replicator._lookahead = LookAhead(replicator.parameters, replicator._base)
+        replicator.acts_after = replicator._delayed = replicator.channel._needs_own_update = True
