@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from importlib import util
@@ -81,8 +80,7 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run([sys.executable, "-c", BUILD, "build_sdist", str(folder)], cwd=ROOT, check=True)
     (sdist,) = folder.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    subprocess.run(["tar", "-xf", str(sdist), "-C", str(folder)], check=True)  # tarfile's filters came with 3.11.4
     unpacked = folder / sdist.name.removesuffix(".tar.gz")
     subprocess.run([sys.executable, "-c", BUILD, "build_wheel", str(folder)], cwd=unpacked, check=True)
     return folder
