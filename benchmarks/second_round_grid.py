@@ -32,10 +32,12 @@ FULL = "scheme.name=full "
 
 ADAMW_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 MUON_RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
-SIGN_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+SIGN_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 VOTE_RATES = (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9)
-"""The learning rates and momenta of the outer step."""
+"""Learning rates and momenta of the outer step."""
+LONGER = {2: ((1, 0), (1.25, 0), (1.5, 0)), 8: ((1, 0), (1.5, 0), (2, 0), (2.5, 0)), 16: ((1, 0), (2, 0), (2.5, 0))}
+"""By replicas: the mean of movements in different directions is shorter than each; a rate above 1 makes up for it."""
 FLOOR = "schedule.floor=0.1"
 """The learning rate ends at a tenth."""
 TO_ZERO = "schedule.floor=0.0"
@@ -56,28 +58,34 @@ def methods() -> Iterator[Method]:
 
 
 def text(
-    name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3, floors: tuple[str, ...] = (FLOOR,)
+    name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3, variants: Sequence[str] = (FLOOR,)
 ) -> Method:
-    return Method("text", name, QUICK, f"{COMMON} {sets}", rates, TEXT, count, seeds, floors)
+    return Method("text", name, QUICK, f"{COMMON} {sets}", rates, TEXT, count, seeds, tuple(variants))
+
+
+def with_outer(*settings: tuple[float, float]) -> list[str]:
+    """Variants with these learning rates and momenta of the outer step."""
+    return [f"{FLOOR} scheme.outer_lr={lr:g} scheme.outer_momentum={momentum:g}" for lr, momentum in settings]
 
 
 def headline() -> Iterator[Method]:
     """Both dense references, and what reaches them in fewer bytes."""
     both = FLOOR, TO_ZERO
-    yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8, floors=both)
+    yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
     yield text("Muon 0.8, full", FULL + MUON, MUON_RATES, seeds=8)
-    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, seeds=8)
+    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
-    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, floors=both)
-    yield text("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES, seeds=8, floors=both)
-    yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, floors=both)
-    yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8, floors=both)
-    for count in (2, 8):
-        yield text("muloco 30, 2bit, Muon 0.8", muloco(30), MUON_RATES, count)
-    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, 8)
-    yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, floors=both)
-    yield text("muloco 5, 2bit, Muon 0.95", muloco(5, LONG_MUON), MUON_RATES, seeds=8, floors=both)
-    yield text("muloco 30, 2bit, Muon 0.95", muloco(30, LONG_MUON), MUON_RATES, floors=both)
+    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
+    yield text("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both)
+    yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
+    yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8, variants=both)
+    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
+    for count, outer in (2, LONGER[2][:1]), (8, LONGER[8]):
+        yield text("muloco 30, 2bit, Muon 0.8", muloco(30), MUON_RATES, count, variants=with_outer(*outer))
+    yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
+    plain = "scheme.outer_lr=1 scheme.outer_momentum=0 "
+    yield text("muloco 5, 2bit, Muon 0.95", plain + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
+    yield text("muloco 30, 2bit, Muon 0.95", plain + muloco(30, LONG_MUON), MUON_RATES, variants=both)
 
 
 def optimizers() -> Iterator[Method]:
@@ -157,22 +165,22 @@ def references_of_rounds() -> Iterator[Method]:
 
 def rounds() -> Iterator[Method]:
     """A hundred rounds of ten steps, with outer settings of each family."""
-    outer = [f"scheme.outer_lr={lr} scheme.outer_momentum={momentum}" for lr, momentum in OUTER]
     adamw = " scheme.every=10 " + ADAMW.format(0.999)
-    yield _rounds("diloco 10", "scheme.name=diloco" + adamw, ADAMW_RATES, outer=outer)
+    yield _rounds("diloco 10", "scheme.name=diloco" + adamw, ADAMW_RATES, variants=with_outer(*OUTER))
     for count in (2, 8, 16):
-        scheme = "scheme.name=muloco scheme.precision=2bit scheme.every=10 "
-        yield _rounds("muloco 10, 2bit", scheme + MUON, MUON_RATES, count, outer[: 3 if count == 2 else 1])
-    yield _rounds(
-        "streaming_diloco 10", "scheme.name=streaming_diloco scheme.delay=1" + adamw, ADAMW_RATES, outer=outer
-    )
-    sparse = [f"scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5)]
-    yield _rounds("sparseloco 10", "scheme.name=sparseloco" + adamw, ADAMW_RATES, outer=sparse)
+        tried = with_outer(*LONGER[count], *(OUTER[1:] if count == 2 else ()))
+        yield _rounds("muloco 10, 2bit", muloco(10), MUON_RATES, count, tried)
+    streaming = "scheme.name=streaming_diloco scheme.delay=1" + adamw
+    yield _rounds("streaming_diloco 10", streaming, ADAMW_RATES, variants=with_outer(*OUTER))
+    sparse = [f"{FLOOR} scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5)]
+    yield _rounds("sparseloco 10", "scheme.name=sparseloco" + adamw, ADAMW_RATES, variants=sparse)
 
 
-def _rounds(name: str, sets: str, rates: tuple[float, ...], count: int = 2, outer: Sequence[str] = ()) -> Method:
-    variants = tuple(f"{FLOOR} {each}" for each in outer) or (FLOOR,)
-    return Method("rounds", name, QUICK, f"{COMMON} train.steps=1000 {sets}", rates, ROUNDS, count, variants=variants)
+def _rounds(
+    name: str, sets: str, rates: tuple[float, ...], count: int = 2, variants: Sequence[str] = (FLOOR,)
+) -> Method:
+    sets = f"{COMMON} train.steps=1000 {sets}"
+    return Method("rounds", name, QUICK, sets, rates, ROUNDS, count, variants=tuple(variants))
 
 
 def larger() -> Iterator[Method]:
@@ -187,7 +195,8 @@ def larger() -> Iterator[Method]:
 
 
 def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
-    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count)
+    variants = with_outer(LONGER[count][-2]) if "muloco" in name else (FLOOR,)
+    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count, variants=tuple(variants))
 
 
 def demo(topk: int, optimizer: str = "SignSGD", decay: float = 0.95) -> str:
@@ -200,5 +209,5 @@ def vote(share: int, decay: float = 0.9) -> str:
 
 
 def muloco(every: int, optimizer: str = MUON) -> str:
-    plain = "scheme.precision=2bit scheme.outer_lr=1 scheme.outer_momentum=0"
-    return f"scheme.name=muloco scheme.every={every} {plain} {optimizer}"
+    """Without the settings of the outer step."""
+    return f"scheme.name=muloco scheme.every={every} scheme.precision=2bit {optimizer}"

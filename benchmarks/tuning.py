@@ -74,15 +74,16 @@ class Method:
         return {seed: done[key] for seed, key in keys.items() if key in done and done[key]["val_loss"]}
 
     def chosen(self, done: Rows) -> str:
-        """The learning rate and the variant that seed 0 chose; a rate at the edge of its grid is marked."""
+        """The learning rate that seed 0 chose, and in what the variants differ; an edge of the grid is marked."""
         best = self.best(done)
         if best is None:
             return ""
-        settings = dict(each.split("=") for each in best.sets[-1 - len(self.variants[0].split()) :])
-        rate = float(settings.pop("optimizer.lr"))
+        settings = dict(each.split("=") for each in best.sets if "=" in each)
+        rate = float(settings["optimizer.lr"])
         edge = " (edge)" if rate in (self.rates[0], self.rates[-1]) else ""
-        variant = (f"{key.split('.')[1]} {float(value):g}" for key, value in settings.items())
-        return ", ".join([f"{rate:g}{edge}", *(variant if len(self.variants) > 1 else ())])
+        variants = [dict(each.split("=") for each in variant.split()) for variant in self.variants]
+        odd = [key for key in variants[0] if len({each[key] for each in variants}) > 1]
+        return ", ".join([f"{rate:g}{edge}", *(f"{key.split('.')[1]} {float(settings[key]):g}" for key in odd)])
 
 
 def loss(row: Row) -> float:
