@@ -25,16 +25,17 @@ def test_a_run_is_followed_through_its_restart_to_its_end(tmp_path):
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait() == 0, first.stderr
     stopped = int(next((tmp_path / "run" / "checkpoints").iterdir()).name.removeprefix("step-"))
-    more = ["--steps", stopped + 20, "--resume", "--json"]
+    last = stopped + 300  # the follower asks once a second: it must not miss the run
+    more = ["--steps", last, "--resume", "--json"]
     second = Command(tmp_path / "second", *train, *clip, *more, env=SECRET)
     assert second.wait() == 0, second.stderr
     assert follower.wait() == 0, follower.stderr
     summary, said = last_line(second.stdout), follower.stdout.splitlines()
     assert any(line.startswith("came again, at step") for line in said)
-    assert said[-1].startswith(f"step {stopped + 20}, fingerprint {summary['fingerprint'][:16]}, checkpoint: ")
+    assert said[-1].startswith(f"step {last}, fingerprint {summary['fingerprint'][:16]}, checkpoint: ")
     kept = sorted(path.name for path in (tmp_path / "standby" / "checkpoints").iterdir())
-    assert len(kept) == 2 and kept[-1] == f"step-{stopped + 20:06}"
-    more = ["train", recipe, "--replicas", 2, "--out", tmp_path / "standby", "--resume", "--steps", stopped + 22, *clip]
+    assert len(kept) == 2 and kept[-1] == f"step-{last:06}"
+    more = ["train", recipe, "--replicas", 2, "--out", tmp_path / "standby", "--resume", "--steps", last + 2, *clip]
     resumed = Command(tmp_path / "resumed", *more, "--json")
     assert resumed.wait() == 0, resumed.stderr
     assert last_line(resumed.stdout)["replicas_equal"]

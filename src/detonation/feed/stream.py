@@ -30,7 +30,7 @@ from detonation.log.records import DamagedLog, LogRecord
 
 SILENCE_S = 30.0
 """Seconds without a sign of life after which a feed counts as lost."""
-PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+PAUSES_S = (0.1, 0.2, 0.5, 1.0)
 """Seconds before each attempt to connect again; the last repeats."""
 
 
