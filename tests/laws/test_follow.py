@@ -77,6 +77,9 @@ def followed_shards(mesh, name):
     if mesh.get_rank() == 0:
         follower = dt.follow(served, ",".join(addresses), token=TOKEN, wait=False)
     for step in range(STEPS):
+        while not all(gathered(not feed or feed.followers > 0)[: 1 if step == 0 else 2]):  # shard 0 tells of shard 1
+            if follower is not None:
+                follower.update(wait_s=0.01)
         advance(model, optimizer, mesh.get_rank(), [step])
         shards = gathered(agreed_weights(optimizer))[:2]
         if follower is not None and follower.update(wait_s=0.0 if follower.step < 0 else 5.0) == step + 1:
