@@ -4,7 +4,7 @@ Methods have the same budget of tuning (benchmarks/tuning.py). A learning rate t
 that tried it, so later methods do not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from frontier_grid import LARGER, QUICK
 from tuning import Method
@@ -58,14 +58,20 @@ def methods() -> Iterator[Method]:
 
 
 def text(
-    name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3, variants: Sequence[str] = (FLOOR,)
+    name: str,
+    sets: str,
+    rates: tuple[float, ...],
+    count: int = 2,
+    seeds: int = 3,
+    variants: tuple[str, ...] = (FLOOR,),
+    study: str = "text",
 ) -> Method:
-    return Method("text", name, QUICK, f"{COMMON} {sets}", rates, TEXT, count, seeds, tuple(variants))
+    return Method(study, name, QUICK, f"{COMMON} {sets}", rates, TEXT, count, seeds, variants)
 
 
-def with_outer(*settings: tuple[float, float]) -> list[str]:
+def with_outer(*settings: tuple[float, float]) -> tuple[str, ...]:
     """Variants with these learning rates and momenta of the outer step."""
-    return [f"{FLOOR} scheme.outer_lr={lr:g} scheme.outer_momentum={momentum:g}" for lr, momentum in settings]
+    return tuple(f"{FLOOR} scheme.outer_lr={lr:g} scheme.outer_momentum={momentum:g}" for lr, momentum in settings)
 
 
 def headline() -> Iterator[Method]:
@@ -131,31 +137,27 @@ def votes() -> Iterator[Method]:
 
 
 def _votes(name: str, sets: str) -> Method:
-    return Method("votes", name, QUICK, f"{COMMON} {sets}", VOTE_RATES, TEXT, 8)
+    return text(name, sets, VOTE_RATES, 8, study="votes")
 
 
 def support() -> Iterator[Method]:
     """One support for all replicas in place of a top-k of each; nothing real can choose it better."""
     one = f"scheme.name=variants:one_support {SIGNSGD} scheme.of_mean="
     for name, of_mean in (("of the mean memory", True), ("of one replica in turn", False)):
-        yield Method("support", name, QUICK, f"{COMMON} {one}{str(of_mean).lower()}", SIGN_RATES, TEXT, 8)
+        yield text(name, one + str(of_mean).lower(), SIGN_RATES, 8, study="support")
 
 
 def delay() -> Iterator[Method]:
     """Where the loss of a delay of one step comes from: the first steps, the memory, the guess."""
     for name, sets in {
-        "as it is": demo(1),
-        "without look-ahead": demo(1) + " scheme.lookahead=false",
-        "decay 0.9": demo(1, decay=0.9),
-        "decay 0.98": demo(1, decay=0.98),
+        "as it is": " scheme.delay=1",
+        "without look-ahead": " scheme.delay=1 scheme.lookahead=false",
+        "after 50 steps without": " later:50:delay_of_one",
+        "the guess is the memory": " scheme.delay=1 later:1:look_ahead_by_memory",
     }.items():
-        yield _delay(name, sets + " scheme.delay=1")
-    yield _delay("after 50 steps without", demo(1) + " later:50:delay_of_one")
-    yield _delay("the guess is the memory", demo(1) + " scheme.delay=1 later:1:look_ahead_by_memory")
-
-
-def _delay(name: str, sets: str) -> Method:
-    return Method("delay", name, QUICK, f"{COMMON} {sets}", SIGN_RATES, TEXT)
+        yield text(name, demo(1) + sets, SIGN_RATES, study="delay")
+    for decay in (0.9, 0.98):
+        yield text(f"decay {decay}", demo(1, decay=decay) + " scheme.delay=1", SIGN_RATES, study="delay")
 
 
 def references_of_rounds() -> Iterator[Method]:
@@ -172,31 +174,33 @@ def rounds() -> Iterator[Method]:
         yield _rounds("muloco 10, 2bit", muloco(10), MUON_RATES, count, tried)
     streaming = "scheme.name=streaming_diloco scheme.delay=1" + adamw
     yield _rounds("streaming_diloco 10", streaming, ADAMW_RATES, variants=with_outer(*OUTER))
-    sparse = [f"{FLOOR} scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5)]
+    sparse = tuple(f"{FLOOR} scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5))
     yield _rounds("sparseloco 10", "scheme.name=sparseloco" + adamw, ADAMW_RATES, variants=sparse)
 
 
 def _rounds(
-    name: str, sets: str, rates: tuple[float, ...], count: int = 2, variants: Sequence[str] = (FLOOR,)
+    name: str, sets: str, rates: tuple[float, ...], count: int = 2, variants: tuple[str, ...] = (FLOOR,)
 ) -> Method:
     sets = f"{COMMON} train.steps=1000 {sets}"
-    return Method("rounds", name, QUICK, sets, rates, ROUNDS, count, variants=tuple(variants))
+    return Method("rounds", name, QUICK, sets, rates, ROUNDS, count, variants=variants)
 
 
 def larger() -> Iterator[Method]:
-    """4.3 million parameters over 1,200 steps."""
+    """4.3 million parameters over 1,200 steps; the outer rates are those of rounds of five steps in the small model."""
     yield _larger("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:3])
     yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6])
-    yield _larger("muloco 5, 2bit", muloco(5), MUON_RATES[1:6])
+    yield _larger("muloco 5, 2bit", f"{muloco(5)} {_OUTER[2]}", MUON_RATES[1:6])
     yield _larger("demo 1/64 sign", demo(1), SIGN_RATES)
     yield _larger("random_sign 1/8", vote(8), VOTE_RATES[:3], 8)
     for count in (2, 8):
-        yield _larger("muloco 30, 2bit", muloco(30), MUON_RATES[:5], count)
+        yield _larger("muloco 30, 2bit", f"{muloco(30)} {_OUTER[count]}", MUON_RATES[:5], count)
+
+
+_OUTER = {2: "scheme.outer_lr=1.5 scheme.outer_momentum=0", 8: "scheme.outer_lr=2 scheme.outer_momentum=0"}
 
 
 def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
-    variants = with_outer(LONGER[count][-2]) if "muloco" in name else (FLOOR,)
-    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count, variants=tuple(variants))
+    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count)
 
 
 def demo(topk: int, optimizer: str = "SignSGD", decay: float = 0.95) -> str:

@@ -81,7 +81,7 @@ class OneSupport(Codec):
 def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.Scheme:
     """`demo` in signs by an all-gather, with one support for all replicas; the bytes of indices are still sent."""
     scheme = dt.demo(topk=topk, decay=decay, precision="sign", error_feedback=False, link="all-gather")
-    codec = OneSupport(scheme.codec.basis, Guided(topk, 64), scheme.codec.precision, of_mean)
+    codec = OneSupport(scheme.codec.basis, Guided(topk, scheme.codec.selection.chunk), scheme.codec.precision, of_mean)
     return dataclasses.replace(scheme, codec=codec)
 
 
