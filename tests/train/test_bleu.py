@@ -5,7 +5,7 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 
 import worlds
-from detonation.train.loop.evaluate import translate
+from detonation.train.loop.evaluate import greedy, translate
 from detonation.train.loop.session import load_data, start_session
 
 PAIRS = "\n".join(f"the {i} birds sing\tdie {i} Voegel singen in {i % 7} Baeumen" for i in range(80))
@@ -33,12 +33,13 @@ def parrot(session):
     class Parrot(torch.nn.Module):
         config = session.model.config
 
-        def forward(self, input_ids, attention_mask, decoder_input_ids):
+        def forward(self, input_ids, attention_mask, decoder_input_ids, past_key_values=0, **_):
             rows = [int((references["input_ids"] == ids).all(1).nonzero()[0]) for ids in input_ids]
-            labels, at = references["labels"][rows][:, 4:], decoder_input_ids.shape[1] - 1
+            labels, at = references["labels"][rows][:, 4:], past_key_values
             wanted = labels[:, at] if at < labels.shape[1] else torch.ones(len(rows), dtype=torch.int64)
             scores = torch.nn.functional.one_hot(wanted.clamp(min=0), 384).float()
-            return type("Output", (), {"logits": scores[:, None]})
+            output = {"logits": scores[:, None], "encoder_last_hidden_state": None, "past_key_values": at + 1}
+            return type("Output", (), output)
 
     return Parrot()
 
@@ -60,6 +61,25 @@ def test_it_is_the_score_of_the_corpus_on_any_number_of_ranks(small):
     found = worlds.run(scores, 1, 3, config)
     assert 50 < whole < 100 and all(rank[1] == pytest.approx(whole) for rank in found)
     assert len({rank[0] for rank in found}) == 1 and 0 <= found[0][0] < whole
+
+
+def greedy_by_whole_passes(mesh, config):
+    session = start_session(config, torch.device("cpu"))
+    for weight in session.model.parameters():  # so that ids differ from one position to the next
+        getattr(weight, "to_local", lambda weight=weight: weight)().data.normal_()
+    batch = session.data.validation[torch.arange(7)]
+    model = session.model.eval()
+    ids = torch.full_like(batch["labels"][:, :1], model.config.decoder_start_token_id)
+    given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        for _ in range(batch["labels"].shape[1]):
+            ids = torch.cat([ids, model(**given, decoder_input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        return ids[:, 1:].tolist(), greedy(session, batch).tolist()
+
+
+def test_ids_are_those_of_whole_passes(small):
+    ((whole, cached),) = worlds.run(greedy_by_whole_passes, 1, 1, small("mesh.replicas=1", "mesh.shards=1"))
+    assert cached == whole and len({tuple(row) for row in whole}) > 1 and max(len(set(row)) for row in whole) > 3
 
 
 def test_it_is_in_the_summary_and_for_translations_alone(small, tiny):

@@ -49,7 +49,7 @@ def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tens
 def translate(session: Session) -> dict[str, float]:
     """The `val_bleu` of greedy translations of held-out sentences, from 0 to 100. Collective; ranks share them.
 
-    Each id takes a whole forward pass, so that all ranks make as many, in which FSDP gathers weights.
+    Each id takes a forward pass, and all ranks make as many, because FSDP gathers weights in each.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -61,7 +61,7 @@ def translate(session: Session) -> dict[str, float]:
     for first in range(0, wanted, train.batch_size * session.world_size):
         mine = range(first + session.rank, wanted, session.world_size)[: train.batch_size]
         batch = to(pairs[torch.tensor([*mine] or [0])], session.device)  # a rank without a sentence takes part
-        ids = _greedy(session, batch)
+        ids = greedy(session, batch)
         if mine:
             found = bleu.corpus_score(
                 [pairs.text(row) for row in ids.tolist()],
@@ -75,16 +75,19 @@ def translate(session: Session) -> dict[str, float]:
     return {"val_bleu": float(score.score)}
 
 
-def _greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
+def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
     """The likeliest ids, one after the other, as many as the labels have."""  # [B, target_length]
     model: Any = session.model
-    ids = torch.full_like(batch["labels"][:, :1], model.config.decoder_start_token_id)
-    given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    ids = [torch.full_like(batch["labels"][:, 0], model.config.decoder_start_token_id)]
+    given: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}
     for _ in range(batch["labels"].shape[1]):
         with autocast(session):
-            scores = model(**given, decoder_input_ids=ids).logits[:, -1]
-        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
-    return ids[:, 1:]
+            output = model(**given, decoder_input_ids=ids[-1][:, None], use_cache=True)
+        ids.append(output.logits[:, -1].argmax(-1))
+        # The sentence was read, and the keys and values of the ids so far are there: the next pass reads one id only.
+        given["encoder_outputs"] = (output.encoder_last_hidden_state,)
+        given["past_key_values"] = output.past_key_values
+    return torch.stack(ids[1:], 1)
 
 
 def autocast(session: Session) -> AbstractContextManager[object]:
