@@ -1,5 +1,7 @@
 """The law of following: a process that is no replica holds what the replicas agree on, bit for bit, at every step."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,6 +102,29 @@ def gathered(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def half_reached(mesh):
+    """Follows two shards, of which one is never reached, to the end of training: the error, or None."""
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        addresses = f"{feed.address},127.0.0.1:{nobody.getsockname()[1]}"
+        follower = dt.follow(built(Plain), addresses, token=TOKEN, wait=False) if mesh.get_rank() == 0 else None
+        while follower is not None and not feed.followers:
+            follower.update(wait_s=0.01)
+        advance(model, optimizer, mesh.get_rank(), range(STEPS))
+        feed.close()
+        if follower is not None:
+            with follower, pytest.raises(dt.LostFeed, match="training has ended, and the feed of one of its shards"):
+                follower.update(to=STEPS)
+
+
+def test_a_follower_that_never_reached_a_shard_does_not_wait_for_it_after_the_end():
+    worlds.run(half_reached, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["demo", "streaming"])

@@ -177,15 +177,16 @@ class Follower:
             for stream in self._streams:
                 if stream.refusal is not None:
                     raise LostFeed(str(stream.refusal)) from stream.refusal
-            if all(stream.ended and not stream.inbox for stream in self._streams):
+                if stream.gone and any(other.ended for other in self._streams):
+                    raise LostFeed(f"training has ended, and the feed of one of its shards is gone: {stream.trouble}")
+            if self.ended:
                 if to is not None:
                     raise LostFeed(f"training has ended after {self.step} steps, before {to}")
                 return False
-            rest = None if deadline is None else deadline - time.monotonic()
-            if rest is not None and rest <= 0:
+            rest_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if rest_s <= 0:
                 return False
-            seen = self._seen
-            self._changed.wait_for(lambda: self._came() != seen, 1.0 if rest is None else min(rest, 1.0))
+            self._changed.wait_for(lambda: self._came() != self._seen, rest_s)
         return True
 
     def _came(self) -> tuple[object, ...]:

@@ -87,11 +87,17 @@ class Stream:
         self.refusal: Exception | None = None
         self.trouble = ""
         self.bytes_received = self.joins = self.came = 0
+        self.failures = 0  # attempts since the last copy of the state that ended without one
         self._token, self._most_bytes, self._most_waiting, self._changed = token, most_bytes, most_waiting, changed
         self._frames: FrameSocket | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
+
+    @property
+    def gone(self) -> bool:
+        """True where the feed is reached no more, and has not said that training has ended."""
+        return not self.ended and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
         """Ends the connection; the thread ends soon."""
@@ -112,7 +118,6 @@ class Stream:
             frames.close()
 
     def _run(self) -> None:
-        attempts = 0
         while not self._closed.is_set() and not self.ended and self.refusal is None:
             joins = self.joins
             try:
@@ -125,10 +130,10 @@ class Stream:
                 self._hang_up()
                 self._frames = None
                 with self._changed:
+                    self.failures = 0 if self.joins > joins else self.failures + 1
                     self._changed.notify_all()
-            attempts = 0 if self.joins > joins else attempts + 1
             if not self.ended:
-                self._closed.wait(PAUSES_S[min(attempts, len(PAUSES_S) - 1)])
+                self._closed.wait(PAUSES_S[min(self.failures, len(PAUSES_S) - 1)])
 
     def _follow(self) -> None:
         with socket.create_connection((self.host, self.port), HANDSHAKE_S) as connection:
