@@ -88,6 +88,9 @@ def headline() -> Iterator[Method]:
     yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
     for count, outer in (2, LONGER[2][:1]), (8, LONGER[8]):
         yield text("muloco 30, 2bit, Muon 0.8", muloco(30), MUON_RATES, count, variants=with_outer(*outer))
+    for every, count in (5, 8), (5, 2), (7, 4), (8, 8), (30, 8):  # 7 and 8: at most 0.06 bytes with so many replicas
+        rescaled = "scheme.outer_lr=1 scheme.outer_momentum=0 scheme.aggregate=rescaled_mean "
+        yield text(f"muloco {every}, 2bit, rescaled, Muon 0.8", rescaled + muloco(every), MUON_RATES, count)
     yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
     plain = "scheme.outer_lr=1 scheme.outer_momentum=0 "
     yield text("muloco 5, 2bit, Muon 0.95", plain + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)

@@ -47,6 +47,9 @@ SCHEMES = {
     "eager-int8": dt.eager_diloco(every=3, outer_momentum=0.0, precision="int8"),
     "muloco": dt.muloco(every=3),
     "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),
+    # not in 2 bits, which have no zero: the zeros of two replicas cancel in a mean, but have a length
+    "muloco-rescaled": dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"),
+    "demo-rescaled": dt.demo(topk=9, chunk=16, precision="int8", aggregate="rescaled_mean", link="owner"),
     "sparta": dt.sparta(rate=1 / 4),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }

@@ -169,6 +169,19 @@ def test_ways_to_combine():
     assert aggregate(sent, AGGREGATIONS["majority_vote"], 4).tolist() == [[3, 0, 0, pytest.approx(-2 / 3)]]
 
 
+def test_a_rescaled_mean_is_as_long_as_the_messages():
+    rescaled = AGGREGATIONS["rescaled_mean"]
+    values = torch.tensor([[[3.0, 4.0], [1.0, 0.0], [2.0, 2.0]], [[3.0, 4.0], [0.0, 1.0], [-2.0, -2.0]]])
+    agreed = aggregate(Coefficients(values, None), rescaled, 2)  # equal messages, right angles, opposite ones
+    torch.testing.assert_close(agreed, torch.tensor([[3.0, 4.0], [0.5**0.5, 0.5**0.5], [0.0, 0.0]]))
+    nearly_opposite = torch.tensor([[[1.0, 0.0]], [[-0.98, 0.0]]])  # no more than by the square root of two
+    torch.testing.assert_close(rescaled(nearly_opposite, None, 2), torch.tensor([[0.01 * 2**0.5, 0.0]]))
+    sparse = rescaled(values[:, :1], torch.tensor([[[0, 2]], [[0, 3]]]), 4)
+    torch.testing.assert_close(sparse, torch.tensor([[3.0, 0.0, 2.0, 2.0]]) * 5 / 17**0.5)
+    tiny = torch.full((2, 1, 2), 1e-30)  # whose squares are 0
+    assert torch.equal(rescaled(tiny, None, 2), tiny[0])
+
+
 def test_clipping_to_the_median_holds_down_one_that_is_too_loud():
     honest = torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(0)) + 1
     attacked = Coefficients(torch.cat([honest, -1e6 * honest[:1]]), None)

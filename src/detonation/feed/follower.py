@@ -179,12 +179,10 @@ class Follower:
                     raise LostFeed(str(stream.refusal)) from stream.refusal
                 if stream.gone and any(other.ended for other in self._streams):
                     raise LostFeed(f"training has ended, and the feed of one of its shards is gone: {stream.trouble}")
-            if self.ended:
-                if to is not None:
-                    raise LostFeed(f"training has ended after {self.step} steps, before {to}")
-                return False
+            if self.ended and to is not None:
+                raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             rest_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
-            if rest_s <= 0:
+            if self.ended or rest_s <= 0:
                 return False
             self._changed.wait_for(lambda: self._came() != self._seen, rest_s)
         return True

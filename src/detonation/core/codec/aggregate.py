@@ -79,6 +79,24 @@ class MajorityVote:
         return signs * scatter_sum(values.abs(), indices, chunk) / len(values)
 
 
+@dataclass(frozen=True)
+class RescaledMean:
+    """The mean over all replicas, each row as long as those of the replicas are on average.
+
+    Messages that point in different directions have a mean shorter than each: by the square root of their number where
+    they have nothing in common. A row gets no longer than by that factor.
+    """
+
+    rowwise: ClassVar[bool] = True
+
+    def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
+        # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
+        lengths = values.square().sum(-1).sqrt_().sum(0).div_(len(values))
+        mean = Mean()(values, indices, chunk)
+        longer = lengths / mean.square().sum(-1).sqrt_()
+        return mean * longer.nan_to_num(1.0, posinf=1.0).clamp_(max=len(values) ** 0.5).unsqueeze(-1)
+
+
 class NormWeighing(Aggregation, Protocol):
     """An aggregation that weighs each message by the norms of all: one pass over the messages comes before it."""
 
@@ -136,6 +154,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "mean_nonzero": MeanNonzero(),
     "majority_vote": MajorityVote(),
     "clipped_mean": ClippedMean(),
+    "rescaled_mean": RescaledMean(),
 }
 """Every aggregation by name."""
 

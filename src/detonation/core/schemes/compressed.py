@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 from detonation.core.codec.basis import DCT, Identity
-from detonation.core.codec.selection import Random, TopK
+from detonation.core.codec.selection import Everything, Random, TopK
 from detonation.core.schemes.parameters import outer_sgd
 from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import LinkKind, ParameterScheme
+
+ROW = 64
+"""Coefficients of a row of `muloco`, where rows matter: enough for a length, and few enough for small parameters."""
 
 
 @register
@@ -49,6 +52,7 @@ def muloco(
     outer_momentum: float = 0.6,
     precision: str = "4bit",
     decay: float = 1.0,
+    aggregate: str = "mean",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
     """`diloco` for Muon inside, in few bits with error feedback.
@@ -56,10 +60,13 @@ def muloco(
     Orthogonal steps are equally long on all replicas, so their sum tolerates few bits and needs less outer momentum.
     The scheme does not choose the inner optimizer: use it with `Muon`.
 
+    The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up for it, or
+    `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 64 values gets their mean length.
+
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
         decay: Of the rounding error of the precision, which is sent in the next round; from 0 (lost) to 1.
-        link: As in `demo`.
+        aggregate, link: As in `demo`.
 
     Raises:
         ValueError: A value is out of range.
@@ -70,7 +77,8 @@ def muloco(
 
     Reference: Thérien et al., MuLoCo, arXiv 2505.23725.
     """
-    return outer_sgd(every, outer_lr, outer_momentum, True, precision, decay=decay, link=link)
+    selection = Everything() if aggregate == "mean" else Everything(ROW, ROW)
+    return outer_sgd(every, outer_lr, outer_momentum, True, precision, None, selection, decay, aggregate, link=link)
 
 
 @register

@@ -141,7 +141,7 @@ def demo(
         error_feedback: Whether the rounding error of the precision stays in the momentum. False removes the whole
             coefficient, as DisTrO does.
         aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that sent a coefficient as
-            in its published code, "majority_vote" or "clipped_mean".
+            in its published code, "majority_vote", "clipped_mean" or "rescaled_mean".
         delay: Steps that a message may be in flight while training goes on, at least 0.
         lookahead: With a delay, take the gradient where this replica expects to be when the message lands. Needs an
             optimizer without state.
