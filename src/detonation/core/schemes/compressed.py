@@ -8,7 +8,7 @@ from detonation.core.schemes.parameters import outer_sgd
 from detonation.core.schemes.registry import register
 from detonation.core.schemes.scheme import LinkKind, ParameterScheme
 
-ROW = 64
+ROW = 256
 """Coefficients of a row of `muloco`, where rows matter: enough for a length, and few enough for small parameters."""
 
 
@@ -61,7 +61,7 @@ def muloco(
     The scheme does not choose the inner optimizer: use it with `Muon`.
 
     The replicas' movements differ, so their mean is shorter than each. `outer_lr` above 1 makes up for it, or
-    `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 64 values gets their mean length.
+    `aggregate="rescaled_mean"` with `outer_lr=1`, in which each row of 256 values gets their mean length.
 
     Args:
         every, outer_lr, outer_momentum, precision: As in `diloco`.
