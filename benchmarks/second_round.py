@@ -32,29 +32,29 @@ RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
 
 
 def run(cell: Cell) -> Row:
-    """Trains one run. The setting `later:STEP:CHANGE` changes it after so many steps (`Changing`)."""
-    later = [each.split(":", 2)[1:] for each in cell.sets if each.startswith("later:")]
-    if not later:
+    """Trains one run. `later:STEP:CHANGE` changes it after so many steps, `every:STEPS:CHANGE` again and again."""
+    settings = tuple(each for each in cell.sets if not each.startswith(("later:", "every:")))
+    if settings == cell.sets:
         return frontier.run(cell)
-    ((step, change),) = later
-    now = dataclasses.replace(cell, sets=tuple(each for each in cell.sets if not each.startswith("later:")))
-    row = frontier.run(now, lambda session: Changing(session.optimizer, int(step), change))
+    ((when, step, change),) = (each.split(":", 2) for each in cell.sets if each not in settings)
+    now = dataclasses.replace(cell, sets=settings)
+    row = frontier.run(now, lambda session: Changing(session.optimizer, int(step), change, again=when == "every"))
     return {**row, "sets": cell.sets}
 
 
 class Changing:
-    """A recorder of a training that changes it after `step` steps.
+    """A recorder of a training that changes it after `step` steps, and again after each as many more.
 
     change: A setting of the scheme, `scheme.KEY=VALUE`, or the name of a function in benchmarks/variants.py.
     """
 
-    def __init__(self, optimizer: dt.Replicated, step: int, change: str) -> None:
+    def __init__(self, optimizer: dt.Replicated, step: int, change: str, again: bool) -> None:
         self.records: list[Any] = []
-        self._optimizer, self._step, self._change = optimizer, step, change
+        self._optimizer, self._step, self._change, self._again = optimizer, step, change, again
 
     def add(self, record: Any) -> None:
         self.records.append(record)
-        if record.step != self._step:
+        if record.step != self._step and not (self._again and record.step % self._step == 0):
             return
         key, _, value = self._change.removeprefix("scheme.").partition("=")
         if value:

@@ -106,6 +106,8 @@ def optimizers() -> Iterator[Method]:
 
 
 def few_bits() -> Iterator[Method]:
+    """Less on the wire, or less that leaves the memory."""
+    yield text("demo 1/64 sign, alpha 0.2", demo(1) + " scheme.alpha=0.2", SIGN_RATES)
     for precision in ("2bit", "sign"):
         loco = f"scheme.name=loco scheme.precision={precision} "
         yield text(f"loco {precision}, Muon 0.8", loco + MUON, MUON_RATES)
@@ -136,6 +138,7 @@ def votes() -> Iterator[Method]:
     values = "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
     for decay in (0.9, 0.999):  # a 128th in bf16 is an eighth in signs
         yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay))
+    yield _votes("memories averaged every 50 steps", vote(8) + " every:50:memories_averaged")
     yield _votes("1/2, after 43 steps 1/16", vote(2) + " later:43:scheme.rate=0.0625")
 
 

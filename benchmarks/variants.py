@@ -1,7 +1,7 @@
 """Changes of a scheme that only an experiment needs: what else would the loss be?
 
-`scheme.name=variants:NAME` takes the first kind. The second changes a training while it runs: `later:` settings of
-benchmarks/second_round.py.
+`scheme.name=variants:NAME` takes the first kind. The second changes a training while it runs: `later:` and `every:`
+settings of benchmarks/second_round.py.
 """
 
 import dataclasses
@@ -95,6 +95,15 @@ def look_ahead_by_memory(optimizer: dt.Replicated) -> None:
             move([Flat(layout, own + memory.residual)] if own.any() else updates)  # none is on its way at the end
 
         ahead.move = guess
+
+
+def memories_averaged(optimizer: dt.Replicated) -> None:
+    """All replicas go on with the mean of their memories."""
+    for replicator in optimizer._replicators or []:
+        channel = replicator.channel
+        assert channel.memory is not None
+        total = channel.link._communicator.all_reduce(channel.memory.residual.clone())()
+        channel.memory.residual.copy_(total).div_(channel.link.replicas)
 
 
 def delay_of_one(optimizer: dt.Replicated) -> None:
