@@ -182,11 +182,10 @@ def curves(task: str, done: Rows) -> dict[str, dict[int, Row]]:
     return {name: runs for name, runs in found.items() if runs}
 
 
-def figure(path: Path) -> None:
-    """Validation loss, as the mean over seeds, against seconds: a row per task and a panel per link."""
+def figure(path: Path, done: Rows) -> None:
+    """Validation loss, mean and range over seeds, against seconds: a row per task and a panel per link."""
     from detonation.report.figures.colours import LIGHT
 
-    done = rows(LOSSES)
     with drawn(path, 11, 0.4 + 2.6 * len(TASKS), dpi=80) as drawing:
         panels = drawing.subplots(len(TASKS), len(LINKS), sharex=True, sharey="row", squeeze=False)
         for row, name in zip(panels, TASKS, strict=True):
@@ -197,6 +196,8 @@ def figure(path: Path) -> None:
                     if method in seconds:
                         steps, losses = mean_curve(runs)
                         x = [step * seconds[method] for step in steps]
+                        every = list(zip(*(losses_of(run) for run in runs.values()), strict=True))
+                        axes.fill_between(x, list(map(min, every)), list(map(max, every)), color=colour, alpha=0.2)
                         axes.plot(x, losses, ".-", color=colour, linewidth=1.2, markersize=4, label=method)
                 axes.set_xscale("log")
                 axes.set_title(f"{name}, {link}", fontsize=9)
@@ -210,10 +211,12 @@ def figure(path: Path) -> None:
 
 def mean_curve(runs: dict[int, Row]) -> tuple[list[int], list[float]]:
     """Steps, and the mean validation loss over the runs at each."""
-    curves = [run["validation"] for run in runs.values()]
-    return [step for step, _ in curves[0]], [
-        statistics.fmean(losses) for losses in zip(*([v for _, v in c] for c in curves), strict=True)
-    ]
+    steps = [step for step, _ in next(iter(runs.values()))["validation"]]
+    return steps, [statistics.fmean(losses) for losses in zip(*map(losses_of, runs.values()), strict=True)]
+
+
+def losses_of(run: Row) -> list[float]:
+    return [loss for _, loss in run["validation"]]
 
 
 def main() -> None:
@@ -237,7 +240,7 @@ def main() -> None:
             if args.what in (None, str(number)):
                 print(f"{number}. {claim.__doc__}\n\n{claim(rows(args.losses))}\n")
     else:
-        figure(Path(args.what or "docs/paper"))
+        figure(Path(args.what or "docs/paper"), rows(args.losses))
 
 
 if __name__ == "__main__":
