@@ -36,8 +36,10 @@ SIGN_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 VOTE_RATES = (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9)
 """Learning rates and momenta of the outer step."""
-LONGER = {2: ((1, 0), (1.25, 0), (1.5, 0)), 8: ((1, 0), (1.5, 0), (2, 0), (2.5, 0)), 16: ((1, 0), (2, 0), (2.5, 0))}
+LONGER = {2: ((1, 0), (1.25, 0), (1.5, 0)), 8: ((1, 0), (1.5, 0), (2, 0), (2.5, 0))}
 """By replicas: the mean of movements in different directions is shorter than each; a rate above 1 makes up for it."""
+RESCALED = "scheme.aggregate=rescaled_mean "
+ALONE = "scheme.outer_lr=1 scheme.outer_momentum=0 "
 FLOOR = "schedule.floor=0.1"
 """The learning rate ends at a tenth."""
 TO_ZERO = "schedule.floor=0.0"
@@ -89,12 +91,10 @@ def headline() -> Iterator[Method]:
     for count, outer in (2, LONGER[2][:1]), (8, LONGER[8]):
         yield text("muloco 30, 2bit, Muon 0.8", muloco(30), MUON_RATES, count, variants=with_outer(*outer))
     for every, count in (5, 8), (5, 2), (7, 4), (8, 8), (30, 8):  # 7 and 8: at most 0.06 bytes with so many replicas
-        rescaled = "scheme.outer_lr=1 scheme.outer_momentum=0 scheme.aggregate=rescaled_mean "
-        yield text(f"muloco {every}, 2bit, rescaled, Muon 0.8", rescaled + muloco(every), MUON_RATES, count)
+        yield text(f"muloco {every}, 2bit, rescaled, Muon 0.8", ALONE + RESCALED + muloco(every), MUON_RATES, count)
     yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
-    plain = "scheme.outer_lr=1 scheme.outer_momentum=0 "
-    yield text("muloco 5, 2bit, Muon 0.95", plain + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
-    yield text("muloco 30, 2bit, Muon 0.95", plain + muloco(30, LONG_MUON), MUON_RATES, variants=both)
+    yield text("muloco 5, 2bit, Muon 0.95", ALONE + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
+    yield text("muloco 30, 2bit, Muon 0.95", ALONE + muloco(30, LONG_MUON), MUON_RATES, variants=both)
 
 
 def optimizers() -> Iterator[Method]:
@@ -176,8 +176,8 @@ def rounds() -> Iterator[Method]:
     adamw = " scheme.every=10 " + ADAMW.format(0.999)
     yield _rounds("diloco 10", "scheme.name=diloco" + adamw, ADAMW_RATES, variants=with_outer(*OUTER))
     for count in (2, 8, 16):
-        tried = with_outer(*LONGER[count], *(OUTER[1:] if count == 2 else ()))
-        yield _rounds("muloco 10, 2bit", muloco(10), MUON_RATES, count, tried)
+        tried = with_outer(*OUTER)
+        yield _rounds("muloco 10, 2bit, rescaled", RESCALED + muloco(10), MUON_RATES, count, tried)
     streaming = "scheme.name=streaming_diloco scheme.delay=1" + adamw
     yield _rounds("streaming_diloco 10", streaming, ADAMW_RATES, variants=with_outer(*OUTER))
     sparse = tuple(f"{FLOOR} scheme.outer_lr={lr}" for lr in (1.0, 0.7, 0.5))
@@ -192,17 +192,14 @@ def _rounds(
 
 
 def larger() -> Iterator[Method]:
-    """4.3 million parameters over 1,200 steps; the outer rates are those of rounds of five steps in the small model."""
+    """4.3 million parameters over 1,200 steps."""
     yield _larger("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:3])
     yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6])
-    yield _larger("muloco 5, 2bit", f"{muloco(5)} {_OUTER[2]}", MUON_RATES[1:6])
+    yield _larger("muloco 5, 2bit, rescaled", ALONE + RESCALED + muloco(5), MUON_RATES[1:6])
     yield _larger("demo 1/64 sign", demo(1), SIGN_RATES)
     yield _larger("random_sign 1/8", vote(8), VOTE_RATES[:3], 8)
     for count in (2, 8):
-        yield _larger("muloco 30, 2bit", f"{muloco(30)} {_OUTER[count]}", MUON_RATES[:5], count)
-
-
-_OUTER = {2: "scheme.outer_lr=1.5 scheme.outer_momentum=0", 8: "scheme.outer_lr=2 scheme.outer_momentum=0"}
+        yield _larger("muloco 30, 2bit, rescaled", ALONE + RESCALED + muloco(30), MUON_RATES[:5], count)
 
 
 def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
