@@ -44,6 +44,9 @@ def faster(done: Rows) -> str:
         lines += [f"{task}, seconds to a loss of {wanted:.3f}:", "", *head(["scheme", "steps", *paper.LINKS])]
         for name, runs in found.items():
             steps = first_step(*paper.mean_curve(runs), wanted)
+            if steps is None:
+                lines.append(cells([name, "not reached", *[""] * len(paper.LINKS)]))
+                continue
             times = (seconds[link].get(name, math.nan) * steps for link in paper.LINKS)
             lines.append(cells([name, f"{steps:.0f}", *(f"{each:.1f}" for each in times)]))
         lines.append("")
@@ -183,8 +186,8 @@ def verdict(runs: Runs, reference: Runs) -> str:
     return "similar" if low > -MARGIN and high < MARGIN else "cannot be told here"
 
 
-def first_step(steps: Sequence[int], losses: Sequence[float], wanted: float) -> float:
-    """The step at which a curve first reaches `wanted`, linearly between its points; NaN if it does not."""
+def first_step(steps: Sequence[int], losses: Sequence[float], wanted: float) -> float | None:
+    """The step at which a curve first reaches `wanted`, linearly between its points; None if it does not."""
     before = None
     for step, each in zip(steps, losses, strict=True):
         if each <= wanted:
@@ -192,7 +195,7 @@ def first_step(steps: Sequence[int], losses: Sequence[float], wanted: float) -> 
                 step if before is None else before[0] + (step - before[0]) * (before[1] - wanted) / (before[1] - each)
             )
         before = step, each
-    return math.nan
+    return None
 
 
 def missing(task: str, name: str) -> str:
