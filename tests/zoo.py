@@ -49,7 +49,7 @@ SCHEMES = {
     "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),
     # not in 2 bits, which have no zero: the zeros of two replicas cancel in a mean, but have a length
     "muloco-rescaled": dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"),
-    "demo-rescaled": dt.demo(topk=9, chunk=16, precision="int8", aggregate="rescaled_mean", link="owner"),
+    "demo-rescaled": dt.demo(topk=9, chunk=16, precision="bf16", aggregate="rescaled_mean", link="owner"),
     "sparta": dt.sparta(rate=1 / 4),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }
