@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import linecache
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +20,9 @@ from detonation.cluster.network import namespaces
 from detonation.cluster.processes import heartbeat, heartbeat_board
 
 torch.set_num_threads(1)
+# torch takes a traceback for each operation that is new to DTensor, and Python would look on the disk each time whether
+# one of its files has changed: an eighth of the CPU time of tests with worlds.
+linecache.checkcache = lambda filename=None: None
 
 # The same examples in every run: a test that fails for somebody fails for everybody. Look for new ones with
 # `pytest --hypothesis-profile=search`.

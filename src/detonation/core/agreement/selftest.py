@@ -27,17 +27,17 @@ def selftest(scheme: Scheme, runtime: Runtime) -> str:
 
 def _hash(scheme: Scheme, runtime: Runtime) -> str:
     layout = scheme.codec.layout({"selftest": _SHAPE})
-    messages = []
+    before, messages = _ramp(runtime.device), []
     for scale in (1.0, 3.0):
         memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
         engine = engine_for(scheme.codec, layout, memory, runtime)
-        selected = engine.encode([scale * _ramp(runtime.device)], 0)
+        selected = engine.encode([scale * before], 0)
         messages += scheme.codec.encode(selected)
     shared = selected.indices if scheme.codec.selection.shared else None
     received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
     update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
     engine.write(received, [update])
-    before = _ramp(runtime.device)  # not zeros: to add to zero rounds alike with and without fused multiply-add
+    # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
     mean = before.lerp(update, 0.1)
     square = before.square().addcmul_(update, update, value=0.001)
     stepped = before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
@@ -59,6 +59,7 @@ def selftest_conditions(device: torch.device) -> str:
 
 def _ramp(device: torch.device) -> Tensor:
     """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function that may round."""
-    at = torch.arange(_SHAPE[0] * _SHAPE[1], dtype=torch.int64, device=device)
-    mixed = (at * 2654435761) % 1048573  # a prime
-    return ((mixed - 524286).to(torch.float32) / 65536 / 2 ** (at % 11).to(torch.float32)).view(_SHAPE)
+    numel = _SHAPE[0] * _SHAPE[1]
+    mixed = (torch.arange(numel, device=device) * 2654435761) % 1048573  # a prime
+    magnitudes = torch.tensor([2.0**at for at in range(11)], device=device).repeat(-(-numel // 11))[:numel]
+    return ((mixed - 524286).to(torch.float32) / 65536 / magnitudes).view(_SHAPE)
