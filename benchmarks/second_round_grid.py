@@ -147,10 +147,17 @@ def _votes(name: str, sets: str) -> Method:
 
 
 def support() -> Iterator[Method]:
-    """One support for all replicas in place of a top-k of each; nothing real can choose it better."""
+    """One support for all replicas in place of a top-k of each; nothing real can choose it better than by the mean.
+
+    Of 64 coefficients eight signs without an index are about the bits of one sign and its index.
+    """
     one = f"scheme.name=variants:one_support {SIGNSGD} scheme.of_mean="
-    for name, of_mean in (("of the mean memory", True), ("of one replica in turn", False)):
-        yield text(name, one + str(of_mean).lower(), SIGN_RATES, 8, study="support")
+    for name, sets in {
+        "1/64 by the mean memory": "true",
+        "8/64 by the mean memory": "true scheme.topk=8",
+        "8/64 by one replica in turn": "false scheme.topk=8",
+    }.items():
+        yield text(name, one + sets, SIGN_RATES, 8, study="support")
 
 
 def delay() -> Iterator[Method]:
