@@ -15,6 +15,7 @@ import detonation as dt
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.selection import Random
 from detonation.core.replicator.pending import Flat, LookAhead, Pending
+from detonation.core.schemes.scheme import GradientScheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,20 @@ class OneSupport(Codec):
         return super().pick(coefficients, shared, out)
 
 
+class InOneMessage(GradientScheme):
+    """Its rows are selected together: `OneSupport` does not know which of them a bucket has."""
+
+    @property
+    def worth_overlapping(self) -> bool:
+        return False
+
+
 def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.Scheme:
     """`demo` in signs by an all-gather, with one support for all replicas; the bytes of indices are still sent."""
     scheme = dt.demo(topk=topk, decay=decay, precision="sign", error_feedback=False, link="all-gather")
     codec = OneSupport(scheme.codec.basis, Guided(topk, scheme.codec.selection.chunk), scheme.codec.precision, of_mean)
-    return dataclasses.replace(scheme, codec=codec)
+    fields = {field.name: getattr(scheme, field.name) for field in dataclasses.fields(scheme) if field.init}
+    return InOneMessage(**{**fields, "codec": codec})
 
 
 def look_ahead_by_memory(optimizer: dt.Replicated) -> None:
