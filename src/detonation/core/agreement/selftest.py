@@ -60,6 +60,7 @@ def selftest_conditions(device: torch.device) -> str:
 def _ramp(device: torch.device) -> Tensor:
     """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function that may round."""
     numel = _SHAPE[0] * _SHAPE[1]
-    mixed = (torch.arange(numel, device=device) * 2654435761) % 1048573  # a prime
-    magnitudes = torch.tensor([2.0**at for at in range(11)], device=device).repeat(-(-numel // 11))[:numel]
+    mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % 1048573  # a prime
+    powers = torch.tensor([2.0**at for at in range(11)], dtype=torch.float32, device=device)
+    magnitudes = powers.repeat(-(-numel // 11))[:numel]
     return ((mixed - 524286).to(torch.float32) / 65536 / magnitudes).view(_SHAPE)
