@@ -30,12 +30,10 @@ Row = dict[str, Any]
 
 
 def run(cell: Cell, recorder: Callable[[Any], Any] = lambda session: None) -> Row:
-    """Trains one run and returns its row; `val_loss` is None where the loss became non-finite.
+    """Trains one run and returns its row; `val_loss` is None where it diverged.
 
     recorder: Makes the recorder of each replica's training; none where it returns None.
     """
-    from detonation.cluster.network.simulated import simulate_replicas
-    from detonation.train.loop.fit import NonFiniteLoss
     from detonation.train.verbs.simulate import Simulation, configured, train_virtual, virtual
 
     sets = (*cell.sets, "train.validate_every=0", f"seed={cell.seed}")
@@ -46,10 +44,7 @@ def run(cell: Cell, recorder: Callable[[Any], Any] = lambda session: None) -> Ro
         return train_virtual(session, recorder(session))
 
     began = time.process_time()
-    try:
-        summary = simulate_replicas(act, cell.replicas)[0]
-    except NonFiniteLoss:
-        summary = {"val_loss": None}
+    summary = (finished(act, cell.replicas) or [{"val_loss": None}])[0]
     columns = (
         "val_loss",
         "val_accuracy",
@@ -61,6 +56,22 @@ def run(cell: Cell, recorder: Callable[[Any], Any] = lambda session: None) -> Ro
     )
     row = {key: summary[key] for key in columns if key in summary}
     return {**dataclasses.asdict(cell), **row, "cpu_s": round(time.process_time() - began, 1)}
+
+
+def finished(act: Callable[[Any], Any], replicas: int) -> list[Any] | None:
+    """The results of virtual replicas; None where a loss or a gradient becomes non-finite."""
+    from detonation.cluster.network.simulated import simulate_replicas
+    from detonation.core.integrity.fault_counts import NonFiniteGradient
+    from detonation.train.loop.fit import NonFiniteLoss, Unsafe
+
+    try:
+        return simulate_replicas(act, replicas)
+    except NonFiniteLoss:
+        return None
+    except Unsafe as error:
+        if isinstance(error.__cause__, NonFiniteGradient):
+            return None
+        raise
 
 
 def run_missing(path: Path, only: str, part: str, limit: int) -> None:

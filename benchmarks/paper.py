@@ -22,7 +22,7 @@ from typing import Any
 
 import namespaces
 from drawing import drawn
-from frontier import Row, rows
+from frontier import Row, finished, rows
 from frontier_grid import Cell
 from tuning import Method, Rows, run_missing
 
@@ -64,7 +64,7 @@ TASKS = {
 
 ADAMW = SIGN = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SPARSE = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
-SGD = (1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+SGD = (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 ONE_BIT = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.95"
 DEMO = "scheme.name=demo scheme.topk=4 scheme.chunk=64"
 SCHEMES = {
@@ -113,9 +113,8 @@ def method(task: str, name: str, sets: str, rates: tuple[float, ...]) -> Method:
 
 def train(cell: Cell) -> Row:
     """Trains two virtual replicas, bit for bit like real ones, and returns a row with validation losses by step."""
-    from detonation.cluster.network.simulated import simulate_replicas
     from detonation.cluster.processes.signals import Stop
-    from detonation.train.loop.fit import NonFiniteLoss, fit
+    from detonation.train.loop.fit import fit
     from detonation.train.output.metrics import Record
     from detonation.train.verbs.simulate import Simulation, configured, virtual
 
@@ -127,9 +126,7 @@ def train(cell: Cell) -> Row:
         log = records.append if communicator.replica == 0 else lambda record: None
         fit(virtual(config, communicator), 0, config.train.steps, log, Stop())
 
-    try:
-        simulate_replicas(act, cell.replicas)
-    except NonFiniteLoss:
+    if finished(act, cell.replicas) is None:
         records = []
     curve = [(r.step, r.val_loss) for r in records if r.val_loss is not None]
     last = {f"val_{name}": getattr(records[-1], f"val_{name}", None) if records else None for name in MEASURES}

@@ -84,7 +84,9 @@ def headline() -> Iterator[Method]:
     yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
-    yield text("demo 4/64 sign, Muon", demo(4, "Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both)
+    yield text(
+        "demo 4/64 sign, Muon", demo(4, "optimizer.name=Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both
+    )
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
     yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8, variants=both)
     yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
@@ -108,6 +110,7 @@ def optimizers() -> Iterator[Method]:
 def few_bits() -> Iterator[Method]:
     """Less on the wire, or less that leaves the memory."""
     yield text("demo 1/64 sign, alpha 0.2", demo(1) + " scheme.alpha=0.2", SIGN_RATES)
+    yield text("demo 4/64 sign, AdamW", demo(4, ADAMW.format(0.999)), ADAMW_RATES)
     for precision in ("2bit", "sign"):
         loco = f"scheme.name=loco scheme.precision={precision} "
         yield text(f"loco {precision}, Muon 0.8", loco + MUON, MUON_RATES)
@@ -213,9 +216,9 @@ def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> M
     return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count)
 
 
-def demo(topk: int, optimizer: str = "SignSGD", decay: float = 0.95) -> str:
+def demo(topk: int, optimizer: str = SIGNSGD, decay: float = 0.95) -> str:
     codec = f"scheme.topk={topk} scheme.chunk=64 scheme.precision=sign scheme.error_feedback=false"
-    return f"scheme.name=demo {codec} scheme.decay={decay} optimizer.name={optimizer}"
+    return f"scheme.name=demo {codec} scheme.decay={decay} {optimizer}"
 
 
 def vote(share: int, decay: float = 0.9) -> str:

@@ -16,7 +16,7 @@ def train() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)).to(mesh.device_type)
     model = DistributedDataParallel(network)
-    hook = dt.comm_hook(model, dt.demo(topk=4, chunk=64), mesh)  # the only line that is new
+    hook = dt.comm_hook(model, dt.loco(), mesh)  # the only line that is new
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     rotation = torch.linalg.qr(torch.randn(32, 32)).Q.to(mesh.device_type)

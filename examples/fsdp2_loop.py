@@ -26,9 +26,9 @@ def train() -> None:
     mesh = dt.init_mesh(replicas=2, shards=2)  # reads the environment of torchrun
     model = Model().to(mesh.device_type)
     dt.shard(model, mesh)  # FSDP2 inside the node; every replica starts from the same weights
-    # Between the nodes, 4 DCT coefficients of each 64 coordinates of the momentum are exchanged.
-    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.demo(topk=4, chunk=64), clip=1.0)
+    # Between the nodes, the signs of 4 DCT coefficients of each 64 coordinates of the momentum are exchanged.
+    signs = dt.SignSGD(model.parameters(), lr=3e-3)
+    optimizer = dt.replicate(signs, model, mesh["replicate"], dt.demo(precision="sign", error_feedback=False))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ def train() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=128)
     # Between the replicas, 4 DCT coefficients of each 64 coordinates of the momentum are exchanged.
     model, optimizer, loader, scheduler = prepare(
-        accelerator, model, optimizer, loader, scheduler, scheme=dt.demo(topk=4, chunk=64), clip=1.0
+        accelerator, model, optimizer, loader, scheduler, scheme=dt.loco(), clip=1.0
     )
 
     losses = []

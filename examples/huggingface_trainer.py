@@ -37,7 +37,7 @@ def train() -> None:
         fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         parallelism_config=Replicas(dp_replicate_size=2, dp_shard_size=2),  # neighbouring ranks share a replica
     )
-    exchange = Replicate(dt.demo(topk=4, chunk=64))
+    exchange = Replicate(dt.loco())
     trainer = Trainer(model, arguments, train_dataset=Sequences(), callbacks=[exchange])
     trainer.train()  # resume_from_checkpoint=True goes on from out/trainer, bit for bit
     trainer.save_model()

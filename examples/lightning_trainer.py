@@ -35,7 +35,7 @@ class Inverter(LightningModule):
 def train() -> None:
     seed_everything(0, verbose=False)
     rotation, target = torch.linalg.qr(torch.randn(32, 32)).Q, torch.randn(4096, 32)
-    strategy = ReplicaStrategy(replicas=2, shards=2, scheme=dt.demo(topk=4, chunk=64))
+    strategy = ReplicaStrategy(replicas=2, shards=2, scheme=dt.loco())
     trainer = Trainer(devices=4, strategy=strategy, max_steps=100, gradient_clip_val=1.0, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
     module = Inverter()

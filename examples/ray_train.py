@@ -22,7 +22,7 @@ def train(config: dict[str, int]) -> None:
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)).to(mesh.device_type)
     dt.shard(model, mesh)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.demo(topk=4, chunk=64), clip=1.0)
+    optimizer = dt.replicate(adamw, model, mesh["replicate"], dt.loco(), clip=1.0)
     rotation = torch.linalg.qr(torch.randn(32, 32)).Q.to(mesh.device_type)
 
     if saved := ray.train.get_checkpoint():  # after a failure, and of an earlier run of this name

@@ -9,5 +9,5 @@ set -euo pipefail
 
 exec torchrun --nnodes "${NODES:-4}" --node-rank "$NODE" --nproc-per-node "${GPUS:-8}" \
     --master-addr "$HEAD" --master-port "${PORT:-29500}" -m torchtitan.train \
-    --module detonation.integrations.torchtitan --config "${CONFIG:-llama3.llama3_8b}" --optimizer.scheme demo \
+    --module detonation.integrations.torchtitan --config "${CONFIG:-llama3.llama3_8b}" --optimizer.scheme loco \
     --parallelism.data_parallel_replicate_degree "${NODES:-4}" "$@"

@@ -174,4 +174,4 @@ def test_torchtitans_script_starts_torchtitan_with_replicas(ran):
     from torchtitan.config import ConfigManager
 
     config = ConfigManager().parse_args(words[1:])
-    assert config.optimizer.scheme == "demo" and config.parallelism.data_parallel_replicate_degree == 4
+    assert config.optimizer.scheme == "loco" and config.parallelism.data_parallel_replicate_degree == 4

@@ -329,3 +329,30 @@ def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
     assert "load_checkpoint" in line and "load_replica_state" in line
     assert [nothing, *first("repaired"), *first("whole")] == [[]] * 5
     assert worlds.run(foreign, 2, 1, dt.full(), "lost") == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("base", "scheme", "warned"),
+    [
+        (torch.optim.AdamW, dt.demo(), True),
+        (torch.optim.NAdam, dt.random(rate=1 / 2), True),
+        (dt.SignSGD, dt.demo(), False),
+        (torch.optim.SGD, dt.demo(), False),
+        (dt.Muon, dt.demo(), False),
+        (torch.optim.AdamW, dt.loco(), False),
+        (torch.optim.AdamW, dt.full(), False),
+        (torch.optim.AdamW, dt.diloco(), False),
+    ],
+    ids=lambda part: getattr(part, "__name__", None) or getattr(part, "name", str(part)),
+)
+def test_moments_that_would_see_few_coordinates_are_warned_of_once(base, scheme, warned):
+    def act(communicator):
+        model = nn.Linear(4, 2)
+        dt.replicate(base(model.parameters()), model, communicator, scheme)
+
+    with logged() as lines:
+        simulate_replicas(act, 2)
+    assert len(lines) == warned
+    assert all(
+        line.startswith(f"{scheme.name} sends a part") and "goes with detonation.loco()" in line for line in lines
+    )

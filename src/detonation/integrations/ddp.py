@@ -39,7 +39,7 @@ def comm_hook(
 
     Args:
         model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used.
-        scheme: One that exchanges gradients without a delay, such as `demo()`, or its name.
+        scheme: One that exchanges gradients without a delay, such as `loco()`, or its name.
         mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`) average their
             gradients while backward computes, and each sends a part of their message to the other nodes. Without it
             every rank is a replica of its own.

@@ -114,7 +114,7 @@ class FabricReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     Example:
         >>> import detonation as dt
         >>> from lightning.fabric import Fabric
-        >>> strategy = FabricReplicaStrategy(dt.demo(), replicas=2, shards=8, clip=1.0)
+        >>> strategy = FabricReplicaStrategy(dt.loco(), replicas=2, shards=8, clip=1.0)
         >>> Fabric(accelerator="cpu", devices=8, num_nodes=2, strategy=strategy).strategy is strategy
         True
     """

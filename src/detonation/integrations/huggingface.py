@@ -87,7 +87,7 @@ def prepare(
         model: Not yet prepared.
         optimizer: Over parameters of `model`; its step applies the updates that the replicas agreed on.
         others: Loaders and schedulers, prepared with them.
-        scheme: How the replicas communicate, such as `demo()`.
+        scheme: How the replicas communicate, such as `loco()`.
         clip: The largest global norm, above 0, of the gradients after the exchange. `accelerator.clip_grad_norm_` of
             the same norm may stay in the loop: it returns the norm of this replica's gradients and changes nothing.
         settings: As of `replicate`: seed, kernels, safety.
@@ -102,7 +102,7 @@ def prepare(
     Example, of which `examples/huggingface_accelerate.py` is the whole::
 
         accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=Replicas(2, 8))
-        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, scheme=dt.demo())
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, scheme=dt.loco())
     """
     check_setup(accelerator.state, model)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
@@ -131,7 +131,7 @@ def replicated(optimizer: Optimizer) -> Replicated:
 
 
 class Replicate(TrainerCallback):
-    """Callback by which a Trainer trains with replicas: `Trainer(..., callbacks=[Replicate(dt.demo())])`.
+    """Callback by which a Trainer trains with replicas: `Trainer(..., callbacks=[Replicate(dt.loco())])`.
 
     For the Trainer of Transformers and those that inherit from it, such as TRL's `SFTTrainer`, with PEFT or without.
     `max_grad_norm` clips the gradients that the replicas agreed on, as in hybrid sharding. Each checkpoint of the
@@ -142,7 +142,7 @@ class Replicate(TrainerCallback):
     optimizer: replicated, for its `stats`; None until training begins.
 
     Args:
-        scheme: How the replicas communicate, such as `demo()`.
+        scheme: How the replicas communicate, such as `loco()`.
         settings: As of `replicate`: seed, kernels, safety.
 
     Raises:
@@ -151,7 +151,7 @@ class Replicate(TrainerCallback):
 
     Example:
         >>> import detonation as dt
-        >>> Replicate(dt.demo(), seed=1).optimizer is None
+        >>> Replicate(dt.loco(), seed=1).optimizer is None
         True
     """
 

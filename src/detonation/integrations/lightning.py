@@ -46,7 +46,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     as `load_checkpoint` describes.
 
     Args:
-        scheme: How the replicas communicate, such as `demo()`, or its name.
+        scheme: How the replicas communicate, such as `loco()`, or its name.
         replicas: Copies of the model; "auto" for the number of nodes.
         shards: Ranks that share a copy; "auto" for the devices of a node.
         seed: Of the random selections.
@@ -62,7 +62,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     Example:
         >>> import detonation as dt
         >>> from lightning.pytorch import Trainer
-        >>> strategy = ReplicaStrategy(replicas=2, shards=8, scheme=dt.demo())
+        >>> strategy = ReplicaStrategy(replicas=2, shards=8, scheme=dt.loco())
         >>> Trainer(accelerator="cpu", devices=8, num_nodes=2, strategy=strategy, logger=False).strategy is strategy
         True
     """

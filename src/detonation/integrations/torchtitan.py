@@ -3,7 +3,7 @@
 torchtitan's command names a function that makes its configuration. Through this module the same function gets replicas:
 
     torchrun ... -m torchtitan.train --module detonation.integrations.torchtitan --config llama3.llama3_8b \
-        --optimizer.scheme demo --parallelism.data_parallel_replicate_degree 4
+        --optimizer.scheme loco --parallelism.data_parallel_replicate_degree 4
 
 The function `with_replicas` does the same for a configuration of one's own.
 """
@@ -43,7 +43,7 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install 'detonation-torch[titan]'") from error
 
 
-def with_replicas(config: Trainer.Config, scheme: Scheme | str = "demo", **settings: Any) -> Trainer.Config:
+def with_replicas(config: Trainer.Config, scheme: Scheme | str = "loco", **settings: Any) -> Trainer.Config:
     """Makes the trainer of `config` train with replicas that communicate by `scheme`.
 
     torchtitan shards inside each replica and reads its batches as ever. `training.max_norm` clips the gradients that
@@ -66,8 +66,8 @@ def with_replicas(config: Trainer.Config, scheme: Scheme | str = "demo", **setti
 
     Example, a function of one's own for `--module` and `--config`::
 
-        def llama3_8b_demo() -> Trainer.Config:
-            return with_replicas(llama3_8b(), dt.demo(topk=4))
+        def llama3_8b_loco() -> Trainer.Config:
+            return with_replicas(llama3_8b(), dt.loco())
     """
     for name, theirs, ours in (
         ("optimizer", OptimizersContainer.Config, ReplicaOptimizers.Config),
@@ -151,7 +151,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
         """torchtitan's configuration of optimizers, and the scheme."""
 
         scheme: str = ""
-        """How replicas communicate: demo, or with its arguments 'diloco={"every": 50}'. Empty for the one in code."""
+        """How replicas communicate: loco, or with its arguments 'diloco={"every": 50}'. Empty for the one in code."""
 
     replicated: Replicated
     sent_before = 0

@@ -11,7 +11,13 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.build import Settings
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import check_arguments, check_balance, check_patience, checked_levels
+from detonation.core.optimizer.setup_checks import (
+    check_arguments,
+    check_balance,
+    check_patience,
+    checked_levels,
+    warn_of_moments,
+)
 from detonation.core.replicator.pending import require_stateless
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 
@@ -106,6 +112,7 @@ def replicate(
         check_patience(patience, [scheme for _, scheme in checked], intra_node)
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
+    warn_of_moments(optimizer, checked)
     settings = Settings(intra_node, seed, kernels, safety or Safety(), clip, balance, patience)
     return Replicated(optimizer, model, checked, settings)
 

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from detonation.core.link.communicator import Axis
+from detonation.core.optim.muon import Muon
 from detonation.core.optimizer.build import Level
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
@@ -92,6 +93,28 @@ def check_patience(seconds: float, schemes: Sequence[Scheme], intra_node: Device
         raise ValueError("patience takes link='all-gather': the owner of rows must answer in each step")
     if intra_node is not None:
         raise ValueError("patience takes no intra_node: shard the model inside the node")
+
+
+def warn_of_moments(optimizer: Optimizer, levels: Sequence[Level]) -> None:
+    """Warns where the second moments of Adam's family would see a part of the coordinates per step.
+
+    They decay at each step and get a value at few, so that steps are far too long where one arrives: docs/findings.md
+    has the losses. Muon, whose other parameters take AdamW's step, was measured and gains from `demo`.
+    """
+    gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
+    sparse = [scheme for scheme in gradients if scheme.codec.selection.period != 1]
+    if not sparse or isinstance(optimizer, Muon) or not {"betas", "eps"} <= set(getattr(optimizer, "defaults", ())):
+        return
+    axis = levels[0][0]
+    if (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) == 0:
+        name = type(optimizer).__name__
+        _log.warning(
+            "%s sends a part of the coordinates per step, and under %s the loss ends far higher than under "
+            "detonation.SignSGD; %s goes with detonation.loco()",
+            sparse[0].name,
+            name,
+            name,
+        )
 
 
 def check_layout(
