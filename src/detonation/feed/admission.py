@@ -39,7 +39,7 @@ class Admission:
         >>> import torch, torch.distributed as dist, detonation as dt
         >>> axis = dt.elastic(replica=0, replicas=1, store=dist.HashStore())
         >>> model = nn.Linear(2, 1)
-        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.demo(topk=1, chunk=2))
+        >>> optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
         >>> door = dt.Admission(model, optimizer)
         >>> optimizer.step(); door.after_step()
         >>> axis.close()

@@ -40,7 +40,7 @@ def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) 
         ...     with torch.no_grad():
         ...         _ = model.weight.fill_(0.5), model.bias.zero_()
         ...     adam = torch.optim.AdamW(model.parameters())
-        ...     optimizer = dt.replicate(adam, model, LoopbackCommunicator(2), dt.demo(topk=1, chunk=2))
+        ...     optimizer = dt.replicate(adam, model, LoopbackCommunicator(2), dt.loco())
         ...     if again:
         ...         _ = dt.replay(folder.name, optimizer)
         ...     else:

@@ -45,7 +45,7 @@ class Checkpoints:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
         >>> base = torch.optim.AdamW(model.parameters())
-        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
         >>> folder = tempfile.TemporaryDirectory()
         >>> with dt.Checkpoints(folder.name, model, optimizer, keep=2) as checkpoints:
         ...     for step in range(6):
@@ -167,7 +167,7 @@ def save_checkpoint(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
         >>> base = torch.optim.AdamW(model.parameters())
-        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
         >>> folder = tempfile.TemporaryDirectory()
         >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
         >>> sorted(file.name for file in path.iterdir())
