@@ -38,7 +38,7 @@ OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9)
 """Learning rates and momenta of the outer step."""
 LONGER = {2: ((1, 0), (1.25, 0), (1.5, 0)), 8: ((1, 0), (1.5, 0), (2, 0), (2.5, 0))}
 """By replicas: the mean of movements in different directions is shorter than each; a rate above 1 makes up for it."""
-RESCALED = "scheme.aggregate=rescaled_mean "
+MEAN, RESCALED = "scheme.aggregate=mean ", "scheme.aggregate=rescaled_mean "
 ALONE = "scheme.outer_lr=1 scheme.outer_momentum=0 "
 FLOOR = "schedule.floor=0.1"
 """The learning rate ends at a tenth."""
@@ -81,7 +81,7 @@ def headline() -> Iterator[Method]:
     both = FLOOR, TO_ZERO
     yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
     yield text("Muon 0.8, full", FULL + MUON, MUON_RATES, seeds=8)
-    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
+    yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
     yield text(
@@ -89,14 +89,14 @@ def headline() -> Iterator[Method]:
     )
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
     yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8, variants=both)
-    yield text("muloco 5, 2bit, Muon 0.8", muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
+    yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
     for count, outer in (2, LONGER[2][:1]), (8, LONGER[8]):
-        yield text("muloco 30, 2bit, Muon 0.8", muloco(30), MUON_RATES, count, variants=with_outer(*outer))
+        yield text("muloco 30, 2bit, Muon 0.8", MEAN + muloco(30), MUON_RATES, count, variants=with_outer(*outer))
     for every, count in (5, 8), (5, 2), (7, 4), (8, 8), (30, 8):  # 7 and 8: at most 0.06 bytes with so many replicas
         yield text(f"muloco {every}, 2bit, rescaled, Muon 0.8", ALONE + RESCALED + muloco(every), MUON_RATES, count)
     yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
-    yield text("muloco 5, 2bit, Muon 0.95", ALONE + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
-    yield text("muloco 30, 2bit, Muon 0.95", ALONE + muloco(30, LONG_MUON), MUON_RATES, variants=both)
+    yield text("muloco 5, 2bit, Muon 0.95", MEAN + ALONE + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
+    yield text("muloco 30, 2bit, Muon 0.95", MEAN + ALONE + muloco(30, LONG_MUON), MUON_RATES, variants=both)
 
 
 def optimizers() -> Iterator[Method]:
