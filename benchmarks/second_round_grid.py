@@ -50,6 +50,7 @@ def methods() -> Iterator[Method]:
     yield from headline()
     yield from references_of_rounds()
     yield from optimizers()
+    yield from rounds_of_adamw()
     yield from few_bits()
     yield from replicas()
     yield from rounds()
@@ -105,6 +106,15 @@ def optimizers() -> Iterator[Method]:
         yield text(f"Signum {decay}, full", f"{FULL}{SIGNSGD} optimizer.momentum={decay}", SIGN_RATES)
     yield text("AdamW 0.95, full", FULL + ADAMW.format(0.95), ADAMW_RATES)
     yield text("AdamW 0.999, full bf16", "scheme.precision=bf16 " + FULL + ADAMW.format(0.999), ADAMW_RATES)
+
+
+def rounds_of_adamw() -> Iterator[Method]:
+    """Short rounds for who keeps AdamW."""
+    adamw = "scheme.precision={} " + ADAMW.format(0.999)
+    averaged = "scheme.name=local_sgd scheme.every=2 " + adamw.format("4bit")
+    yield text("local_sgd 2, 4bit, AdamW", averaged, ADAMW_RATES, seeds=8)
+    fed = MEAN + ALONE + "scheme.name=muloco scheme.every=5 " + adamw.format("2bit")
+    yield text("muloco 5, 2bit, AdamW", fed, ADAMW_RATES)
 
 
 def few_bits() -> Iterator[Method]:
