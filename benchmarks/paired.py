@@ -32,9 +32,14 @@ WARN = 0.05
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262, 12: 2.179, 31: 2.040}
 """Student's t for a two-sided 95 % interval, by degrees of freedom."""
 KEPT = [
-    ("random", {"rate": 0.0625, "precision": "fp32", "delay": 0}, {"quick-lm": 0.0926, "vit-fashion": 0.1478}),
-    ("diloco", {"every": 20, "precision": "fp32"}, {"quick-lm": 0.0619, "vit-fashion": 0.1517}),
-    ("demo", {"topk": 4, "chunk": 64, "precision": "fp32", "delay": 0}, {"vit-fashion": 0.0142}),
+    (
+        "random",
+        {"rate": 0.0625, "precision": "fp32", "delay": 0},
+        "SignSGD",
+        {"quick-lm": 0.0926, "vit-fashion": 0.1478},
+    ),
+    ("diloco", {"every": 20, "precision": "fp32"}, "AdamW", {"quick-lm": 0.0619, "vit-fashion": 0.1517}),
+    ("demo", {"topk": 4, "chunk": 64, "precision": "fp32", "delay": 0}, "SignSGD", {"vit-fashion": 0.0142}),
 ]
 """Relative losses of docs/log.md over three seeds, two replicas."""
 
@@ -114,16 +119,18 @@ def first_round(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[Mea
 
 
 def losses(measured: Iterable[Measured]) -> list[Row]:
-    """The rows of losses.json: for each setting and recipe the best learning rate."""
+    """The rows of losses.json: for each setting, optimizer and recipe the best learning rate."""
     best = dict[str, Row]()
     for scheme, recipe, replicas, runs, (cost, interval, seeds), source in measured:
         if seeds < 3 and cost <= WARN:
             continue
         arguments = {key: value for key, value in scheme.arguments.items() if key != "link"}
         size, name = next(iter(runs.values())), Path(recipe).stem
+        (optimizer,) = (each.split("=")[1] for each in size["sets"] if each.startswith("optimizer.name="))
         row = {
             "scheme": scheme.name,
             "arguments": arguments,
+            "optimizer": optimizer,
             "cost": round(cost, 4) + 0.0,
             "interval": [round(end, 4) + 0.0 for end in interval] if interval else None,
             "seeds": seeds,
@@ -133,15 +140,15 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             "replicas": replicas,
             "source": source,
         }
-        key = json.dumps([scheme.name, arguments, name, replicas])
+        key = json.dumps([scheme.name, arguments, optimizer, name, replicas])
         # more seeds say more than a lower loss on fewer
         if key not in best or (-seeds, cost) < (-best[key]["seeds"], best[key]["cost"]):
             best[key] = row
     like = {row["recipe"]: row for row in best.values()}
     kept = [
-        {**like[recipe], "scheme": name, "arguments": arguments, "cost": cost, "interval": None, "seeds": 3}
-        | {"replicas": 2, "source": "docs/log.md"}
-        for name, arguments, by_recipe in KEPT
+        {**like[recipe], "scheme": name, "arguments": arguments, "optimizer": optimizer, "cost": cost}
+        | {"interval": None, "seeds": 3, "replicas": 2, "source": "docs/log.md"}
+        for name, arguments, optimizer, by_recipe in KEPT
         for recipe, cost in by_recipe.items()
     ]
     return [*best.values(), *kept]

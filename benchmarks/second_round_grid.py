@@ -111,10 +111,10 @@ def optimizers() -> Iterator[Method]:
 def rounds_of_adamw() -> Iterator[Method]:
     """Short rounds for who keeps AdamW."""
     adamw = "scheme.precision={} " + ADAMW.format(0.999)
-    averaged = "scheme.name=local_sgd scheme.every=2 " + adamw.format("4bit")
-    yield text("local_sgd 2, 4bit, AdamW", averaged, ADAMW_RATES, seeds=8)
-    fed = MEAN + ALONE + "scheme.name=muloco scheme.every=5 " + adamw.format("2bit")
-    yield text("muloco 5, 2bit, AdamW", fed, ADAMW_RATES)
+    for every, precision, seeds in (2, "4bit", 8), (5, "2bit", 3):
+        sets = f"{MEAN}{ALONE}scheme.name=muloco scheme.every={every} {adamw.format(precision)}"
+        yield text(f"muloco {every}, {precision}, AdamW", sets, ADAMW_RATES, seeds=seeds)
+    yield text("local_sgd 2, 4bit, AdamW", "scheme.name=local_sgd scheme.every=2 " + adamw.format("4bit"), ADAMW_RATES)
 
 
 def few_bits() -> Iterator[Method]:

@@ -66,12 +66,20 @@ class Method:
     def judging(self, done: Rows) -> dict[int, Cell]:
         """The best setting with each judging seed; empty until it is known."""
         best = self.best(done)
-        return {seed: dataclasses.replace(best, seed=seed) for seed in range(1, self.seeds + 1)} if best else {}
+        return self._seeded(best) if best else {}
 
     def judged(self, done: Rows) -> dict[int, Row]:
-        """The judging runs that are done and did not diverge, by seed."""
-        keys = {seed: cell.key for seed, cell in self.judging(done).items()}
+        """The judging runs of the best setting that are done and did not diverge, by seed."""
+        best = self.best(done)
+        return self.runs(best, done) if best else {}
+
+    def runs(self, cell: Cell, done: Rows) -> dict[int, Row]:
+        """The judging runs of a setting that are done and did not diverge, by seed."""
+        keys = {seed: each.key for seed, each in self._seeded(cell).items()}
         return {seed: done[key] for seed, key in keys.items() if key in done and done[key]["val_loss"]}
+
+    def _seeded(self, cell: Cell) -> dict[int, Cell]:
+        return {seed: dataclasses.replace(cell, seed=seed) for seed in range(1, self.seeds + 1)}
 
     def chosen(self, done: Rows) -> str:
         """The learning rate that seed 0 chose, and in what the variants differ; an edge of the grid is marked."""

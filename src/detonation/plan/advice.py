@@ -1,7 +1,7 @@
 """Turns ranked options into advice: plain values for programs and a reason in words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from detonation.core.schemes.registry import scheme
@@ -12,11 +12,20 @@ from detonation.plan.search import BUDGET, Option, break_even, options
 from detonation.plan.spelling import changed, spelled
 
 
-def advise(ranked: Sequence[Option], work: Work, network: Network, budget: float = BUDGET) -> dict[str, Any]:
-    """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network."""
+def advise(
+    ranked: Sequence[Option],
+    work: Work,
+    network: Network,
+    budget: float = BUDGET,
+    optimizers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
+
+    optimizers: As of `options`.
+    """
     best = ranked[0]
     candidates = [option.cost.scheme for option in ranked]
-    half, twice = (options(candidates, work, network.faster(times), budget)[0] for times in (0.5, 2.0))
+    half, twice = (options(candidates, work, network.faster(times), budget, optimizers)[0] for times in (0.5, 2.0))
     return {
         "options": [row(option) for option in ranked],
         "first": row(best),

@@ -9,16 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
 from detonation.cluster.network.measure import probe_axis
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
+from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 from detonation.plan.choice import check_budget, why
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.search import BUDGET, candidate_settings, options
+from detonation.plan.spelling import spelled
 
 PROBE_S = 3.0
 """Approximate seconds of measuring the links."""
@@ -26,16 +29,17 @@ PROBE_S = 3.0
 _log = logging.getLogger("detonation")
 
 
-def auto(model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = BUDGET) -> Scheme:
+def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = BUDGET) -> Scheme:
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
     Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
     and all ranks return the same scheme: full synchronisation where it waits for the network at most `budget` of a
-    step, otherwise the scheme with a measured loss that is expected to reach a loss first. Schemes with look-ahead are
-    left out, because they need an optimizer without state. The reason is logged at level INFO of the logger
-    "detonation".
+    step, otherwise the scheme that is expected to reach a loss first, by losses that were measured with the class of
+    `optimizer`, or with AdamW for a class that was not. Schemes with look-ahead are left out, because they need an
+    optimizer without state. The reason is logged at level INFO of the logger "detonation".
 
     Args:
+        optimizer: The one that will be replicated. Under AdamW few schemes keep the loss, under `SignSGD` most.
         model: The sharded model; its trained parameters give the sizes of the messages.
         axis: The axis between the replicas, such as `mesh["replicate"]`.
         step_seconds: Duration of a training step without the network; above 0.
@@ -51,7 +55,7 @@ def auto(model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = B
     Example:
         In a process group, such as one of `torchrun`; tests/plan/test_choice.py runs it::
 
-            scheme = dt.auto(model, mesh["replicate"], step_seconds=0.35)
+            scheme = dt.auto(optimizer, model, mesh["replicate"], step_seconds=0.35)
             optimizer = dt.replicate(optimizer, model, mesh["replicate"], scheme)
 
     Reference:
@@ -61,12 +65,14 @@ def auto(model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = B
     if not 0 < step_seconds < float("inf"):
         raise ValueError(f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0")
     check_budget(budget)
+    check_arguments(optimizer, model)
     device = next(local(parameter).device for parameter in model.parameters())
     world = world_link(device)
     shards = node_shapes(model, Link(axis).replica, world, device)
     network = Network(axis.size(), len(shards), probe_axis(axis, device, PROBE_S).operations)
     usable = [each for each in candidate_settings() if not (isinstance(each, GradientScheme) and each.lookahead)]
-    ranked = options(usable, Work(shards, step_seconds, overlap=False), network, budget)
+    classes = {spelled(each): type(optimizer).__name__ for each in usable}
+    ranked = options(usable, Work(shards, step_seconds, overlap=False), network, budget, classes)
     best = ranked[0]
     _log.info("auto: %s", why(best, ranked, network, budget))
     return broadcast_choice(best.cost.scheme, world, device)

@@ -14,11 +14,13 @@ STEPS_EXPONENT = 0.205
 
 @dataclass(frozen=True)
 class Loss:
-    """One measurement: the relative loss of a scheme over full synchronisation with AdamW at equal steps.
+    """One measurement: the relative loss of a scheme and an optimizer over full synchronisation at equal steps.
 
     Args:
         scheme, arguments: Of the scheme that was measured; arguments that are left out may have any value.
-        cost: Validation loss over that of full synchronisation, minus 1; a mean over `seeds`.
+        optimizer: The class that trained under it.
+        cost: Validation loss over that of full synchronisation, minus 1; a mean over `seeds`. Full synchronisation has
+            Muon where Muon trained, and AdamW otherwise.
         interval: The 95 % confidence interval of `cost`, paired over the seeds; None with fewer than three seeds, or
             where the runs of single seeds were not kept.
         recipe, parameters, steps, replicas: Of the runs that were measured.
@@ -27,6 +29,7 @@ class Loss:
 
     scheme: str
     arguments: dict[str, object]
+    optimizer: str
     cost: float
     interval: tuple[float, float] | None
     seeds: int
@@ -61,30 +64,41 @@ class Loss:
 
     @property
     def conditions(self) -> str:
-        """The size of the evidence: parameters, replicas and steps."""
-        return f"{self.parameters / 1e6:.1f} M parameters, {_counted(self.replicas, 'replica')}, {self.steps} steps"
+        """The evidence: optimizer, parameters, replicas and steps."""
+        size = f"{self.parameters / 1e6:.1f} M parameters"
+        return f"{self.optimizer}, {size}, {_counted(self.replicas, 'replica')}, {self.steps} steps"
 
     def __str__(self) -> str:
         return f"{self.verdict} on {self.recipe} ({self.conditions}, {_counted(self.seeds, 'seed')})"
 
 
-def loss_of(scheme: Scheme, replicas: int) -> Loss | None:
-    """Returns the largest loss measured for `scheme` at these settings, over all recipes, or None."""
-    found = [
-        loss
-        for loss in near(replicas)
-        if loss.scheme == scheme.name
-        and all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
-    ]
-    return max(found, key=lambda loss: loss.cost, default=None)
+def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss | None:
+    """The loss measured for `scheme` at these settings on the recipe where it is largest, or None.
+
+    Args:
+        scheme: With its arguments.
+        replicas: How many will train.
+        optimizer: The class that will train under it. One that nobody has measured is taken for AdamW, because most
+            need dense gradients as AdamW does. Without it, the best optimizer of each recipe counts.
+    """
+    wanted = optimizer if optimizer in {loss.optimizer for loss in loss_table()} else optimizer and "AdamW"
+    best: dict[str, Loss] = {}
+    for loss in near(replicas):
+        same = all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
+        if loss.scheme == scheme.name and same and wanted in (None, loss.optimizer):
+            best[loss.recipe] = min(loss, best.get(loss.recipe, loss), key=lambda loss: loss.cost)
+    return max(best.values(), key=lambda loss: loss.cost, default=None)
 
 
 @cache
 def near(replicas: int) -> tuple[Loss, ...]:
-    """Selects one measurement per setting and recipe: with the most replicas up to `replicas`, else with the fewest."""
+    """Selects one measurement per setting, optimizer and recipe.
+
+    It is the one with the most replicas up to `replicas`, else with the fewest.
+    """
     found: dict[str, Loss] = {}
     for loss in sorted(loss_table(), key=lambda loss: (loss.replicas > replicas, abs(loss.replicas - replicas))):
-        found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.recipe)), loss)
+        found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.optimizer, loss.recipe)), loss)
     return tuple(found.values())
 
 

@@ -1,6 +1,6 @@
 """Ranks schemes by the expected time to a loss."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,20 +61,30 @@ def candidate_settings() -> list[Scheme]:
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 
-def options(candidates: Sequence[Scheme], work: Work, network: Network, budget: float = BUDGET) -> list[Option]:
+def options(
+    candidates: Sequence[Scheme],
+    work: Work,
+    network: Network,
+    budget: float = BUDGET,
+    optimizers: Mapping[str, str] | None = None,
+) -> list[Option]:
     """Ranks the candidates, best first; leaves out those that would send more than full synchronisation.
 
     Full synchronisation comes first where it waits at most `budget` of a step. Schemes with a measured loss follow,
     by expected time to a loss, then schemes without one by the time of a step, and schemes that exchange nothing. Of
     equal times the scheme that sends less comes first.
+
+    optimizers: The class of optimizer that trains under a scheme, by its spelling: losses measured with another do not
+        count. Under a scheme that is not named, any does.
     """
-    ranked = []
+    ranked, trained = [], optimizers or {}
     for candidate in candidates:
         try:
             price = cost(candidate, work, network)
         except LargerThanDense:
             continue
-        ranked.append(Option(price, loss_of(candidate, network.replicas)))
+        loss = loss_of(candidate, network.replicas, trained.get(spelled(candidate)))
+        ranked.append(Option(price, loss))
     return sorted(ranked, key=lambda option: _order(option, budget))
 
 

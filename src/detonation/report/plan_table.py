@@ -15,7 +15,7 @@ HEADS = (
     "sent per node and step",
     "sent per node and day",
     "state per rank",
-    "loss against AdamW in full; measured with",
+    "loss against full synchronisation; measured with",
 )
 SHARD_HEADS = (
     "weights, gradients between nodes",

@@ -69,7 +69,8 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
     compute_s, _ = forward_backward(session)
     work = Work(shard_shapes(session.config), compute_s, {})
-    best, found, work = _search(asked.auto.budget, candidates, session, network, work)
+    trained = {name: config.optimizer.name for name, config in candidates.items()}
+    best, found, work = _search(asked.auto.budget, candidates, trained, session, network, work)
     line = why(best, found, network, asked.auto.budget)
     config = check_config(candidates[spelled(best.cost.scheme)])
     plan = {
@@ -79,14 +80,19 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
         "link": asdict(measured),
         "compute_s": compute_s,
         "steps": {name: asdict(step) for name, step in work.steps.items()},
-        **advise(found, work, network, asked.auto.budget),
+        **advise(found, work, network, asked.auto.budget, trained),
     }
     followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
     return Chosen(config, f"auto: {line}", plan, followed)
 
 
 def _search(
-    budget: float, candidates: Mapping[str, Config], session: Session, network: Network, work: Work
+    budget: float,
+    candidates: Mapping[str, Config],
+    trained: Mapping[str, str],
+    session: Session,
+    network: Network,
+    work: Work,
 ) -> tuple[Option, list[Option], Work]:
     """The choice, the options that it was made from, and the work with the optimizer steps measured for it.
 
@@ -97,7 +103,7 @@ def _search(
     steps: dict[str, Step] = {}
     while True:
         work = Work(work.shards, work.compute_s, dict(steps), work.overlap)
-        found = options(list(schemes.values()), work, network, budget)
+        found = options(list(schemes.values()), work, network, budget, trained)
         name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
