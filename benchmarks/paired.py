@@ -161,10 +161,11 @@ def main() -> None:
     args = parser.parse_args()
     found = rows(args.results)
     if args.losses:
-        from second_round import second_round  # which judges by the functions here
+        from paper import planned  # these two judge by the functions here
+        from second_round import second_round
 
-        rows_of_both = losses([*first_round(found), *second_round()])
-        print("[\n  " + ",\n  ".join(json.dumps(row) for row in rows_of_both) + "\n]")
+        every = losses([*first_round(found), *second_round(), *planned()])
+        print("[\n  " + ",\n  ".join(json.dumps(row) for row in every) + "\n]")
         return
     base = baselines(found)
     print("| recipe | replicas | examples per step | settings | seeds | to AdamW in full | 95 % interval |")

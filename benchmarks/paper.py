@@ -24,7 +24,8 @@ import namespaces
 from drawing import drawn
 from frontier import Row, finished, rows
 from frontier_grid import Cell
-from tuning import Method, Rows, run_missing
+from paired import Measured
+from tuning import Method, Rows, losses, measured, run_missing
 
 TIMES = Path("benchmarks/results/2026-11-20-paper.jsonl")
 LOSSES = Path("benchmarks/results/2026-11-22-paper.jsonl")
@@ -38,7 +39,8 @@ class Task:
     """A training task.
 
     sets: settings of the recipe for training, with `total` examples per step over all replicas; timed: settings for
-    timing, with as many examples per step; decay: of the memory of `demo` with fp32 values, from the recipes.
+    timing, with as many examples per step; decay: of the memory of `demo` with fp32 values, from the recipes;
+    parameters, steps: of the training.
     """
 
     recipe: str
@@ -46,6 +48,8 @@ class Task:
     total: int
     timed: str
     decay: float
+    parameters: int
+    steps: int
 
 
 TASKS = {
@@ -57,8 +61,18 @@ TASKS = {
         total=8,
         timed=namespaces.SETS,
         decay=0.999,
+        parameters=7_444_224,
+        steps=200,
     ),
-    "ViT": Task("recipes/vit-fashion.toml", "train.validate_every=25", 128, "train.validate_every=0", decay=0.95),
+    "ViT": Task(
+        "recipes/vit-fashion.toml",
+        "train.validate_every=25",
+        total=128,
+        timed="train.validate_every=0",
+        decay=0.95,
+        parameters=205_066,
+        steps=300,
+    ),
 }
 """The T5 of benchmarks/step_time.py (7.4M parameters), and vit-fashion unchanged (205 thousand)."""
 
@@ -135,6 +149,19 @@ def train(cell: Cell) -> Row:
 
 
 MEASURES = ("loss", "accuracy", "bleu")
+
+
+def planned(path: Path = LOSSES) -> Iterator[Measured]:
+    """What the planner learns, against AdamW in full."""
+    done = rows(path)
+    for task, chosen in TASKS.items():
+        found = [each for each in methods() if each.study == task]
+        reference = losses(found[0].judged(done))
+        for each in found:
+            for scheme, recipe, replicas, runs, result, source in measured(each, done, reference):
+                size = {"num_parameters": chosen.parameters, "steps": chosen.steps}
+                sized = {seed: row | size for seed, row in runs.items()}
+                yield scheme, recipe, replicas, sized, result, source
 
 
 def timings() -> list[Row]:

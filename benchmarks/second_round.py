@@ -23,9 +23,9 @@ import variants
 from drawing import drawn
 from frontier import Row, per_parameter, rows
 from frontier_grid import Cell
-from paired import Measured, judged, scheme_of, spread
+from paired import Measured, spread
 from second_round_grid import REFERENCES, methods
-from tuning import Rows, against, run_missing
+from tuning import Rows, against, losses, measured, run_missing
 
 import detonation as dt
 
@@ -89,23 +89,13 @@ LEFT_OUT = r"Signum|0\.95|^AdamW 0\.999, full$"
 
 
 def second_round(path: Path = RESULTS) -> Iterator[Measured]:
-    """What the planner learns: every setting that three seeds judged, against full synchronisation.
-
-    It has Muon where Muon trained, and AdamW otherwise.
-    """
+    """What the planner learns, against Muon in full where Muon trained, and AdamW in full otherwise."""
     done, every = rows(path), [each for each in methods() if each.study == "text"]
     dense = [each for name in REFERENCES["text"] for each in every if (each.study, each.name, each.replicas) == name]
-    adamw, muon = ({seed: row["val_loss"] for seed, row in each.judged(done).items()} for each in dense)
+    adamw, muon = (losses(each.judged(done)) for each in dense)
     for each in every:
-        if re.search(LEFT_OUT, each.name):
-            continue
-        reference = muon if "optimizer.name=Muon" in each.sets else adamw
-        for cell in each.tried(done):
-            runs = each.runs(cell, done)
-            if len(runs) >= 3:
-                scheme = scheme_of([one for one in cell.sets if one.startswith("scheme.")])
-                assert scheme is not None
-                yield scheme, each.recipe, each.replicas, runs, judged(runs, reference), "docs/findings.md"
+        if not re.search(LEFT_OUT, each.name):
+            yield from measured(each, done, muon if "optimizer.name=Muon" in each.sets else adamw)
 
 
 def figure(done: Rows, path: Path) -> None:

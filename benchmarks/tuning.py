@@ -8,12 +8,12 @@ kept in a file, so that runs can be stopped.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from frontier import Row, rows
 from frontier_grid import Cell
-from paired import judged
+from paired import Measured, judged, scheme_of
 
 Rows = dict[tuple[object, ...], Row]
 
@@ -121,10 +121,25 @@ def missing(methods: Iterable[Method], done: Rows) -> Iterator[Cell]:
         yield from (cell for cell in cells if cell.key not in done)
 
 
+def measured(method: Method, done: Rows, reference: Mapping[int, float]) -> Iterator[Measured]:
+    """What the planner learns of a method: every setting that three seeds judged, against losses by seed."""
+    for cell in method.tried(done):
+        runs = method.runs(cell, done)
+        if len(runs) >= 3:
+            scheme = scheme_of([one for one in cell.sets if one.startswith("scheme.")])
+            assert scheme is not None
+            yield scheme, method.recipe, method.replicas, runs, judged(runs, reference), "docs/findings.md"
+
+
+def losses(runs: Mapping[int, Row]) -> dict[int, float]:
+    """The validation losses of runs, by seed."""
+    return {seed: row["val_loss"] for seed, row in runs.items()}
+
+
 def against(runs: dict[int, Row], reference: dict[int, Row]) -> str:
     """Mean and 95 % interval of the relative difference on equal seeds, in percent; empty below three seeds."""
     if runs == reference or len(set(runs) & set(reference)) < 3:
         return ""
-    mean, ends, _ = judged(runs, {seed: row["val_loss"] for seed, row in reference.items()})
+    mean, ends, _ = judged(runs, losses(reference))
     assert ends is not None
     return f"{100 * mean:+.1f} [{100 * ends[0]:+.1f}, {100 * ends[1]:+.1f}]"
