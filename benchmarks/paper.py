@@ -94,6 +94,7 @@ SCHEMES = {
 }
 """The schemes that are trained and timed: their settings, and the learning rates that are tried."""
 UNTIMED = {
+    "loco 4bit, AdamW": ("scheme.name=loco scheme.precision=4bit optimizer.name=AdamW", ADAMW),
     "random 1/4": ("scheme.name=random scheme.rate=0.25 scheme.decay=0.9 optimizer.name=SignSGD", SIGN),
     "decoupled AdamW 4/64": ("scheme.name=decoupled_adamw scheme.topk=4 optimizer.name=AdamW", ADAMW),
     "sign before, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SGD", SGD),

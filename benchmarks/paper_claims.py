@@ -27,7 +27,7 @@ def similar_loss(done: Rows) -> str:
     """FlexDeMo reaches a validation loss similar to fully synchronised AdamW."""
     lines = []
     for task in paper.TASKS:
-        lines += compare(task, done, paper.BASELINE, ["demo 4/64", "demo 1/64, sign"])
+        lines += compare(task, done, paper.BASELINE, ["demo 4/64", "demo 1/64, sign", "loco 4bit, AdamW"])
     return "\n".join(lines)
 
 
