@@ -29,7 +29,30 @@ BASELINES = {
 """The learning rate of AdamW in full, and the examples per step, by recipe."""
 WARN = 0.05
 """Loss on a single seed, relative to the baseline, that is worth a warning."""
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262, 12: 2.179, 31: 2.040}
+STUDENT = dict(
+    enumerate(
+        (
+            12.706,
+            4.303,
+            3.182,
+            2.776,
+            2.571,
+            2.447,
+            2.365,
+            2.306,
+            2.262,
+            2.228,
+            2.201,
+            2.179,
+            2.160,
+            2.145,
+            2.131,
+            2.120,
+        )
+        + (2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042, 2.040),
+        start=1,
+    )
+)
 """Student's t for a two-sided 95 % interval, by degrees of freedom."""
 KEPT = [
     (
