@@ -29,31 +29,14 @@ BASELINES = {
 """The learning rate of AdamW in full, and the examples per step, by recipe."""
 WARN = 0.05
 """Loss on a single seed, relative to the baseline, that is worth a warning."""
-STUDENT = dict(
-    enumerate(
-        (
-            12.706,
-            4.303,
-            3.182,
-            2.776,
-            2.571,
-            2.447,
-            2.365,
-            2.306,
-            2.262,
-            2.228,
-            2.201,
-            2.179,
-            2.160,
-            2.145,
-            2.131,
-            2.120,
-        )
-        + (2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042, 2.040),
-        start=1,
-    )
-)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom."""
+STUDENT = [
+    *map(
+        float,
+        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131 2.120".split(),
+    ),
+    *map(float, "2.110 2.101 2.093 2.086 2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042 2.040".split()),
+]
+"""Student's t for a two-sided 95 % interval, from 1 degree of freedom to 31."""
 KEPT = [
     (
         "random",
@@ -105,7 +88,7 @@ def judged(runs: Mapping[int, Row], base: Mapping[int, float]) -> tuple[float, t
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half of its 95 % interval."""
-    half = STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.fmean(values), half
 
 
