@@ -29,13 +29,12 @@ BASELINES = {
 """The learning rate of AdamW in full, and the examples per step, by recipe."""
 WARN = 0.05
 """Loss on a single seed, relative to the baseline, that is worth a warning."""
+# fmt: off
 STUDENT = [
-    *map(
-        float,
-        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131 2.120".split(),
-    ),
-    *map(float, "2.110 2.101 2.093 2.086 2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042 2.040".split()),
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042, 2.040,
 ]
+# fmt: on
 """Student's t for a two-sided 95 % interval, from 1 degree of freedom to 31."""
 KEPT = [
     (
