@@ -183,6 +183,22 @@ def test_a_trainer_resumes_bit_for_bit_and_ends_with_one_model(tmp_path, scheme,
         assert all(torch.equal(file[name], tensor) for name, tensor in outcome[0][5].items())
 
 
+def signs(mesh, folder):
+    begin()
+    how = {"optimizer_cls_and_kwargs": (dt.SignSGD, {"lr": 1e-3}), "train_dataset": Sequences()}
+    exchange = Replicate(dt.demo(precision="sign", error_feedback=False))
+    trainer = Trainer(llama(), arguments(folder, save_strategy="no"), callbacks=[exchange], **how)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return type(exchange.optimizer.base).__name__, exchange.optimizer.param_groups[0]["lr"], logged(trainer)
+
+
+def test_a_trainer_takes_the_sign_step_of_demo(tmp_path):
+    for base, lr, logs in worlds.run(signs, 2, 2, tmp_path):
+        assert base == "SignSGD" and lr < 1e-3  # the Trainer's schedule lowers it
+        assert logs[5]["loss"] < logs[1]["loss"]
+
+
 def best_model(mesh, folder):
     """The loss falls, and the greater one counts as better, so the first of two checkpoints is the best."""
     changed = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "greater_is_better": True}
