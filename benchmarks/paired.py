@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import detonation as dt
+from detonation.plan.losses import trained_by
 
 RESULTS = sorted(Path("benchmarks/results").glob("*-frontier*.jsonl"))
 BASELINES = {
@@ -131,7 +132,9 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             continue
         arguments = {key: value for key, value in scheme.arguments.items() if key != "link"}
         size, name = next(iter(runs.values())), Path(recipe).stem
-        (optimizer,) = (each.split("=")[1] for each in size["sets"] if each.startswith("optimizer.name="))
+        settings = {key: _value(text) for key, text in (each.split("=") for each in size["sets"] if "=" in each)}
+        own = {key.removeprefix("optimizer."): value for key, value in settings.items() if key.startswith("optimizer.")}
+        optimizer = trained_by(own["name"], own)
         row = {
             "scheme": scheme.name,
             "arguments": arguments,

@@ -62,7 +62,9 @@ def best_scheme(done: Rows) -> str:
 def decoupled_moments(done: Rows) -> str:
     """Decoupled AdamW, whose moments stay local, is behind DeMo with signs."""
     return "\n".join(
-        line for task in paper.TASKS for line in compare(task, done, "demo 4/64", ["decoupled AdamW 4/64"])
+        line
+        for task in paper.TASKS
+        for line in compare(task, done, "demo 4/64", ["decoupled AdamW 4/64", "AdamW 0, 0.95 4/64"])
     )
 
 

@@ -121,6 +121,9 @@ def few_bits() -> Iterator[Method]:
     """Less on the wire, or less that leaves the memory."""
     yield text("demo 1/64 sign, alpha 0.2", demo(1) + " scheme.alpha=0.2", SIGN_RATES)
     yield text("demo 4/64 sign, AdamW", demo(4, ADAMW.format(0.999)), ADAMW_RATES)
+    for topk, decay, seeds in (4, 0.95, 8), (1, 0.95, 3), (4, 0.999, 3):
+        alone = f"optimizer.name=AdamW optimizer.betas=[0.0,{decay}]"
+        yield text(f"demo {topk}/64 sign, AdamW 0, {decay}", demo(topk, alone), ADAMW_RATES, seeds=seeds)
     for precision in ("2bit", "sign"):
         loco = f"scheme.name=loco scheme.precision={precision} "
         yield text(f"loco {precision}, Muon 0.8", loco + MUON, MUON_RATES)

@@ -97,7 +97,7 @@ def test_a_loss_counts_for_the_optimizer_it_was_measured_with(monkeypatch):
 def test_adamw_gets_no_scheme_that_sends_a_part_of_the_coordinates(rate):
     everything = candidate_settings()
     network = Network.of_link_speed(LinkSpeed(rate, 1e-4), 2, 1)
-    first = options(everything, WORK, network, 0.1, {spelled(each): "AdamW" for each in everything})[0].cost.scheme
+    first = options(everything, WORK, network, 0.1, dict.fromkeys(map(spelled, everything), "AdamW"))[0].cost.scheme
     assert first.signal == "parameters" or first.codec.selection.period == 1
 
 

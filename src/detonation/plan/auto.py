@@ -20,6 +20,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 from detonation.plan.choice import check_budget, why
 from detonation.plan.cost import Network, Shapes, Work
+from detonation.plan.losses import trained_by
 from detonation.plan.search import BUDGET, candidate_settings, options
 from detonation.plan.spelling import spelled
 
@@ -34,12 +35,13 @@ def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: fl
 
     Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
     and all ranks return the same scheme: full synchronisation where it waits for the network at most `budget` of a
-    step, otherwise the scheme that is expected to reach a loss first, by losses that were measured with the class of
-    `optimizer`, or with AdamW for a class that was not. Schemes with look-ahead are left out, because they need an
+    step, otherwise the scheme that is expected to reach a loss first, by losses that were measured with such an
+    `optimizer`, or with AdamW where none was. Schemes with look-ahead are left out, because they need an
     optimizer without state. The reason is logged at level INFO of the logger "detonation".
 
     Args:
-        optimizer: The one that will be replicated. Under AdamW few schemes keep the loss, under `SignSGD` most.
+        optimizer: The one that will be replicated. With a momentum of its own it needs schemes of dense gradients or of
+            rounds; `SignSGD`, and AdamW with betas=(0.0, 0.95), go with most.
         model: The sharded model; its trained parameters give the sizes of the messages.
         axis: The axis between the replicas, such as `mesh["replicate"]`.
         step_seconds: Duration of a training step without the network; above 0.
@@ -71,8 +73,8 @@ def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: fl
     shards = node_shapes(model, Link(axis).replica, world, device)
     network = Network(axis.size(), len(shards), probe_axis(axis, device, PROBE_S).operations)
     usable = [each for each in candidate_settings() if not (isinstance(each, GradientScheme) and each.lookahead)]
-    classes = {spelled(each): type(optimizer).__name__ for each in usable}
-    ranked = options(usable, Work(shards, step_seconds, overlap=False), network, budget, classes)
+    trained = dict.fromkeys(map(spelled, usable), trained_by(type(optimizer).__name__, optimizer.defaults))
+    ranked = options(usable, Work(shards, step_seconds, overlap=False), network, budget, trained)
     best = ranked[0]
     _log.info("auto: %s", why(best, ranked, network, budget))
     return broadcast_choice(best.cost.scheme, world, device)

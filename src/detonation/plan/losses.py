@@ -1,9 +1,11 @@
 """Measured losses: how much validation loss each scheme cost, how certain that is, and where it was measured."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from detonation.core.schemes.scheme import Scheme
 
@@ -18,7 +20,7 @@ class Loss:
 
     Args:
         scheme, arguments: Of the scheme that was measured; arguments that are left out may have any value.
-        optimizer: The class that trained under it.
+        optimizer: The class that trained under it, as `trained_by` names it.
         cost: Validation loss over that of full synchronisation, minus 1; a mean over `seeds`. Full synchronisation has
             Muon where Muon trained, and AdamW otherwise.
         interval: The 95 % confidence interval of `cost`, paired over the seeds; None with fewer than three seeds, or
@@ -78,8 +80,8 @@ def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss
     Args:
         scheme: With its arguments.
         replicas: How many will train.
-        optimizer: The class that will train under it. One that nobody has measured is taken for AdamW, because most
-            need dense gradients as AdamW does. Without it, the best optimizer of each recipe counts.
+        optimizer: The one that will train under it, as `trained_by` names it. One that nobody has measured is taken for
+            AdamW, because most need dense gradients as AdamW does. Without it, the best of each recipe counts.
     """
     wanted = optimizer if optimizer in {loss.optimizer for loss in loss_table()} else optimizer and "AdamW"
     best: dict[str, Loss] = {}
@@ -88,6 +90,23 @@ def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss
         if loss.scheme == scheme.name and same and wanted in (None, loss.optimizer):
             best[loss.recipe] = min(loss, best.get(loss.recipe, loss), key=lambda loss: loss.cost)
     return max(best.values(), key=lambda loss: loss.cost, default=None)
+
+
+def trained_by(name: str, settings: Mapping[str, Any]) -> str:
+    """How an optimizer is named in `Loss`: by its class, and whether it has no momentum of its own.
+
+    Under a scheme that remembers a momentum that makes a large difference (docs/findings.md).
+
+    Args:
+        name: Of its class.
+        settings: Its defaults, or those that a recipe gives.
+
+    Example:
+        >>> trained_by("AdamW", {"lr": 1e-3, "betas": (0.0, 0.95)})
+        'AdamW without momentum'
+    """
+    without = settings.get("betas", (None,))[0] == 0 or (name == "Muon" and settings.get("momentum") == 0)
+    return f"{name} without momentum" if without else name
 
 
 @cache

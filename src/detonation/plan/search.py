@@ -74,8 +74,8 @@ def options(
     by expected time to a loss, then schemes without one by the time of a step, and schemes that exchange nothing. Of
     equal times the scheme that sends less comes first.
 
-    optimizers: The class of optimizer that trains under a scheme, by its spelling: losses measured with another do not
-        count. Under a scheme that is not named, any does.
+    optimizers: The optimizer that trains under a scheme (`trained_by`), by the spelling of the scheme: losses measured
+        with another do not count. Under a scheme that is not named, any does.
     """
     ranked, trained = [], optimizers or {}
     for candidate in candidates:

@@ -16,7 +16,7 @@ from detonation.core.optimizer.setup_checks import (
     check_balance,
     check_patience,
     checked_levels,
-    warn_of_moments,
+    warn_of_momentum,
 )
 from detonation.core.replicator.pending import require_stateless
 from detonation.core.schemes.scheme import GradientScheme, Scheme
@@ -112,7 +112,7 @@ def replicate(
         check_patience(patience, [scheme for _, scheme in checked], intra_node)
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
-    warn_of_moments(optimizer, checked)
+    warn_of_momentum(optimizer, checked)
     settings = Settings(intra_node, seed, kernels, safety or Safety(), clip, balance, patience)
     return Replicated(optimizer, model, checked, settings)
 

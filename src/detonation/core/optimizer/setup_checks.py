@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from detonation.core.link.communicator import Axis
-from detonation.core.optim.muon import Muon
 from detonation.core.optimizer.build import Level
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
@@ -95,26 +95,33 @@ def check_patience(seconds: float, schemes: Sequence[Scheme], intra_node: Device
         raise ValueError("patience takes no intra_node: shard the model inside the node")
 
 
-def warn_of_moments(optimizer: Optimizer, levels: Sequence[Level]) -> None:
-    """Warns where the second moments of Adam's family would see a part of the coordinates per step.
+def warn_of_momentum(optimizer: Optimizer, levels: Sequence[Level]) -> None:
+    """Warns where an optimizer has a momentum of its own on top of the one that a scheme remembers.
 
-    They decay at each step and get a value at few, so that steps are far too long where one arrives: docs/findings.md
-    has the losses. Muon, whose other parameters take AdamW's step, was measured and gains from `demo`.
+    What is sent leaves the memory at once, and such an optimizer spreads it over the steps that follow.
+    docs/findings.md has the losses.
     """
     gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
-    sparse = [scheme for scheme in gradients if scheme.codec.selection.period != 1]
-    if not sparse or isinstance(optimizer, Muon) or not {"betas", "eps"} <= set(getattr(optimizer, "defaults", ())):
-        return
+    sparse = [scheme for scheme in gradients if scheme.feedback is not None and scheme.codec.selection.period != 1]
+    own = next(filter(None, map(_own_momentum, optimizer.param_groups)), "")
     axis = levels[0][0]
-    if (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) == 0:
-        name = type(optimizer).__name__
+    if sparse and own and (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) == 0:
         _log.warning(
-            "%s sends a part of the coordinates per step, and under %s the loss ends far higher than under "
-            "detonation.SignSGD; %s goes with detonation.loco()",
+            "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far higher: set it to 0, for "
+            "Adam by betas=(0.0, 0.95), or take detonation.loco(), which goes with the optimizer as it is",
             sparse[0].name,
-            name,
-            name,
+            type(optimizer).__name__,
+            own,
         )
+
+
+def _own_momentum(group: Mapping[str, Any]) -> str:
+    """The setting by which the optimizer of these parameters adds up gradients; empty without one.
+
+    Muon's betas are those of few parameters, for which a momentum was better.
+    """
+    name, value = ("momentum", group["momentum"]) if "momentum" in group else ("betas[0]", group.get("betas", (0,))[0])
+    return f"{name} is {value:g}" if value else ""
 
 
 def check_layout(

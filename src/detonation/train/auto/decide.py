@@ -16,6 +16,7 @@ from detonation.plan.advice import advise, row
 from detonation.plan.auto import PROBE_S, world_link
 from detonation.plan.choice import why
 from detonation.plan.cost import Network, Work
+from detonation.plan.losses import trained_by
 from detonation.plan.search import Option, options
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Followed
@@ -69,7 +70,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
     compute_s, _ = forward_backward(session)
     work = Work(shard_shapes(session.config), compute_s, {})
-    trained = {name: config.optimizer.name for name, config in candidates.items()}
+    trained = {name: trained_by(each.optimizer.name, each.optimizer.arguments) for name, each in candidates.items()}
     best, found, work = _search(asked.auto.budget, candidates, trained, session, network, work)
     line = why(best, found, network, asked.auto.budget)
     config = check_config(candidates[spelled(best.cost.scheme)])
