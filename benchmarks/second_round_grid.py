@@ -80,11 +80,11 @@ def with_outer(*settings: tuple[float, float]) -> tuple[str, ...]:
 def headline() -> Iterator[Method]:
     """Both dense references, and what reaches them in fewer bytes."""
     both = FLOOR, TO_ZERO
-    yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=24, variants=both)
+    yield text("AdamW 0.999, full", FULL + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
     yield text("Muon 0.8, full", FULL + MUON, MUON_RATES, seeds=8)
     yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
-    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=24, variants=both)
+    yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
     yield text(
         "demo 4/64 sign, Muon", demo(4, "optimizer.name=Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both
     )
