@@ -110,7 +110,7 @@ def figure(done: Rows, path: Path) -> None:
     names = list(dict.fromkeys(each.name for each, _ in shown))
     dense = [name for _, name, _ in REFERENCES["text"]]
     counts = sorted({each.replicas for each, _ in shown})
-    with drawn(path, 4 + 3 * len(counts), 4.6) as drawing:
+    with drawn(path, 1 + 3.5 * len(counts), 6) as drawing:
         (panels,) = drawing.subplots(1, len(counts), sharex=True, sharey=True, squeeze=False)
         for axes, replicas in zip(panels, counts, strict=True):
             for each, runs in shown:
@@ -133,7 +133,7 @@ def figure(done: Rows, path: Path) -> None:
         labels = {
             text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        drawing.legend(labels.values(), labels, loc="outside right upper", frameon=False)
+        drawing.legend(labels.values(), labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
 def main() -> None:

@@ -134,6 +134,8 @@ def replicas() -> Iterator[Method]:
     """The methods of two replicas with more of them, and the share that votes need."""
     for count in (4, 8):
         yield text("demo 1/64 sign", demo(1), SIGN_RATES, count)
+    alone = demo(4, "optimizer.name=AdamW optimizer.betas=[0.0,0.95]")
+    yield text("demo 4/64 sign, AdamW 0, 0.95", alone, ADAMW_RATES, 8)
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES, 8)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, 8)
     for share in (1, 2, 4, 16):
