@@ -218,6 +218,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, monkeypatch, caplog)
     advance(model, optimizer, 0, range(2))
     kept = digest(model.parameters())
 
+    caplog.clear()  # of the advice about AdamW's momentum
     with full_disk(monkeypatch), caplog.at_level(logging.WARNING, "detonation"):
         advance(model, optimizer, 0, range(2, 4))
     advance(model, optimizer, 0, range(4, 5))
