@@ -1,9 +1,12 @@
 """Worlds of real gloo ranks for tests: torch is imported once, here, and every rank is a fork of this process."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,7 +99,8 @@ class World:
                 pipe.send((function, arguments))
         else:
             self._start((function, arguments))
-        outcomes = [_receive(pipe) for pipe in self._pipes]
+        until = time.monotonic() + TIMEOUT_S  # for all of them: pytest's own timeout would tell nothing of the ranks
+        outcomes = [self._receive(rank, until) for rank in range(len(self._ranks))]
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         if errors:
             raise AssertionError("\n".join(errors))
@@ -110,6 +114,17 @@ class World:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+    def _receive(self, rank: int, until: float) -> tuple[bool, Any]:
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, until - time.monotonic())):
+            os.kill(self._ranks[rank].pid, signal.SIGUSR2)
+            self._ranks[rank].join(1)  # it writes, and does not end
+            return False, f"no answer within {TIMEOUT_S} s\n{_stacks(self._folder.name, rank).read_text()}"
+        try:
+            return pipe.recv()
+        except EOFError:
+            return False, "it ended without an answer"
 
     def _start(self, first: Call) -> None:
         fork = multiprocessing.get_context("fork")
@@ -133,19 +148,16 @@ def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
     return "nothing", ""
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any]:
-    if not pipe.poll(TIMEOUT_S):
-        return False, f"no answer within {TIMEOUT_S} s"
-    try:
-        return pipe.recv()
-    except EOFError:
-        return False, "it ended without an answer"
+def _stacks(folder: str, rank: int) -> Path:
+    """Where a rank writes the stacks of its threads at SIGUSR2."""
+    return Path(folder, f"stacks-{rank}")
 
 
 def _rank(rank: int, folder: str, pipe: Connection, replicas: int, shards: int, parent: int, first: Call) -> None:
     gc.freeze()  # to look for garbage in what the parent holds would copy all of its memory
     try:
         die_with_parent(parent)
+        faulthandler.register(signal.SIGUSR2, _stacks(folder, rank).open("w"))
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), replicas * shards)
         backend, slow = "gloo", None
