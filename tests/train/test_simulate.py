@@ -237,6 +237,13 @@ def test_one_replica_runs_at_a_time_in_order():
     assert turns == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 0), (1, 1), (2, 1), (2, 2), (2, 0)]
 
 
+def test_no_thread_is_left_that_could_hold_a_lock_when_the_process_is_forked():
+    before = set(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        simulate_replicas(lambda _: torch.ones(64, 64) @ torch.ones(64, 64), 4)
+        assert set(os.listdir("/proc/self/task")) <= before
+
+
 def test_ctrl_c_comes_out_when_all_replicas_have_ended():
     """One that still computes while the interpreter is taken down aborts the process."""
     ended = []

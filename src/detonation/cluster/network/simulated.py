@@ -4,7 +4,9 @@ Each replica is a thread, because its code waits in the middle of a step. Only o
 for a message that is not there yet, and then the next in replica order takes over. So a run is deterministic.
 """
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
@@ -46,17 +48,34 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
         while not all(ended):
             ends.get()
 
-    for replica in range(replicas):
-        threading.Thread(target=run, args=(replica,), name=f"replica {replica}", daemon=True).start()
+    threads = [
+        threading.Thread(target=run, args=(replica,), name=f"replica {replica}", daemon=True)
+        for replica in range(replicas)
+    ]
+    for thread in threads:
+        thread.start()
     try:
         scheduler.begin()  # within try: Ctrl-C from here on finds all threads started
         wait_for_all()
     except BaseException as error:  # Ctrl-C: each replica ends at its next wait
         scheduler.fail(error)
         wait_for_all()
+    _wait_until_gone(threads)
     if scheduler.failure is not None:
         raise scheduler.failure
     return [results[replica] for replica in range(replicas)]
+
+
+def _wait_until_gone(threads: list[threading.Thread]) -> None:
+    """Waits until the system has no such threads, at most a second, where it lists them (Linux).
+
+    MKL holds a lock while a thread that multiplied matrices ends, also after `Thread.join`. A process that is forked in
+    that moment inherits the lock, and its first product of matrices waits for ever.
+    """
+    until = time.monotonic() + 1.0
+    for thread in threads:
+        while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+            time.sleep(1e-4)
 
 
 class SimulatedCommunicator:
