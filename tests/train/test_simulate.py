@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,10 +239,11 @@ def test_one_replica_runs_at_a_time_in_order():
 
 
 def test_no_thread_is_left_that_could_hold_a_lock_when_the_process_is_forked():
-    before = set(os.listdir("/proc/self/task"))
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
     for _ in range(20):
         simulate_replicas(lambda _: torch.ones(64, 64) @ torch.ones(64, 64), 4)
-        assert set(os.listdir("/proc/self/task")) <= before
+        assert set(tasks.iterdir()) <= before
 
 
 def test_ctrl_c_comes_out_when_all_replicas_have_ended():

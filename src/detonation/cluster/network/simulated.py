@@ -4,10 +4,10 @@ Each replica is a thread, because its code waits in the middle of a step. Only o
 for a message that is not there yet, and then the next in replica order takes over. So a run is deterministic.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -74,7 +74,7 @@ def _wait_until_gone(threads: list[threading.Thread]) -> None:
     """
     until = time.monotonic() + 1.0
     for thread in threads:
-        while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until:
+        while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < until:
             time.sleep(1e-4)
 
 
