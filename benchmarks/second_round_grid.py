@@ -20,9 +20,8 @@ REFERENCES = {
 }
 """The two methods (study, name, replicas) that those of a study are compared with."""
 
-TEXT, ROUNDS, SIZE = 32, 16, 8
+TEXT, LONG, SIZE = 32, 16, 16
 """Examples per step over all replicas."""
-LONG = "train.steps=1200"
 ADAMW = "optimizer.name=AdamW optimizer.betas=[0.9,{}]"
 MUON = "optimizer.name=Muon optimizer.momentum=0.8"
 LONG_MUON = "optimizer.name=Muon"
@@ -54,6 +53,7 @@ def methods() -> Iterator[Method]:
     yield from few_bits()
     yield from replicas()
     yield from rounds()
+    yield from longer()
     yield from votes()
     yield from support()
     yield from delay()
@@ -209,26 +209,31 @@ def rounds() -> Iterator[Method]:
     yield _rounds("sparseloco 10", "scheme.name=sparseloco" + adamw, ADAMW_RATES, variants=sparse)
 
 
+def longer() -> Iterator[Method]:
+    """The schemes that exchange at every step, over as many steps as the rounds."""
+    yield _rounds("demo 1/64 sign", demo(1), SIGN_RATES)
+    yield _rounds("random_sign 1/8", vote(8), VOTE_RATES, 8)
+
+
 def _rounds(
     name: str, sets: str, rates: tuple[float, ...], count: int = 2, variants: tuple[str, ...] = (FLOOR,)
 ) -> Method:
     sets = f"{COMMON} train.steps=1000 {sets}"
-    return Method("rounds", name, QUICK, sets, rates, ROUNDS, count, variants=variants)
+    return Method("rounds", name, QUICK, sets, rates, LONG, count, variants=variants)
 
 
 def larger() -> Iterator[Method]:
-    """4.3 million parameters over 1,200 steps."""
+    """4.3 million parameters."""
     yield _larger("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:3])
     yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6])
-    yield _larger("muloco 5, 2bit, rescaled", ALONE + RESCALED + muloco(5), MUON_RATES[1:6])
     yield _larger("demo 1/64 sign", demo(1), SIGN_RATES)
     yield _larger("random_sign 1/8", vote(8), VOTE_RATES[:3], 8)
-    for count in (2, 8):
-        yield _larger("muloco 30, 2bit, rescaled", ALONE + RESCALED + muloco(30), MUON_RATES[:5], count)
+    for every in (5, 30):
+        yield _larger(f"muloco {every}, 2bit, rescaled", ALONE + RESCALED + muloco(every), MUON_RATES[1:6])
 
 
 def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
-    return Method("size", name, QUICK, f"{COMMON} {LARGER} {LONG} {sets}", rates, SIZE, count)
+    return Method("size", name, QUICK, f"{COMMON} {LARGER} {sets}", rates, SIZE, count)
 
 
 def demo(topk: int, optimizer: str = SIGNSGD, decay: float = 0.95) -> str:
