@@ -78,7 +78,7 @@ TASKS = {
 
 ADAMW = SIGN = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SPARSE = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
-SGD = (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
+SGD = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0, 30.0, 100.0)
 ONE_BIT = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.95"
 DEMO = "scheme.name=demo scheme.topk=4 scheme.chunk=64"
 SCHEMES = {
