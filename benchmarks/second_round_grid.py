@@ -20,9 +20,10 @@ REFERENCES = {
 }
 """The two methods (study, name, replicas) that those of a study are compared with."""
 
-TEXT, LONG, SIZE = 32, 16, 16
+TEXT, ROUNDS, SIZE = 32, 16, 16
 """Examples per step over all replicas."""
 ADAMW = "optimizer.name=AdamW optimizer.betas=[0.9,{}]"
+WITHOUT_MOMENTUM = "optimizer.name=AdamW optimizer.betas=[0.0,{}]"
 MUON = "optimizer.name=Muon optimizer.momentum=0.8"
 LONG_MUON = "optimizer.name=Muon"
 """Muon's default, a momentum of 0.95, was worse: docs/log.md."""
@@ -122,8 +123,8 @@ def few_bits() -> Iterator[Method]:
     yield text("demo 1/64 sign, alpha 0.2", demo(1) + " scheme.alpha=0.2", SIGN_RATES)
     yield text("demo 4/64 sign, AdamW", demo(4, ADAMW.format(0.999)), ADAMW_RATES)
     for topk, decay, seeds in (4, 0.95, 8), (1, 0.95, 3), (4, 0.999, 3):
-        alone = f"optimizer.name=AdamW optimizer.betas=[0.0,{decay}]"
-        yield text(f"demo {topk}/64 sign, AdamW 0, {decay}", demo(topk, alone), ADAMW_RATES, seeds=seeds)
+        sets = demo(topk, WITHOUT_MOMENTUM.format(decay))
+        yield text(f"demo {topk}/64 sign, AdamW 0, {decay}", sets, ADAMW_RATES, seeds=seeds)
     for precision in ("2bit", "sign"):
         loco = f"scheme.name=loco scheme.precision={precision} "
         yield text(f"loco {precision}, Muon 0.8", loco + MUON, MUON_RATES)
@@ -134,8 +135,7 @@ def replicas() -> Iterator[Method]:
     """The methods of two replicas with more of them, and the share that votes need."""
     for count in (4, 8):
         yield text("demo 1/64 sign", demo(1), SIGN_RATES, count)
-    alone = demo(4, "optimizer.name=AdamW optimizer.betas=[0.0,0.95]")
-    yield text("demo 4/64 sign, AdamW 0, 0.95", alone, ADAMW_RATES, 8)
+    yield text("demo 4/64 sign, AdamW 0, 0.95", demo(4, WITHOUT_MOMENTUM.format(0.95)), ADAMW_RATES, 8)
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES, 8)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, 8)
     for share in (1, 2, 4, 16):
@@ -219,7 +219,7 @@ def _rounds(
     name: str, sets: str, rates: tuple[float, ...], count: int = 2, variants: tuple[str, ...] = (FLOOR,)
 ) -> Method:
     sets = f"{COMMON} train.steps=1000 {sets}"
-    return Method("rounds", name, QUICK, sets, rates, LONG, count, variants=variants)
+    return Method("rounds", name, QUICK, sets, rates, ROUNDS, count, variants=variants)
 
 
 def larger() -> Iterator[Method]:
