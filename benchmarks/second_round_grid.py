@@ -20,6 +20,15 @@ REFERENCES = {
 }
 """The two methods (study, name, replicas) that those of a study are compared with."""
 
+PAIRS = (
+    (("demo 4/64 sign, AdamW 0, 0.95", 2), ("AdamW 0.95, full", 2)),
+    (("demo 1/64 sign, AdamW 0, 0.95", 2), ("demo 1/64 sign", 2)),
+    (("demo 1/64 sign, alpha 0.2", 2), ("demo 1/64 sign", 2)),
+    (("demo 4/64 sign, Muon", 2), ("muloco 5, 2bit, Muon 0.8", 2)),
+    *(((f"random_sign 1/{share}", 8), ("random_sign 1/8", 8)) for share in (1, 2, 4, 16)),
+)
+"""Two methods (name, replicas) of the study of text each, whose difference docs/findings.md quotes."""
+
 TEXT, ROUNDS, SIZE = 32, 16, 16
 """Examples per step over all replicas."""
 ADAMW = "optimizer.name=AdamW optimizer.betas=[0.9,{}]"
