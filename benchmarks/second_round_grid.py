@@ -233,10 +233,10 @@ def _rounds(
 
 def larger() -> Iterator[Method]:
     """4.3 million parameters."""
-    yield _larger("AdamW, full", FULL + ADAMW.format(0.999), ADAMW_RATES[:3])
+    yield _larger("AdamW, full", FULL + ADAMW.format(0.999), (2.5e-4, 5e-4, *ADAMW_RATES[:3]))
     yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6])
     yield _larger("demo 1/64 sign", demo(1), SIGN_RATES)
-    yield _larger("random_sign 1/8", vote(8), VOTE_RATES[:3], 8)
+    yield _larger("random_sign 1/8", vote(8), (1.25e-3, *VOTE_RATES[:4]), 8)
     for every in (5, 30):
         yield _larger(f"muloco {every}, 2bit, rescaled", ALONE + RESCALED + muloco(every), MUON_RATES[1:6])
 

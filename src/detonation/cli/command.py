@@ -34,7 +34,18 @@ def run_command(arguments: list[str] | None = None) -> int:
 
     A rank under a launcher does not return: see `end_now`.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _command(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            print(end="", flush=True)  # also after --help, which ends in SystemExit; without a stdout it does nothing
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return _quiet()
+
+
+def _command(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
         print(f"detonation {__version__}")
         return 0
@@ -72,13 +83,12 @@ def _run(verb: Any) -> int:
         result = VERBS[type(verb)](verb)
         if verb.json and result is not None:
             print(json.dumps(result))
-        sys.stdout.flush()
+        print(end="", flush=True)
     except KeyboardInterrupt:
         return fail("interrupted", 130, verb.json)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-            return 128 + signal.SIGPIPE
+            return _quiet()
         return explain(verb, error)
     return 1 if result is not None and result.get("good") is False else 0
 
@@ -88,6 +98,12 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _quiet() -> int:
+    """Lets what is still to be flushed go nowhere, and returns the exit code for that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _under_launcher() -> bool:
