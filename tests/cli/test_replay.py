@@ -104,3 +104,14 @@ def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
         for run in ("first", "second")
     ]
     assert found["step"] >= 5 and ends[0] == ends[1]
+
+
+def test_a_run_that_began_with_weights_is_replayed_from_them(run, tmp_path):
+    folder, recipe, out, summary = run
+    flags = ["--scheme", summary["scheme"], "--init-from", out, "--log", "--out", tmp_path / "run", "--json"]
+    trained = detonation(folder, "train", recipe, *flags)
+    assert trained.code == 0, trained.stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    done = detonation(folder, "replay", tmp_path / "run", "--json")
+    assert done.code == 0, done.stderr
+    assert last_line(done.stdout)["fingerprint"] == last_line(trained.stdout)["fingerprint"]

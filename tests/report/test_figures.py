@@ -104,7 +104,9 @@ def test_side_by_side_shows_differences_alone():
 def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
     run = made(tmp_path / "demo")
     (run / "plan.json").write_text(json.dumps(PLAN))
+    (run / "config.toml").write_text('[mesh]\nlink = "100mbit,5ms"\n')
     text = write_page([run]).page.read_text()
+    assert "over an emulated link of 100mbit,5ms" in text
     for phrase in ("sent per step, x33.3 less than full", "120.0 kB per step", "examples per second", "Bytes per step"):
         assert phrase in text
     assert "at 50 Mbit/s per node: the same first choice, 120 ms per step" in text

@@ -25,17 +25,19 @@ def test_a_second_run_is_told_who_has_the_directory(tmp_path):
     [
         (["summary.json", "config.toml"], False, "holds a finished run: choose another --out, or remove it"),
         (["summary.json", "config.toml"], True, "holds a finished run"),
-        (["config.toml"], False, "is not empty: continue it with --resume, or choose another --out"),
+        (["config.toml"], False, "is not empty: remove it, or choose another --out"),
+        (["config.toml"], True, "it has no checkpoints; remove it, or choose another --out"),
+        (["config.toml", "checkpoints/"], False, "is not empty: continue it with --resume, or choose another --out"),
         (["thesis.tex"], False, "is not empty: choose another --out"),
-        ([], True, "nothing to resume in"),
+        ([], True, "it has no checkpoints; leave --resume out to start"),
     ],
 )
 def test_what_is_there_is_not_overwritten(tmp_path, files, resume, message):
     for name in files:
-        (tmp_path / name).touch()
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         check_free(tmp_path, resume)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(name.strip("/") for name in files)
 
 
 def test_a_file_is_no_directory(tmp_path):

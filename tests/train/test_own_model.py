@@ -130,6 +130,19 @@ def test_a_run_begins_with_the_weights_of_a_run_or_of_an_export(train, tiny_reci
     assert metrics.read_metrics(tmp_path / "virtual" / "metrics.jsonl")[0].loss < losses["nothing"][0] - 0.5
 
 
+def test_a_start_that_may_be_a_restart_begins_with_the_weights_too(train, tiny_recipe, tmp_path, monkeypatch, capfd):
+    """As by the launch files of examples, which give --resume at each start."""
+    train("first", "train.steps=8", "optimizer.lr=0.01")
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(tiny_recipe))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    command = ["train", str(tmp_path / "tiny.toml"), "--init-from", str(tmp_path / "first"), "--steps", "1", "--out"]
+    assert run_command([*command, str(tmp_path / "plain")]) == 0
+    assert run_command([*command, str(tmp_path / "resumed"), "--resume"]) == 0
+    plain, resumed = (metrics.read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("plain", "resumed"))
+    assert resumed.loss == plain.loss
+    assert capfd.readouterr().out.count(f"weights of {tmp_path / 'first'}/checkpoints/step-000008\n") == 2
+
+
 def test_weights_of_another_model_and_of_nowhere_are_refused(train, tiny, tmp_path, capsys):
     train("run", "train.steps=1")
     model = build_model("olmo2", {**tiny().model.arguments, "layers": 2})

@@ -81,6 +81,7 @@ def test_stopped_and_resumed_equals_uninterrupted(train, tmp_path, world, sets):
         (["scheme.topk=2"], r"was written with scheme \{.*'topk': 4.*: resume with the same"),
         (["model.layers=2"], r"was written with model \{.*'layers': 1.*: resume with the same"),
         (["seed=1"], "was written with seed 0, this run has 1: resume with the same"),
+        (["train.steps=1"], "train.steps is 1, but 2 steps have been taken: give more"),
         (["optimizer.name=SGD", "optimizer.lr=0.1"], "was written with optimizer AdamW, this run has SGD"),
     ],
 )

@@ -136,7 +136,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
     """The settings that all runs share, in one line."""
     summaries = [run.summary for run in runs]
     first = summaries[0]
-    links = {str(run.settings.get("mesh.link", "")) for run in runs}
+    meshes = [run.settings.get("mesh") for run in runs]
+    links = {str(mesh.get("link", "")) if isinstance(mesh, dict) else "" for mesh in meshes}
     link = links.pop() if len(links) == 1 else ""
     same = {key for key in first if all(summary.get(key) == first[key] for summary in summaries)}
     parts = [

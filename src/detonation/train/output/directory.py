@@ -45,11 +45,13 @@ def check_free(path: Path, resume: bool, may_start: bool = False, steps: int = 0
     if (path / SUMMARY).exists() and not (resume and steps > steps_finished(path)):
         more = f"; with --resume and more --steps than {steps_finished(path)} it goes on"
         raise ValueError(f"run directory {path} holds a finished run: choose another --out, or remove it{more}")
-    if resume and not may_start and not (path / CHECKPOINTS).is_dir():
-        raise ValueError(f"nothing to resume in {path}: it has no checkpoints; leave --resume out to start")
-    ours = (path / CONFIG).exists() or (path / CHECKPOINTS).is_dir()
+    saved = (path / CHECKPOINTS).is_dir()
+    if resume and not may_start and not saved:
+        remedy = "remove it, or choose another --out" if held else "leave --resume out to start"
+        raise ValueError(f"nothing to resume in {path}: it has no checkpoints; {remedy}")
+    ours = (path / CONFIG).exists() or saved
     if held and not (resume and ours):
-        remedy = "continue it with --resume, or choose" if (path / CONFIG).exists() else "choose"
+        remedy = "continue it with --resume, or choose" if saved else "remove it, or choose" if ours else "choose"
         raise ValueError(f"run directory {path} is not empty: {remedy} another --out")
 
 

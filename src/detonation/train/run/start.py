@@ -84,7 +84,8 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     config = check_config(config) if asked is None else asked.check()
     if asked is None:
         check_sizes(config)
-    if config.train.init_from and not request.resume and not Path(config.train.init_from).is_dir():
+    begins = restartable(os.environ) or not request.resume
+    if config.train.init_from and begins and not Path(config.train.init_from).is_dir():
         raise ValueError(
             f"train.init_from is {config.train.init_from!r}, but must be the directory of a run or a model"
         )

@@ -75,7 +75,8 @@ def train_on_rank(task: RunTask) -> Table:
         session = start_session(config, local_device())
         losses = Losses(session)
         begin = ""
-        if config.train.init_from and not task.request.resume:  # before the replicas take the weights as their anchor
+        # Before the replicas take the weights as their anchor; a checkpoint that is found replaces them.
+        if config.train.init_from and (task.may_start or not task.request.resume):
             begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
@@ -96,6 +97,10 @@ def train_on_rank(task: RunTask) -> Table:
             before = counts.saved(loaded.extra if loaded else {})
             adapter, more = _adapter(session, task, chosen, loaded)
             done = loaded.step if loaded else 0
+            if done > config.train.steps:
+                raise ValueError(
+                    f"train.steps is {config.train.steps}, but {done} steps have been taken: give more --steps"
+                )
             kept = _kept(session, path / directory.METRICS, done, volumes)
             tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
             with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.save.async_save import save_checkpoint
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.optimizer.replicate import replicate
 from detonation.log.repeat import replay
+from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.loop.checkpoints import resume
 from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.output import directory, metrics
@@ -42,7 +44,7 @@ def replay_run(request: Replaying) -> Table:
     """
     config = _config(request.directory)
     choices = (config.model, config.data, config.optimizer, config.scheme)
-    code = [choice.name for choice in choices if ":" in choice.name]
+    code = [choice.name for choice in choices if ":" in choice.name and not choice.name.startswith(HUB_PREFIX)]
     if code and not request.trust_code:
         raise ValueError(f"the run names the code {code[0]}, which replay would run: say --trust-code if you wrote it")
     if not (request.directory / directory.UPDATES).is_dir():
@@ -62,6 +64,8 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
     config = check_config(_config(Path(run)))
     session = start_session(_alone(config), local_device(), LoopbackCommunicator(config.mesh.replicas))
+    if config.train.init_from:  # a checkpoint that is found replaces them
+        load_weights(Path(config.train.init_from), session.model)
     resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
     begun = session.optimizer.step_count
     steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
