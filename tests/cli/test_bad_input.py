@@ -11,6 +11,8 @@ import tyro
 from commands import Command, write_recipe
 from detonation.cli.arguments import Verb
 from detonation.cli.command import run_command
+from detonation.cluster.launch import run_local
+from detonation.cluster.survive.meeting import Survival
 from detonation.train.output.directory import RunDirectory
 from detonation.train.run import start
 
@@ -183,3 +185,22 @@ def test_a_port_that_another_process_has(tmp_path):
         assert (command.wait(), command.stdout) == (2, "")
     remedy = "give all ranks another MASTER_PORT, or end what listens there"
     assert command.errors == f"error: port {port} of 127.0.0.1 is in use: {remedy}\n"
+
+
+def test_where_the_profile_cannot_be_written_no_link_is_measured(capsys, tmp_path):
+    assert run_command(["probe", "--out", str(tmp_path / "none" / "profile.json")]) == 2
+    assert capsys.readouterr().err.endswith("none is no directory\n")
+
+
+def test_a_run_that_has_trained_is_no_place_for_a_follower(capsys, tmp_path):
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert run_command(["follow", "127.0.0.1:1", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("holds a run that has trained: choose another --out\n")
+
+
+def test_a_port_in_use_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises((OSError, RuntimeError)):
+        run_local(len, 2, [[]], survival=Survival(1, 1, f"127.0.0.1:{taken.getsockname()[1]}"))
+    assert not any(tmp_path.iterdir())

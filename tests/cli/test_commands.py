@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from commands import Command, launched, outliving
+from detonation.cli.verbs import shortcuts
+from detonation.train.recipe.resolve import parse_sets
 
 ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "recipes" / "quick-lm.toml")
@@ -178,3 +180,18 @@ def test_a_command_runs_without_an_output():
     command = f'exec "{sys.executable}" -m detonation recipes >&-'
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_text_flag_is_no_number():
+    given = parse_sets(shortcuts({"data": "2024", "scheme": "demo", "steps": 3, "link": None}))
+    assert given == {"data": {"source": "2024"}, "scheme": {"name": "demo"}, "train": {"steps": 3}}
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line():
+    check = """
+import detonation.__main__ as entry, detonation.cli.command as command
+def interrupted(): raise KeyboardInterrupt
+command.run_command = interrupted
+entry.main()"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

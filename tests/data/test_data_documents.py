@@ -145,3 +145,10 @@ def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
     ) as raised:
         load_dataset("text", {"tokenizer": str(tmp_path / "none")})
     assert "\n" not in str(raised.value)
+
+
+def test_a_text_of_a_csv_may_be_long(tmp_path):
+    text = "word " * 50_000
+    (tmp_path / "long.csv").write_text(f'text\n"{text}"\n')
+    data = load_dataset("text", {"source": str(tmp_path / "long.csv"), "context": 16})
+    assert len(data.train) > 10_000

@@ -184,3 +184,12 @@ def test_augmentation_depends_on_the_step_and_spares_validation(folder):
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         load_dataset("images", arguments)
+
+
+def test_the_upper_bits_of_16_count(folder):
+    values = np.arange(24, dtype=np.uint16).reshape(4, 6) * 2700
+    for path in folder.rglob("*.png"):
+        Image.fromarray(values).save(path)
+    data = load_dataset("images", {"source": str(folder)})
+    assert data.model["channels"] == 1
+    assert (data.train.split.images[np.arange(1)][0, :, :, 0] == values >> 8).all()

@@ -106,3 +106,11 @@ def test_a_stream_that_is_all_held_out_ends_with_one_line(tmp_path):
     data = loaded(own.json_lines(tmp_path / "few.jsonl", count=20))
     with pytest.raises(ValueError, match=r"no documents beside those that are held out: leave data.streaming out"):
         drawn(data, 0)
+
+
+def test_a_directory_is_streamed_as_it_is_read(source, tmp_path):
+    """Without its directories and hidden files."""
+    (tmp_path / "in" / "inner.jsonl").mkdir(parents=True)
+    own.json_lines(tmp_path / "in" / "inner.jsonl" / "rows.jsonl", count=300)
+    (tmp_path / "in" / ".gitignore").write_text("*")
+    assert torch.equal(drawn(loaded(tmp_path / "in"), 0), drawn(loaded(source), 0))

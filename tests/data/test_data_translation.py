@@ -91,3 +91,9 @@ def test_wrong_arguments_are_refused():
         load_dataset("translation", {"source": "bible-en-fr"})
     with pytest.raises(ValueError, match="column is for sources hf:NAME"):
         load_dataset("translation", {"column": "translation"})
+
+
+def test_too_few_pairs_are_told_of(tmp_path):
+    (tmp_path / "few.tsv").write_text("one\tuno\ntwo\tdos\n")
+    with pytest.raises(ValueError, match=r"few\.tsv"):
+        load_dataset("translation", {"source": str(tmp_path / "few.tsv")})

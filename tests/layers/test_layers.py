@@ -85,7 +85,6 @@ KERNELS_THROUGH = "core/compute/kernel_library.py"
 
 MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 300, 20
 SHORT = {
-    "__main__.py": "the entry point, which says which extra is missing before anything else is imported",
     "core/errors.py": "the base class of all errors, which every room of core and the rooms below it may import",
     "core/optim/closure.py": "the closure of torch optimizers, which SignSGD, Muon and Replicated evaluate alike",
     "version.py": "the version, for all that may not import the package's face",

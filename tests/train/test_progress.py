@@ -84,8 +84,9 @@ def test_steps_between_two_frames_cost_no_frame(screen):
 
 
 def test_a_pipe_and_a_dumb_terminal_get_plain_lines(screen, monkeypatch):
-    for stream, kind in ((io.StringIO(), "xterm"), (Tty(), "dumb")):
+    for stream, kind, forced in ((io.StringIO(), "xterm", ""), (Tty(), "dumb", ""), (io.StringIO(), "xterm", "1")):
         monkeypatch.setenv("TERM", kind)
+        monkeypatch.setenv("FORCE_COLOR", forced)
         monkeypatch.setattr("sys.stdout", stream)
         plain = screens.Screen(silent=False, to_stderr=False)
         with plain:

@@ -110,6 +110,9 @@ def test_the_places_of_mpi_ranks():
     with pytest.raises(ValueError, match="how many ranks a machine has: give --shards"):
         fill_mesh({}, unknown)
     assert fill_mesh({"shards": 1}, unknown) == {"replicas": 16, "shards": 1}
+    for name, value in (("replicas", 0), ("shards", 0), ("replicas", "two")):
+        with pytest.raises(ValueError, match=rf"mesh\.{name} is .*, but must be a number of at least 1"):
+            fill_mesh({name: value}, unknown)
 
 
 @pytest.mark.parametrize(

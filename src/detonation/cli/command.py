@@ -107,6 +107,6 @@ def _quiet() -> int:
 
 
 def _under_launcher() -> bool:
-    from detonation.cluster.init import launch_position
+    from detonation.cluster.machine.position import launch_position  # without torch
 
     return launch_position(os.environ) is not None

@@ -1,6 +1,7 @@
 """The verbs: each calls and prints, no more. Heavy imports wait until they are needed."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,12 @@ def requested(kind: type[_R], verb: Common) -> _R:
 
 def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
     """The assignments that the given flags of `Shortcuts` stand for; those of --set come after them, and count."""
-    return tuple(f"{key}={flags[flag]}" for flag, key in SHORTCUTS.items() if flags.get(flag) is not None)
+    given = {key: flags[flag] for flag, key in SHORTCUTS.items() if flags.get(flag) is not None}
+    # A text is quoted: `--data 2024` is the directory of that name, and no number.
+    return tuple(
+        f"{key}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value}"
+        for key, value in given.items()
+    )
 
 
 def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
@@ -104,6 +110,8 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
     from detonation.report.profile_table import show_profile
     from detonation.train.verbs.probe import ProbeRequest, probe
 
+    if not verb.out.parent.is_dir():  # said before the links are measured
+        raise ValueError(f"--out is {verb.out}, but {verb.out.parent} is no directory")
     profile = probe(requested(ProbeRequest, verb), lambda error: explain(verb, error))
     if profile is None:
         return None

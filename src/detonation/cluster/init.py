@@ -80,7 +80,8 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
 
 def _init_group(store: Store, rank: int, world_size: int, device: torch.device) -> None:
     if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+        threads = os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(int(threads.split(",")[0]))  # OpenMP takes one number for each level of nesting
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=store,

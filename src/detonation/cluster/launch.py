@@ -81,9 +81,10 @@ def run_local(
     """
     folder = Path(tempfile.mkdtemp(prefix="detonation-"))
     pids: dict[int, int] = {}
-    meeting = MeetingPoint(survival, world_size // survival.shards) if survival else None
-    where = [meeting.host, meeting.port, survival.shards] if survival and meeting else None
+    meeting = None
     try:
+        meeting = MeetingPoint(survival, world_size // survival.shards) if survival else None
+        where = [meeting.host, meeting.port, survival.shards] if survival and meeting else None
         with _signals_pass_on(pids) as stop:
             fork = hasattr(os, "fork") and not gpus_for(world_size)
             if enter is not None and not fork:

@@ -19,6 +19,8 @@ PIECE = 8192
 HELD_OUT = 200
 """Documents that a stream holds out."""
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
+_AT_ONCE = 1 << 20
+"""Bytes whose pairs are counted at once."""
 _NAMED = ["sotu-sample", "sotu", "shakespeare"]
 
 
@@ -111,8 +113,11 @@ def bigram_loss(data: Data) -> float | None:
 
 def _pairs(blocks: Tensor) -> Tensor:
     """Counts each pair of neighbouring bytes inside the blocks."""  # [blocks, context] -> [vocab, vocab] float64
-    codes = blocks[:, :-1].long() * TEXT_VOCAB + blocks[:, 1:].long()
-    return torch.bincount(codes.flatten(), minlength=TEXT_VOCAB * TEXT_VOCAB).view(TEXT_VOCAB, TEXT_VOCAB).double()
+    counts = torch.zeros(TEXT_VOCAB * TEXT_VOCAB, dtype=torch.float64)
+    for part in torch.split(blocks, max(1, _AT_ONCE // blocks.shape[1])):  # a code has eight times the bytes
+        codes = part[:, :-1].long() * TEXT_VOCAB + part[:, 1:].long()
+        counts += torch.bincount(codes.flatten(), minlength=TEXT_VOCAB * TEXT_VOCAB)
+    return counts.view(TEXT_VOCAB, TEXT_VOCAB)
 
 
 def _label(source: str) -> str:

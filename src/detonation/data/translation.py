@@ -128,6 +128,8 @@ class Sentences:
 
 def _byte_ids(sentences: Sequence[bytes]) -> list[Tensor]:
     """The ids of each sentence, one per byte and one for the end."""
+    if not sentences:
+        return []
     ends = torch.tensor([len(sentence) + 1 for sentence in sentences], dtype=torch.int64)
     ids = torch.frombuffer(bytearray(b"\0".join([*sentences, b""])), dtype=torch.uint8).int() + OFFSET
     ids[ends.cumsum(0) - 1] = END

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, which a text may exceed
     with path.open(encoding="utf-8", newline="") as lines:
-        yield from csv.DictReader(lines)
+        try:
+            yield from csv.DictReader(lines)
+        except csv.Error as error:
+            raise ValueError(f"{path} is no CSV: {error}") from error
 
 
 def _parquet(path: Path) -> Iterator[Row]:

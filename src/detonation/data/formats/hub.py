@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from detonation.data.download.extras import needs
+from detonation.data.formats.documents import files_of
 
 PREFIX = "hf:"
 _SAVED = ("dataset_dict.json", "state.json")
@@ -66,12 +67,12 @@ def stream(source: str, split: str) -> Any:
             return hub_rows(source, split).to_iterable_dataset()
         if source.startswith(PREFIX):
             return datasets.load_dataset(*_parts(source), split=split, streaming=True)
-        files = sorted(map(str, path.rglob("*"))) if path.is_dir() else [source]
-        kinds = {_BUILDERS.get(Path(file).suffix.lower()) for file in files}
+        files = files_of(path) if path.is_dir() else [path]
+        kinds = {_BUILDERS.get(file.suffix.lower()) for file in files}
         builder = kinds.pop()
         if kinds or builder is None:
             raise ValueError(f"a stream reads files of one suffix, of {', '.join(_BUILDERS)}")
-        return datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
+        return datasets.load_dataset(builder, data_files=list(map(str, files)), split="train", streaming=True)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class Pictures:
     def _decoded(self, number: int) -> Any:
         np, ops = needs("numpy", "data"), needs("PIL.ImageOps", "data")
         height, width, channels = self._form.whole
-        picture = self._open(number).convert("L" if channels == 1 else "RGB")
+        picture = _of_8_bits(self._open(number), self._name(number)).convert("L" if channels == 1 else "RGB")
         if self._form.size and picture.size != (width, height):
             picture = ops.fit(picture, (width, height), needs("PIL.Image", "data").Resampling.BICUBIC)
         if picture.size != (width, height):
@@ -134,4 +134,14 @@ def fitted(images: Any, form: Form) -> Pictures:
 
 
 def _channels(picture: Any) -> int:
-    return 1 if picture.mode in ("1", "L") else 3
+    return 1 if picture.mode in ("1", "L", "LA") or picture.mode.startswith("I") else 3
+
+
+def _of_8_bits(picture: Any, name: str) -> Any:
+    """The picture with the upper 8 bits of 16, because pillow clips where it converts those."""
+    if picture.mode == "F":
+        raise ValueError(f"{name} has real numbers for pixels: save it with 8 or 16 bits")
+    if not picture.mode.startswith("I"):
+        return picture
+    np = needs("numpy", "data")
+    return needs("PIL.Image", "data").fromarray((np.asarray(picture) >> 8).astype(np.uint8))

@@ -107,4 +107,5 @@ def _console(on_stderr: bool) -> Console:
 
 
 def _can_live(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal
+    # rich takes a pipe for a terminal where FORCE_COLOR is set, as many systems of continuous integration do.
+    return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal

@@ -7,7 +7,7 @@ from typing import Any
 
 from detonation.cluster.init import LaunchPosition
 from detonation.train.recipe.resolve import parse_sets, read_recipe, replicas_of_levels, resolve
-from detonation.train.recipe.schema import Config, Table
+from detonation.train.recipe.schema import Config, Table, require
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     if place is None:
         return dict(mesh)
     replicas, shards = mesh.get("replicas"), mesh.get("shards")
+    for name, value in (("replicas", replicas), ("shards", shards)):
+        require(value is None or (type(value) is int and value >= 1), f"mesh.{name}", value, "a number of at least 1")
     if shards is None:
         shards = place.local_world_size if replicas is None else place.world_size // replicas
     if shards is None:

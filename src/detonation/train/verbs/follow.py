@@ -57,6 +57,10 @@ def follow_run(request: Following) -> Table:
 
     Raises `ValueError` for a run that cannot be followed, and `LostFeed` where it ends before `to`.
     """
+    directory.check_free(request.out, resume=True, may_start=True)
+    trained = request.out / directory.METRICS
+    if trained.exists() and trained.stat().st_size:
+        raise ValueError(f"{request.out} holds a run that has trained: choose another --out")
     about = read_about(request.address, read_token())
     if not isinstance(about.get("config"), dict):
         raise ValueError(f"{request.address} feeds no run of detonation train: follow it with detonation.follow")
@@ -65,7 +69,6 @@ def follow_run(request: Following) -> Table:
     code = [name for name in code if not name.startswith(HUB_PREFIX)]
     if code and not request.trust_code:
         raise ValueError(f"the run names the code {code[0]}, which follow would run: say --trust-code if you trust it")
-    directory.check_free(request.out, resume=True, may_start=True)
     found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, config])
     return found[0]
 
