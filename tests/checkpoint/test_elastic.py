@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import detonation as dt
 import worlds
@@ -186,3 +187,80 @@ def test_replicas_without_an_exchange_cannot_be_merged(tmp_path):
     worlds.run(alone, 2, 1, tmp_path)
     (line,) = worlds.run(alone, 1, 1, tmp_path)
     assert "is of 2 replicas, not 1: without an exchange they have nothing in common to go on from" in line
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8))
+
+
+def with_buffers(mesh, folder):
+    model, optimizer = start(mesh, dt.loco(), Normed)
+    if mesh.size() == 2:
+        advance(model, optimizer, range(3), 32)
+        own = model[1].running_mean.clone()
+        dt.save_checkpoint(folder, model, optimizer)
+    else:
+        dt.load_checkpoint(folder, model, optimizer)
+        own = model[1].running_mean.clone()
+    return own, int(model[1].num_batches_tracked)
+
+
+def test_buffers_become_their_mean_in_a_world_of_another_shape(tmp_path):
+    (first, _), (second, _) = worlds.run(with_buffers, 2, 1, tmp_path)
+    assert not torch.equal(first, second)
+    for replicas, shards in ((1, 1), (2, 2)):
+        for mean, batches in worlds.run(with_buffers, replicas, shards, tmp_path):
+            torch.testing.assert_close(mean, (first + second) / 2)
+            assert batches == 3
+
+
+def whole_on_each_rank(mesh, folder, fresh):
+    """Ranks of a node that hold the model whole; (weights, memory) of each."""
+    model, axis = built(Plain), mesh["shard"] if mesh.size(1) > 1 else None
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.demo(topk=4, chunk=16), intra_node=axis)
+    if fresh:
+        for step in range(3):  # the ranks of a node have the same gradient, as after an average
+            model(batch(mesh.get_local_rank("replicate"), step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dt.save_checkpoint(folder, model, optimizer)
+        merged = ""
+    else:
+        merged = dt.load_checkpoint(folder, model, optimizer).merged
+    kept = [t.clone() for k, t in dt.replica_state(optimizer).items() if "residual" in k]
+    return optimizer.coordinates.name, merged, [p.detach().clone() for p in model.parameters()], kept
+
+
+def test_a_model_that_each_rank_of_a_node_holds_whole_is_saved_and_loaded(tmp_path):
+    saved = worlds.run(whole_on_each_rank, 2, 2, tmp_path, True)
+    assert [name for name, *_ in saved] == [f"replica{r}-shard{s}" for r in (0, 1) for s in (0, 1)]
+    again = worlds.run(whole_on_each_rank, 2, 2, tmp_path, False)
+    assert {merged for _, merged, *_ in again} == {"exactly as saved"}
+    alone = worlds.run(whole_on_each_rank, 2, 1, tmp_path, False)
+    for (_, _, weights, memory), before in [*zip(again, saved, strict=True), *zip(alone, saved[::2], strict=True)]:
+        assert all(map(torch.equal, weights, before[2])) and all(map(torch.equal, memory, before[3]))
+
+
+def one_matrix(mesh, folder):
+    """Of a single row: with two shards one has all of it, and only there owners have something to own."""
+    model = dt.shard(nn.Linear(4096, 1, bias=False), mesh)
+    base = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco("sign"))
+    if mesh.size(1) == 2:
+        for step in range(4):
+            model(batch(mesh.get_local_rank("replicate"), step, 4096)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dt.save_checkpoint(folder, model, optimizer)
+    else:
+        dt.load_checkpoint(folder, model, optimizer)
+    return {key: float(t.square().sum()) for key, t in dt.replica_state(optimizer).items() if "residual" in key}
+
+
+def test_server_residuals_of_one_shard_alone_are_not_dropped(tmp_path):
+    before = worlds.run(one_matrix, 3, 2, tmp_path)[::2]
+    assert all(kept["0.server_residual"] > 0 for kept in before)
+    for kept, now in zip(before, worlds.run(one_matrix, 3, 1, tmp_path), strict=True):
+        assert now == pytest.approx(kept, rel=1e-3)  # but for rows that fill the last owner's share up

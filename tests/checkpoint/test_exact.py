@@ -85,3 +85,24 @@ def test_schemes_that_look_ahead_go_on_exactly(tmp_path):
 def test_awkward_parameters_go_on_exactly(name, tmp_path):
     ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name]}, BASES["AdamW"], Menagerie, 257)
     assert ends == [{name: True}] * 4
+
+
+def scheduled(mesh, folder, fresh):
+    """A rate that is a tensor, and a scheduler, which is made before the save and after the load."""
+    model = dt.shard(built(Plain), mesh)
+    base = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
+    if fresh:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        advance(model, optimizer, range(2))
+        scheduler.step()
+        dt.save_checkpoint(folder, model, optimizer)
+    else:
+        dt.load_checkpoint(folder, model, optimizer)
+    (group,) = optimizer.param_groups
+    return float(group["lr"]), float(group["initial_lr"])
+
+
+def test_a_rate_that_is_a_tensor_comes_back_before_its_scheduler(tmp_path):
+    before = worlds.run(scheduled, 2, 1, tmp_path, True)
+    assert before == worlds.run(scheduled, 2, 1, tmp_path, False) == [pytest.approx((5e-3, 1e-2))] * 2

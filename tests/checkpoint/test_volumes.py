@@ -11,8 +11,10 @@ import detonation as dt
 import worlds
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.gather import Texts, device_of
+from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.verify import verify
 from detonation.checkpoint.volumes import Volumes, survey
+from zoo import Plain, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -199,3 +201,11 @@ def test_what_is_where_is_told_and_files_that_were_brought_there_load(tmp_path):
         assert re.search(rf"manifest.json cannot be read \(No such file or directory\) {host} \(ranks 2-3\)", empty)
         assert re.search(other, wide)
         assert merged.startswith("from 2 replicas x 2 shards to 4 x 1: ")
+
+
+def test_a_node_loads_weights_from_the_replica_whose_files_it_has(tmp_path):
+    worlds.run(apart, 2, 1, tmp_path, DEMO)
+    for node in ("node0", "node1"):
+        model = built(Plain)
+        told = load_weights(tmp_path / node, model)
+        assert node in told and any(parameter.any() for parameter in model.parameters())

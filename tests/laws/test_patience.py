@@ -296,3 +296,20 @@ def test_what_cannot_wait_is_refused_in_one_line(arguments, why):
     with pytest.raises(ValueError, match=why) as refused:
         dt.replicate(torch.optim.SGD(model.parameters()), model, **chosen).step()
     assert "\n" not in str(refused.value)
+
+
+def test_settings_may_change_though_replicas_may_be_late():
+    def act(communicator):
+        model, optimizer = started(communicator, dt.demo(4, 16))
+        advance(model, optimizer, communicator.replica, range(4))
+        with pytest.raises(ValueError, match="needs link='all-gather' here"):
+            optimizer.reconfigure(dt.demo(4, 16, link="owner"))
+        advance(model, optimizer, communicator.replica, range(4, 5))
+        optimizer.reconfigure(dt.demo(2, 16))
+        advance(model, optimizer, communicator.replica, range(5, STEPS))
+        sender = optimizer._consensus.patience
+        assert sender._channel is optimizer.build()[0].channel and sender._channel.scheme.arguments["topk"] == 2
+        return digest(model.parameters()), optimizer.step_count
+
+    first, *others = simulate_replicas(act, 3)
+    assert first[1] == STEPS and others == [first] * 2

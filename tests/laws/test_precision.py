@@ -17,7 +17,7 @@ CODEBOOKS = [name for name, precision in PRECISIONS.items() if isinstance(precis
 laws = settings(max_examples=50, deadline=None)
 
 
-@given(count=st.integers(0, 300), width=st.integers(1, 16), seed=st.integers(0, 99))
+@given(count=st.integers(0, 300), width=st.integers(1, 20), seed=st.integers(0, 99))
 @laws
 def test_packed_numbers_come_back_and_leave_no_gap(count, width, seed):
     numbers = torch.randint(0, 2**width, (count,), generator=torch.Generator().manual_seed(seed))
@@ -26,7 +26,7 @@ def test_packed_numbers_come_back_and_leave_no_gap(count, width, seed):
     assert torch.equal(unpack(packed, count, width, torch.int64), numbers)
 
 
-@pytest.mark.parametrize("width", [1, 6, 7, 12, 16])
+@pytest.mark.parametrize("width", [1, 6, 7, 12, 16, 17, 20])
 def test_compiled_packing_gives_the_same_bytes(width, monkeypatch):
     numbers = torch.randint(0, 2**width, (5003,), generator=torch.Generator().manual_seed(0))
     packed = pack(numbers, width)
@@ -189,3 +189,15 @@ def test_clipping_to_the_median_holds_down_one_that_is_too_loud():
     truth = honest.mean(0).flatten()
     agreement = [torch.cosine_similarity(c.flatten(), truth, dim=0) for c in (plain, clipped)]
     assert agreement[0] < 0 < 0.8 < agreement[1]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("chunk", [65_536, 65_537, 1 << 20])
+def test_a_chunk_may_be_longer_than_sixteen_bits_count(chunk, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    coding = IndexCoding(chunk, 9)
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.stack([torch.randperm(chunk, generator=generator)[:9].sort().values for _ in range(5)])
+    encoded = coding.encode(indices)
+    assert len(encoded) == coding.nbytes(5) and torch.equal(coding.decode(encoded, 5, torch.int64), indices)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import detonation as dt
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.flat.tensors import digest
 from zoo import TALKING
 
 SHAPES = [(31, 257), (31,), (64, 31)]
@@ -52,3 +54,18 @@ def test_one_replica_reads_a_message_of_any_length():
 
     (moved,) = simulate_replicas(act, 1)
     torch.testing.assert_close(moved[:8], torch.zeros(8))  # the DCT of a constant is one coefficient
+
+
+@pytest.mark.parametrize("size", [64, 65, 101])
+@pytest.mark.parametrize("scheme", [dt.loco("sign", link="owner"), dt.demo(precision="2bit", link="owner")])
+def test_an_owner_may_be_alone(scheme, size):
+    """One replica is a view of its own message, whose memory does not lie where a number may begin."""
+    model = torch.nn.Linear(size, size)
+    base = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = dt.replicate(base, model, LoopbackCommunicator(1), scheme)
+    before = digest(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, size)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert digest(model.parameters()) != before and not optimizer.stats.refused

@@ -7,6 +7,7 @@ import torch
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from detonation.core.schemes.traffic import bytes_sent
@@ -129,6 +130,68 @@ def test_a_changed_run_resumes_exactly_and_sends_what_its_settings_say():
     for found in worlds.run(all_resumed, 2, 2):
         assert {name: exact for name, (*exact, _, _) in found.items() if exact != [True, True]} == {}
         assert {name: (sent, said) for name, (_, _, sent, said) in found.items() if sent != said} == {}
+
+
+def before_the_first_step(mesh):
+    model, optimizer = start(mesh, dt.demo(4, 16))
+    optimizer.reconfigure(dt.demo(2, 16))
+    advance(model, optimizer, range(2))
+    plain, other = start(mesh, dt.demo(2, 16))
+    advance(plain, other, range(2))
+    return digest(model.parameters()) == digest(plain.parameters())
+
+
+def test_settings_may_change_before_the_first_step():
+    assert worlds.run(before_the_first_step, 2, 1) == [True] * 2
+
+
+class BadPath:
+    """A path between two replicas that flips a bit of each message for an owner."""
+
+    def __init__(self, inner):
+        self.inner, self.replica = inner, inner.replica
+
+    def size(self):
+        return self.inner.size()
+
+    def all_reduce(self, values):
+        return self.inner.all_reduce(values)
+
+    def all_gather(self, mine):
+        return self.inner.all_gather(mine)
+
+    def all_to_all(self, mine):
+        arriving = self.inner.all_to_all(mine)
+
+        def wait():
+            rows = arriving().clone()
+            if self.replica == 0:
+                rows[1, 70] ^= 1
+            return rows
+
+        return wait
+
+
+def test_after_a_change_to_owners_a_reason_to_stop_is_known_to_all():
+    ends = {}
+
+    def act(communicator):
+        model = built(Plain)
+        base = dt.SignSGD(model.parameters(), lr=1e-3)
+        optimizer = dt.replicate(base, model, BadPath(communicator), dt.demo(4, 16, link="all-gather"))
+
+        def steps(count):
+            for _ in range(count):
+                model(batch(communicator.replica, optimizer.step_count, 32)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        steps(1)
+        optimizer.reconfigure(dt.demo(4, 16, link="owner"))
+        ends[communicator.replica] = caught(steps, 8)[0], optimizer.step_count
+
+    simulate_replicas(act, 3)
+    assert len(set(ends.values())) == 1 and ends[0][0] == "BadPeer"
 
 
 def refused(mesh):

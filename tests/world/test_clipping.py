@@ -246,3 +246,25 @@ def test_a_norm_that_is_none_is_refused(clip):
     model = built(Plain)
     with pytest.raises(ValueError, match=r"clip is .*, must be above 0"):
         dt.replicate(sgd(model.parameters()), model, LoopbackCommunicator(), dt.full(), clip=clip)
+
+
+def test_the_norm_under_look_ahead_is_that_of_the_agreed_step():
+    def act(communicator):
+        model = built(Plain)
+        optimizer = dt.replicate(sgd(model.parameters()), model, communicator, dt.demo(topk=4, delay=1), clip=1e9)
+        seen = []
+        optimizer.base.register_step_pre_hook(
+            lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+        )
+        norms = []
+        for step in range(3):
+            model(batch(communicator.replica, step, 32)).mean().backward()
+            seen.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append((float(optimizer.stats.grad_norm), float(seen[0]), len(seen)))
+        return norms
+
+    for (first, agreed, guesses), *rest in simulate_replicas(act, 2):
+        assert first == agreed == 0 and guesses == 2  # the first agreed update is none
+        assert all(agreed > 0 and norm == pytest.approx(agreed) for norm, agreed, _ in rest)

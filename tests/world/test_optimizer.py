@@ -1,7 +1,9 @@
 """What torch's own tools expect of an optimizer, and what a wrong start gets."""
 
+import copy
 import io
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import NonFiniteGradient
 from detonation.core.link.handshake import Mismatch
@@ -304,6 +307,37 @@ def test_looking_at_the_settled_weights_leaves_no_trace(delay):
     """A gradient that it left behind would be added to by the next backward pass, and told as this replica's own."""
     scheme = dt.demo(topk=4, chunk=64, delay=delay)
     assert worlds.run(evaluated_or_not, 2, 1, scheme, True) == worlds.run(evaluated_or_not, 2, 1, scheme, False)
+
+
+def test_looking_and_resuming_after_settling_leave_no_trace():
+    """Weights that decay move even without an update: the guess is not where the replica was."""
+
+    def act(communicator, how):
+        def made():
+            model = built(Plain)
+            base = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+            return model, dt.replicate(base, model, communicator, dt.random(rate=1 / 2, delay=1))
+
+        model, optimizer = made()
+        for step in range(6):
+            model(batch(communicator.replica, step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.synchronize()
+                if how == "looked":
+                    with optimizer.agreed_weights():
+                        pass
+                elif how == "resumed":
+                    saved, own = copy.deepcopy(model.state_dict()), dt.replica_state(optimizer)
+                    model, optimizer = made()
+                    model.load_state_dict(saved)
+                    dt.load_replica_state(optimizer, own)
+        optimizer.synchronize()
+        return weights(model)
+
+    plain, looked, resumed = (simulate_replicas(partial(act, how=how), 2) for how in ("", "looked", "resumed"))
+    assert plain == looked == resumed
 
 
 def settled_twice(mesh):

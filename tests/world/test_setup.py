@@ -356,3 +356,84 @@ def test_a_momentum_on_top_of_the_one_that_a_scheme_remembers_is_warned_of_once(
         simulate_replicas(act, 2)
     assert len(lines) == (own is not None)
     assert all(line.startswith(f"{scheme.name} remembers") and own in line for line in lines)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_a_type_that_cannot_hold_an_update_is_refused(dtype):
+    model = nn.ParameterDict({"weight": torch.ones(8, 8, dtype=dtype)})
+    optimizer = dt.replicate(sgd(model), model, LoopbackCommunicator(2), dt.full())
+    model["weight"].grad = torch.ones_like(model["weight"])
+    with pytest.raises(ValueError, match=f"weight is {dtype}.* must be fp32, bf16 or fp64"):
+        optimizer.step()
+
+
+def test_fp64_buffers_lose_no_digits():
+    def act(communicator):
+        model = nn.Linear(4, 1)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.ones_(model.bias)
+        model.register_buffer("seen", torch.tensor([123456789.0 + 2 * communicator.replica], dtype=torch.float64))
+        optimizer = dt.replicate(sgd(model), model, communicator, dt.full())
+        optimizer.step()
+        optimizer.synchronize()
+        return model.seen.tolist()
+
+    assert simulate_replicas(act, 2) == [[123456790.0]] * 2
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_fp64_parameters_are_looked_through_as_others_are(bad):
+    def act(communicator):
+        model = nn.Linear(8, 8).double()
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        optimizer = dt.replicate(sgd(model), model, communicator, dt.loco(), safety=dt.Safety(non_finite="skip"))
+        model(torch.ones(1, 8).double()).sum().backward()
+        if bad and communicator.replica:
+            model.weight.grad[0, 0] = torch.nan
+        optimizer.step()
+        return optimizer.stats.skipped, bool(model.weight.isfinite().all())
+
+    assert simulate_replicas(act, 2) == [(int(bad), True)] * 2
+
+
+@pytest.mark.parametrize("scheme", [dt.demo(), dt.distro(), dt.diloco(every=2), dt.eager_diloco(every=2), dt.sparta()])
+def test_a_state_without_that_of_the_replica_leaves_the_loaded_weights_alone(scheme):
+    """An anchor, or the agreed weights of look-ahead, would put the weights of before back."""
+
+    def act(communicator):
+        model = built(Plain)
+        base = dt.SignSGD(model.parameters(), lr=1e-3)
+        optimizer = dt.replicate(base, model, communicator, scheme)
+
+        def step():
+            model(batch(communicator.replica, optimizer.step_count, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(4):
+            step()
+        saved = {key: value for key, value in optimizer.state_dict().items() if key != "replication"}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(5.0)
+        optimizer.load_state_dict(saved)
+        step()
+        step()
+        optimizer.synchronize()
+        return max(float((parameter.detach() - 5).abs().max()) for parameter in model.parameters())
+
+    assert max(simulate_replicas(act, 2)) < 0.05
+
+
+def drifted_on_one_shard(mesh):
+    model = dt.shard(built(Plain), mesh)
+    if torch.distributed.get_rank() == 3:
+        next(model.parameters()).data._local_tensor.add_(1)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.demo())
+    return caught(advance, mesh, model, optimizer)
+
+
+def test_what_one_shard_alone_sees_stops_all_shards():
+    for name, text in worlds.run(drifted_on_one_shard, 2, 2):
+        assert name == "Mismatch" and "(weights)" in text

@@ -53,7 +53,7 @@ def joined_optimizer(
         welcome(optimizer.build(), optimizer.settings, optimizer.param_groups, newcomer=True)
         optimizer.step_count = before.step_count
         for replicator in optimizer.build():
-            replicator.leave_agreed()
+            replicator.go_on()
         return optimizer
     optimizer.resume_at(before.step_count)
     return optimizer

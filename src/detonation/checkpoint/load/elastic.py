@@ -46,7 +46,8 @@ class Elastic:
             box: None for a tensor that is not sharded.
             alike: the replicas are known to be equal, so that reading one of them is enough.
         """
-        replicas = [self._own.replica * self._before // self._own.replicas] if alike else self._among
+        like = self._own.replica * self._before // self._own.replicas
+        replicas = [like if like in self._among else self._among[0]] if alike else self._among
         if box is not None:
             return _merge([self._saved.part(replica, key, box) for replica in replicas], key)
         tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]
@@ -62,7 +63,7 @@ class Elastic:
 
     def server_residual(self, key: str, channel: Channel, boxes: dict[str, Box]) -> list[Tensor] | None:
         """The server residuals for each parameter of `channel`; None where the saved world had no owners."""
-        if any(key not in file.keys for file in self._saved.shards(0)):
+        if all(key not in file.keys for file in self._saved.shards(0)):
             return None
         shards = [self._server_residual_of_shard(key, channel, s) for s in range(self._saved.manifest.shards)]
         return [assemble([parts[name] for parts in shards], box, key) for name, box in boxes.items()]
@@ -74,7 +75,10 @@ class Elastic:
         shapes = {name: box.shape for name, box in boxes.items()}
         layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
         owners = RowOwners(layout.rows, self._before, rows_of_a_turn(channel.scheme, self._before))
-        coefficients = owners.collect([file.tensor(key) for file in files])  # [rows, chunk]
+        if key in files[0].keys:
+            coefficients = owners.collect([file.tensor(key) for file in files])  # [rows, chunk]
+        else:
+            coefficients = layout.zeros(torch.device("cpu"))
         parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
         pieces = [
             TensorPart(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)

@@ -49,7 +49,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         if isinstance(source, ShardReader):
             read = source.tensor(key)
         else:
-            read = source.agreed(key, Box.of(tensor), manifest.alike and name in parameters)
+            box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
+            read = source.agreed(key, box, manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
     for name, parameter in parameters.items():
         load_base_state(
@@ -63,7 +64,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
-            group[key] = torch.tensor(value, dtype=group[key].dtype, device=group[key].device)
+            like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
+            group[key] = torch.tensor(value, dtype=like.dtype, device=like.device)
     keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
     optimizer.build(parameters_of(keys))
     if isinstance(source, ShardReader):

@@ -81,7 +81,8 @@ class ShardSaver:
         path = retention.partial_path(self._directory, job.step) / file_name(own.replica, own.shard)
         if world_size != own.replicas * own.shards or path.exists():
             world = f"{own.replicas} replicas x {own.shards} shards"
-            raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}")
+            more = ": pass intra_node where the ranks of a node hold the model whole" if own.shards == 1 else ""
+            raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}")
         return {"name": path.name, **asdict(shard_file.write_shard(path, job.snapshot.tensors, job.snapshot.rest))}
 
     def _agree(

@@ -80,7 +80,7 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         name = keys[difference.name]
         buffer = buffers[name]
         if buffer.is_floating_point():
-            total = link.all_reduce(buffer.float())()
+            total = link.all_reduce(buffer.to(torch.promote_types(buffer.dtype, torch.float32)))()
             buffer.copy_(total / (link.replicas - len(link.absent)))
         else:
             buffer.copy_(repaired(link, difference, buffer))

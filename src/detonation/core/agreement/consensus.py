@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from detonation.core.agreement.balance import Balance
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, repaired
@@ -16,11 +15,12 @@ from detonation.core.errors import DetonationError
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis, arrivals_of
-from detonation.core.link.link import Link
+from detonation.core.link.link import Link, links_of_shards
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.gradient import GradientReplicator
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.runtime import Runtime
+from detonation.core.schemes.scheme import Scheme
 
 _log = logging.getLogger("detonation")
 
@@ -40,13 +40,11 @@ class StopConsensus:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety) -> None:
-        meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
-        axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
         self.safety, self.counts = safety, list[FaultCounts]()
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
-        self._others = [Link(axis) for axis in axes if axis.size() > 1]
-        self._shards = tuple(self._others)
+        self._shards = links_of_shards(parameters.values())
+        self._others = [*self._shards]
         self.balance: Balance | None = None
         self.patience: Patience | None = None
         self._asked: tuple[readback.Readback, int] | None = (
@@ -78,10 +76,11 @@ class StopConsensus:
         """True if this replica sits `step` out, and takes no local step."""
         return self.balance is not None and self.balance.idle(step)
 
-    def connect(self, axes: Sequence[Axis], replicators: Sequence[Replicator]) -> None:
+    def connect(self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]) -> None:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
-        if len(axes) > 1 or any(replicator.channel.exchange.secluded for replicator in replicators):
-            self._others += [Link(axis) for axis in axes]
+        axes = [axis for axis, scheme in levels if scheme.signal != "nothing"]
+        secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
+        self._others = [*self._shards, *(Link(axis) for axis in axes if len(axes) > 1 or secluded)]
 
     def restart(self) -> None:
         """Goes on from another state. Called on all replicas between the same two steps."""

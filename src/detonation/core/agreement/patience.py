@@ -71,12 +71,12 @@ class Patience:
 
     def attach(self, replicator: GradientReplicator) -> None:
         """Sends the messages of `replicator` from now on."""
-        self._channel = replicator.channel
-        if self._channel.runtime.device.type != "cpu":
-            raise ValueError(f"patience is for models on CPUs, this one is on {self._channel.runtime.device.type}")
-        if self._channel.exchange.secluded:
+        device = replicator.channel.runtime.device.type
+        if device != "cpu":
+            raise ValueError(f"patience is for models on CPUs, this one is on {device}")
+        if replicator.channel.exchange.secluded:
             raise ValueError("patience needs link='all-gather' here: an owner of rows has to answer in every step")
-        replicator.late, replicator.acts_after = self, True
+        self._channel, replicator.late, replicator.acts_after = replicator.channel, self, True
 
     @contextmanager
     def turn(self) -> Iterator[None]:

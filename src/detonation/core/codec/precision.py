@@ -140,10 +140,10 @@ class BlockCodebook:
         return line_of(self.allowed(statistics), messages).all(-1), norms.mul_(min(self.block, rows * k) ** 0.5)
 
     def _statistics(self, octets: Tensor) -> Tensor:  # [..., nbytes] uint8 -> [blocks of all messages, statistics] fp32
-        # torch reads numbers at their own addresses only
-        if octets.device.type == "cpu" or octets.storage_offset() % 2 or any(n % 2 for n in octets.stride()[:-1]):
-            octets = octets.clone()
-        return octets.view(torch.bfloat16).float().view(-1, self.statistics)
+        line = octets.reshape(-1)
+        if line.device.type == "cpu" or line.storage_offset() % 2:  # torch reads numbers at their own addresses only
+            line = line.clone()
+        return line.view(torch.bfloat16).float().view(-1, self.statistics)
 
     def quantise(self, blocks: Tensor, counts: Tensor, negative_zeros: bool) -> tuple[Tensor, Tensor]:
         """The code of each value, and the statistics of each block.

@@ -28,7 +28,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
     Args:
         numbers: Each from 0 to below 2**width.
-        width: From 1 to 16.
+        width: From 1 to 31.
 
     Shapes: `[..., n]` integer -> `[..., packed_bytes(n, width)]` uint8.
     """
@@ -41,6 +41,8 @@ def pack(numbers: Tensor, width: int) -> Tensor:
                 return kernel.pack(wide, width, nbytes)
             packed = [kernel.pack(line, width, nbytes) for line in wide.view(math.prod(wide.shape[:-1]), count)]
             return torch.stack(packed).view(*wide.shape[:-1], nbytes)
+    if width > 16:  # of chunks above 65,536: bit by bit
+        return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     filled = torch.nn.functional.pad(numbers, (0, -count % 8)) if count % 8 else numbers
     octets = _pack(filled.reshape(-1), width)
     return octets.view(*numbers.shape[:-1], filled.shape[-1] // 8 * width)[..., : packed_bytes(count, width)]
@@ -60,6 +62,9 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
             for line, found in zip(lines, numbers.view(len(lines), count), strict=True):
                 kernel.unpack(line, count, width, found)
             return numbers.to(dtype)
+    if width > 16:
+        bits = unpack(packed, count * width, 1, torch.int64).view(*shape, count, width)
+        return (bits << _bits(width, bits)).sum(-1).to(dtype)
     missing = -(-count // 8) * width - packed.shape[-1]
     whole = torch.nn.functional.pad(packed, (0, missing)) if missing else packed
     return (
@@ -67,6 +72,11 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
         .view(*shape, -(-count // 8) * 8)[..., :count]
         .to(dtype)
     )
+
+
+def _bits(width: int, like: Tensor) -> Tensor:
+    """The places of the bits of a number."""  # [width] of the type of `like`
+    return torch.arange(width, dtype=like.dtype, device=like.device)
 
 
 def _pack(numbers: Tensor, width: int) -> Tensor:  # [n] integer -> [n * width / 8] uint8, n a multiple of 8

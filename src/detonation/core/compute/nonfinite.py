@@ -40,7 +40,7 @@ def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tu
     present = [(i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()]
     if not present:
         return [], torch.ones(0, dtype=torch.bool, device=device)
-    largest = torch._foreach_norm([signal for _, signal in present], ord=torch.inf, dtype=torch.float32)
+    largest = [norm.float() for norm in torch._foreach_norm([signal for _, signal in present], ord=torch.inf)]
     return [i for i, _ in present], torch.stack(largest) <= LIMIT
 
 

@@ -27,10 +27,13 @@ class Coordinates:
         return f"replica{self.replica}-shard{self.shard}"
 
 
-def coordinates_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor]) -> Coordinates:
+def coordinates_of(
+    levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[Tensor], intra_node: DeviceMesh | None = None
+) -> Coordinates:
     """This rank's coordinates: its replica by the axes of `levels`, its shard by the mesh of the parameters.
 
-    Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1.
+    Replicas are counted along the innermost level first. Ranks whose parameters are no DTensors are shard 0 of 1, or
+    with `intra_node` as many shards as the node has ranks, each of which holds the whole model.
 
     Shapes: any.
     """
@@ -39,6 +42,7 @@ def coordinates_of(levels: Sequence[tuple[Axis, Scheme]], parameters: Iterable[T
     for here, size in reversed(axes.values()):
         replica, replicas = replica * size + here, replicas * size
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+    meshes += [intra_node] if intra_node is not None else []
     if not meshes:
         return Coordinates(replica, replicas, 0, 1)
     (_, (shard, shards)) = _axis(max(meshes, key=lambda mesh: mesh.size()))

@@ -1,16 +1,18 @@
 """A link is one axis of the cluster: it starts collectives and counts their bytes. It knows no algorithm."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
 from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator, present_rows
-from detonation.core.link.handshake import SAME_START, require_same, send_to_all
+from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.link.tape import Tape
 from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
@@ -124,6 +126,33 @@ class Link:
         """
         if isinstance(self._communicator, ProcessGroupCommunicator | ElasticCommunicator):
             self._communicator.recycle(rows)
+
+
+def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
+    """The links to the other shards of this replica: one per mesh axis of `parameters` that has several ranks.
+
+    Shapes: any.
+    """
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor))
+    axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
+    return tuple(Link(axis) for axis in axes if axis.size() > 1)
+
+
+@contextmanager
+def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[None]:
+    """Raises the `Mismatch` that one shard of a replica finds on all shards, of which each compares its own part.
+
+    Collective over `shards`.
+    """
+    found = ""
+    try:
+        yield
+    except Mismatch as error:
+        found = str(error)
+    for link in shards:
+        found = next(filter(None, link.send_to_all(found, device)), "")
+    if found:
+        raise Mismatch(found)
 
 
 @dataclass

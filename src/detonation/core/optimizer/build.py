@@ -18,7 +18,7 @@ from detonation.core.flat.tensors import digest, local, whole_numel
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
-from detonation.core.link.link import Link
+from detonation.core.link.link import Link, links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
@@ -33,6 +33,9 @@ from detonation.version import __version__
 Level = tuple[Axis, Scheme]
 Route = tuple[Link, FaultCounts]
 """The link of a level, and the counts of its faults: there are two where a node's ranks hold some parameters whole."""
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,12 @@ def build_levels(
     devices = {local(parameter).device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(f"the trained parameters are on {len(devices)} devices {sorted(map(str, devices))}, must be 1")
+    for name, parameter in parameters.items():
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} is {parameter.dtype}: updates go through fp32 and back, so trained parameters must be fp32, "
+                "bf16 or fp64 (compute in fp16 under torch.autocast)"
+            )
     local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
     runtime = Runtime(devices.pop(), settings.seed, settings.kernels, local_steps)
     consensus = StopConsensus(parameters, runtime, settings.safety)
@@ -104,9 +113,8 @@ def build_levels(
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
                 channel = Channel(scheme, layout, link, runtime, counts, place=sum(map(len, made)))
                 made[-1].append(replicator_of(mine, channel, base, fragment, last))
-    active = [axis for axis, scheme in levels if scheme.signal != "nothing"]
     base.clip = Clip(parameters, base.optimizer, settings.clip) if settings.clip else None
-    consensus.connect(active, [each for level in made for each in level])
+    consensus.connect(levels, [each for level in made for each in level])
     if settings.balance:
         consensus.balance_over(routes[0, 1][0])
     if settings.patience:
@@ -140,6 +148,18 @@ def compare_replicas(
         groups: The parameter groups of the base optimizer.
         joining: The parameters whose weights are compared, where the rest was compared before.
     """
+    if replicators:
+        parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
+        with mismatch_on_all(links_of_shards(parameters), replicators[0].channel.runtime.device):
+            _compare(replicators, settings, groups, joining)
+
+
+def _compare(
+    replicators: Sequence[Replicator],
+    settings: Settings,
+    groups: Sequence[Mapping[str, Any]],
+    joining: Collection[str] | None,
+) -> None:
     tested: dict[int, str] = {}  # by scheme: its fragments decode alike
     for replicator in replicators:
         key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link

@@ -11,11 +11,13 @@ from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import local
 from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
+from detonation.core.link.link import links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.build import Level, Route, Settings, compare_replicas, replicator_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
+from detonation.core.replicator.local_state import SILENT_STEPS
 from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
 
@@ -77,24 +79,32 @@ def agree_on_parameters(
     consensus.announce(replicators, step, changed, in_buckets)
     trained = {f"{name} (trained)": f"{tuple(local(p).shape)} {p.dtype}" for name, p in now.items()}
     remedy = f"Before step {step} freeze, unfreeze and add the same parameters on all ranks"
-    for link in {id(each.link): each.link for each in replicators}.values():
-        link.require_same(trained, consensus.runtime.device, {}, remedy)
+    device = consensus.runtime.device
+    with mismatch_on_all(links_of_shards(before.values()), device):
+        for link in {id(each.link): each.link for each in replicators}.values():
+            link.require_same(trained, device, {}, remedy)
     for replicator in replicators:
         replicator.make_portable(step)
     consensus.conclude(step)
 
 
 def with_scheme(
-    levels: Sequence[Level], by_level: Sequence[list[Replicator]], level: int, scheme: Scheme, base: BaseStep
+    levels: Sequence[Level],
+    by_level: Sequence[list[Replicator]],
+    level: int,
+    scheme: Scheme,
+    base: BaseStep,
+    consensus: StopConsensus | None,
 ) -> tuple[tuple[Level, ...], list[list[Replicator]]]:
     """The levels and their replicators with another scheme for one level; raises as `reconfigured`."""
     number = range(len(levels))[level]
     axis, was = levels[number]
     made = reconfigured(by_level[number], was, scheme, base)
-    return (
-        (*levels[:number], (axis, scheme), *levels[number + 1 :]),
-        [*by_level[:number], made, *by_level[number + 1 :]],
-    )
+    levels = *levels[:number], (axis, scheme), *levels[number + 1 :]
+    by_level = [*by_level[:number], made, *by_level[number + 1 :]]
+    assert consensus is not None
+    consensus.connect(levels, [each for made in by_level for each in made])
+    return levels, by_level
 
 
 def lost_before(levels: Sequence[Level], step: int) -> bool:
@@ -203,7 +213,8 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
 
 def _require_room(old: Replicator, new: Replicator) -> None:
     """Raises `ValueError` unless all state of `old` has its place in `new`."""
-    kept = [each.local_state().named().keys() - each.channel.exchange.state().keys() for each in (old, new)]
+    of_link = {SILENT_STEPS, *old.channel.exchange.state(), *new.channel.exchange.state()}
+    kept = [each.local_state().named().keys() - of_link for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):
         raise ValueError(

@@ -55,8 +55,8 @@ class Replicated(OptimizerWrapper):
         self.step_count = 0
         self.tape: Tape | None = None
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
-        self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
         self._trained = TrainedParameters(model, base)
+        self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
         self._routes: dict[tuple[int, int], Route] = {}
         self._held_back = False  # whether gradients did not leave in `overlap`, because the trained parameters changed
         self._consensus: StopConsensus | None = None
@@ -80,7 +80,7 @@ class Replicated(OptimizerWrapper):
     @property
     def coordinates(self) -> Coordinates:
         """This rank's replica and shard."""
-        return coordinates_of(self.levels, (p for group in self.param_groups for p in group["params"]))
+        return coordinates_of(self.levels, self._trained.everyone, self.settings.intra_node)
 
     @property
     def is_built(self) -> bool:
@@ -103,8 +103,7 @@ class Replicated(OptimizerWrapper):
         states.warn_of_lost_memory(self)
         self._base_step.overflow = self.unscale()
         with turn_of(self._consensus), PROGRESS:
-            if self._consensus is None:
-                self.set_up()
+            self.set_up()
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
@@ -129,7 +128,8 @@ class Replicated(OptimizerWrapper):
         if "parameters" in signals:
             consensus.end(step)
         self.step_count += 1
-        self._end("step")
+        if self.tape:
+            self.tape.end("step", self)
         if (every := self.settings.safety.verify_every) and self.step_count % every == 0:
             self.verify()
 
@@ -142,13 +142,11 @@ class Replicated(OptimizerWrapper):
         header per bucket. Only the innermost level of gradients overlaps, and not in the first step. A gradient that
         changes before `step()` (clipping, unscaling), a second backward, or a missing `step()` is an `OverlapError`.
         """
-        # never set up here: between forward and backward FSDP2 shows the model's whole parameters, not the sharded ones
-        if self._consensus is not None and self._consensus.decides_on_device:
+        if self._consensus is not None and self._consensus.decides_on_device:  # no set-up: FSDP2 shows whole parameters
             self._consensus.begin(self.step_count)
         with ExitStack() as stack:
             for innermost in (self._replicators or [])[:1]:
-                lost = changes.lost_before(self.levels, self.step_count)
-                if lost or self._trained.changed:  # the hooks and buckets are those of before
+                if changes.lost_before(self.levels, self.step_count) or self._trained.changed:  # needs other buckets
                     self._held_back = innermost.acts_before
                 else:
                     stack.enter_context(innermost.overlap(self.step_count))
@@ -185,8 +183,10 @@ class Replicated(OptimizerWrapper):
         ranks call it between the same two steps; they compare settings as at the first step. Raises `ValueError` for
         another scheme and for settings that would lose state, and `LargerThanDense`; the old settings then stay.
         """
+        self.set_up()
         self.synchronize()
-        self.levels, self._by_level = changes.with_scheme(self.levels, self._by_level, level, scheme, self._base_step)
+        step, consensus = self._base_step, self._consensus
+        self.levels, self._by_level = changes.with_scheme(self.levels, self._by_level, level, scheme, step, consensus)
         self._replicators = [replicator for made in self._by_level for replicator in made]
         compare_replicas(self._replicators, self.settings, self.param_groups)
 
@@ -233,7 +233,7 @@ class Replicated(OptimizerWrapper):
             self._consensus.restart()
             compare_replicas(self._replicators, self.settings, self.param_groups)
             for replicator in self._replicators:
-                replicator.leave_agreed()
+                replicator.go_on()
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
@@ -251,6 +251,10 @@ class Replicated(OptimizerWrapper):
             return self._replicators
         return self._lay_out(parameters or self._trained.by_name())
 
+    def forget_levels(self) -> None:
+        """Drops the levels and all that they remember; the next step builds them for the weights of then."""
+        self._by_level, self._replicators, self._consensus = [[] for _ in self.levels], None, None
+
     def refuse_overlap(self) -> None:
         """Raises `OverlapError` between `overlap` and the step that completes it."""
         for replicator in self._replicators or []:
@@ -258,11 +262,8 @@ class Replicated(OptimizerWrapper):
 
     def _complete(self, consensus: StopConsensus) -> None:
         changes.complete(self.build(), consensus, self._buffers, self.step_count)
-        self._end("synchronize")
-
-    def _end(self, what: str) -> None:
         if self.tape:
-            self.tape.end(what, self)
+            self.tape.end("synchronize", self)
 
     def _change_trained(self, in_buckets: bool) -> None:
         """Lets parameters join and leave before the step, on all ranks at once. Collective."""

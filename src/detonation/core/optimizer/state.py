@@ -96,12 +96,11 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 @contextmanager
 def at_agreed_weights(replicators: Sequence[Replicator]) -> Iterator[None]:
     """See `Replicated.agreed_weights`."""
-    for replicator in replicators:
-        replicator.enter_agreed()
+    moved = [replicator for replicator in replicators if replicator.enter_agreed()]
     try:
         yield
     finally:
-        for replicator in replicators:
+        for replicator in moved:
             replicator.leave_agreed()
 
 
@@ -155,6 +154,7 @@ def to_state_dict(optimizer: "Replicated") -> dict[str, Any]:
 
 def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> None:
     """See `Replicated.load_state_dict`."""
+    optimizer.refuse_overlap()
     rest = {key: value for key, value in state_dict.items() if key != "replication"}
     coordinates = optimizer.coordinates
     mark = "" if alike(optimizer.levels) else f"replica{coordinates.replica}."
@@ -172,6 +172,7 @@ def from_state_dict(optimizer: "Replicated", state_dict: Mapping[str, Any]) -> N
         load_replica_state(optimizer, saved[coordinates.name])
     else:
         schemes = [scheme for _, scheme in optimizer.levels]
+        optimizer.forget_levels()  # or an anchor of before would undo the load
         optimizer.memory_lost = any(s.feedback or s.round.delay or s.signal == "parameters" for s in schemes)
 
 

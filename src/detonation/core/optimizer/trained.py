@@ -18,6 +18,14 @@ class TrainedParameters:
         self._ids: list[int] = []
 
     @property
+    def everyone(self) -> list[Tensor]:
+        """All parameters of the optimizer, frozen or not.
+
+        Shapes: any.
+        """
+        return [parameter for group in self._base.param_groups for parameter in group["params"]]
+
+    @property
     def names(self) -> list[str]:
         """The names of all parameters of the model."""
         return [name for name, _ in self.model.named_parameters()]
@@ -29,7 +37,7 @@ class TrainedParameters:
 
         Shapes: any.
         """
-        wanted = {id(p) for group in self._base.param_groups for p in group["params"] if p.requires_grad}
+        wanted = {id(p) for p in self.everyone if p.requires_grad}
         found = self._found(wanted)
         if len(found) < len(wanted):
             raise ValueError(
@@ -43,7 +51,7 @@ class TrainedParameters:
 
         Shapes: any.
         """
-        everyone = self._found({id(p) for group in self._base.param_groups for p in group["params"]})
+        everyone = self._found({id(p) for p in self.everyone})
         return {name: p for name, p in everyone.items() if name in names}
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
@@ -52,20 +60,18 @@ class TrainedParameters:
         Shapes: any.
         """
         self.laid_out, mine = parameters, {id(p) for p in parameters.values()}
-        self._ids = [id(p) for group in self._base.param_groups for p in group["params"] if id(p) in mine]
+        self._ids = [id(p) for p in self.everyone if id(p) in mine]
 
     @property
     def changed(self) -> bool:
         """True if other parameters require a gradient than the layouts hold; asked at every step."""
-        groups = self._base.param_groups
-        return [id(p) for group in groups for p in group["params"] if p.requires_grad] != self._ids
+        return [id(p) for p in self.everyone if p.requires_grad] != self._ids
 
     def forget_frozen_gradients(self) -> None:
         """Removes the gradients of frozen parameters: the base optimizer would follow them on this replica alone."""
-        for group in self._base.param_groups:
-            for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    parameter.grad = None
+        for parameter in self.everyone:
+            if not parameter.requires_grad:
+                parameter.grad = None
 
     def _found(self, wanted: set[int]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}

@@ -68,12 +68,16 @@ class Replicator(ABC):
     def synchronize(self, step: int) -> None:
         """Completes open rounds and transfers after `step` steps, so that the replicas hold the same weights."""
 
-    def enter_agreed(self) -> None:
-        """Moves to the weights that the replicas agreed on last."""
-        return
+    def enter_agreed(self) -> bool:
+        """Moves to the weights that the replicas agreed on last; False where it is there."""
+        return False
 
     def leave_agreed(self) -> None:
-        """Undoes `enter_agreed`."""
+        """Undoes an `enter_agreed` that moved."""
+        return
+
+    def go_on(self) -> None:
+        """Goes on from the agreed weights and a state that were loaded."""
         return
 
     @contextmanager

@@ -125,15 +125,22 @@ class GradientReplicator(Replicator):
         self._updates.clear()
         self._own_updates.clear()
 
-    def enter_agreed(self) -> None:
-        if self._lookahead:
-            self._lookahead.back()
+    def enter_agreed(self) -> bool:
+        moves = self._lookahead is not None and self._lookahead.back()
+        if moves:
             WEIGHT_MOVES()
+        return moves
 
     def leave_agreed(self) -> None:
         if self._lookahead:
             self._lookahead.move(self._own_updates.waiting())
             WEIGHT_MOVES()
+
+    def go_on(self) -> None:
+        if self._lookahead:
+            self._lookahead.forget()
+            if any(bool(update.any()) for update in self._own_updates.arrived()):  # none before a step, or synchronized
+                self.leave_agreed()
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:

@@ -171,14 +171,22 @@ class LookAhead:
             copy(weights, self._agreed)  # where they were before the first step
             raise _needs_state(self._base.optimizer)
         copy(self._agreed, weights)
+        norm = self._base.clip.norm if self._base.clip else None
         step_on(updates, self._parameters, self._base)
+        if self._base.clip:  # its norm is that of the agreed step
+            self._base.clip.norm = norm
         self._ahead = True
 
     @torch.no_grad()
-    def back(self) -> None:
-        """Moves to the agreed weights, bit for bit."""
-        if self._ahead:
+    def back(self) -> bool:
+        """Moves to the agreed weights, bit for bit; False where it is there."""
+        moves, self._ahead = self._ahead, False
+        if moves:
             copy([local(p) for p in self._parameters.values()], self._agreed)
+        return moves
+
+    def forget(self) -> None:
+        """Takes the weights, which were loaded, for the agreed ones."""
         self._ahead = False
 
 
