@@ -165,16 +165,6 @@ assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
     assert "random_sign" in done.stdout and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
 
 
-@pytest.mark.parametrize("arguments", [["recipes", "--keys"], ["plan", "--help"], ["--version"]], ids=" ".join)
-def test_a_reader_that_has_enough_ends_a_command_without_a_word(arguments):
-    """As in `detonation recipes --keys | head`."""
-    command = [sys.executable, "-m", "detonation", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        running.stdout.close()
-        assert running.stderr.read() == ""
-    assert running.returncode == 141
-
-
 def test_a_command_runs_without_an_output():
     """As in `detonation recipes >&-`, where Python has no stdout."""
     command = f'exec "{sys.executable}" -m detonation recipes >&-'

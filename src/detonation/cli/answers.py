@@ -29,7 +29,12 @@ def explain(verb: Common, error: Exception) -> int:
 
 def fail(line: str, code: int, as_json: bool) -> int:
     """Prints the line of an error, for a program too; returns `code`."""
-    print(f"error: {printable(line)}", file=sys.stderr)
-    if as_json:
-        print(json.dumps({"error": line, "code": code}))
+    if as_json:  # first: a program may read stdout alone
+        print(json.dumps({"error": line, "code": code}), flush=True)
+    try:
+        print(f"error: {printable(line)}", file=sys.stderr)
+    except BrokenPipeError:
+        from detonation.report.console import discard
+
+        discard(sys.stderr)
     return code

@@ -102,7 +102,9 @@ def _reader_is_gone() -> bool:
 
 def _quiet() -> int:
     """Lets what is still to be flushed go nowhere, and returns the exit code for that."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    from detonation.report.console import discard
+
+    discard(sys.stdout)
     return 128 + signal.SIGPIPE
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import IO, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from detonation.report.console import PlainConsole
 from detonation.report.words import duration, printable, rate, size_text
 
 HEADS = (
@@ -65,7 +65,7 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
 
     Of copies that lie on several nodes the costs of their shard wires come first, and nothing else where there is one.
     """
-    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    console = PlainConsole(stream)
     if shards := shard_rows(plan):
         table = Table(*SHARD_HEADS, width=None if console.is_terminal else 140)
         for row in shards:

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import IO, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from detonation.report.console import PlainConsole
 from detonation.report.words import duration, rate
 
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:
     """Prints each operation of each axis, the slowest pair of nodes, and the compute time of a step."""
-    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    console = PlainConsole(stream)
     table = Table("axis", "operation", "latency", "per rank", "per node", "largest misfit")
     for name, axis in profile["axes"].items():
         for operation, line in axis["operations"].items():

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from detonation.report.console import PlainConsole
 from detonation.report.words import duration, factor, less_text, printable, size_text
 
 
@@ -53,7 +53,7 @@ def _shard_wire(summary: dict[str, Any]) -> str:
 
 def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None:
     """Prints the summary of a run, `notes` and the run's directory; for a stopped run, how to continue."""
-    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    console = PlainConsole(stream)
     if "stopped_after" in summary:
         by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
         console.print(printable(f"stopped by {by} after step {step}; continue with --out {where} --resume"))
@@ -69,7 +69,7 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
     """Prints several runs in one table, one row per run, and `notes`. The run with the lowest loss is marked."""
-    console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+    console = PlainConsole(stream)
     titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
     table = Table(Column("run", overflow="fold"), *titles)
     lowest = min(summary["val_loss"] for summary in summaries)

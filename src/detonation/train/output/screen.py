@@ -6,11 +6,11 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.constrain import Constrain
 from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
+from detonation.report.console import PlainConsole, discard
 from detonation.report.words import printable
 from detonation.train.output.gauges import Gauges
 from detonation.train.output.metrics import Portion, Record
@@ -57,7 +57,7 @@ class Screen:
         if self._gauges is not None:
             self._draw(Text(text))
         elif not self._silent:
-            self._console.print(text)
+            self._print(text)
 
     def wipe(self) -> None:
         """Clears the gauges from any thread, for a process that ends at once."""
@@ -69,8 +69,15 @@ class Screen:
         if self._gauges is not None:
             # One column less than there are: a terminal would begin another line.
             frame = Constrain(self._gauges, self._console.width - 1)
-            self._console.print(_moves(_ERASE), *lines, frame, _moves("\r\x1b[1A"))
+            self._print(_moves(_ERASE), *lines, frame, _moves("\r\x1b[1A"))
             self._drawn = time.monotonic()
+
+    def _print(self, *parts: object) -> None:
+        """Prints; once nobody reads the lines any more, as after `| head`, the run goes on without them."""
+        try:
+            self._console.print(*parts)
+        except BrokenPipeError:
+            discard(self._console.file)
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +97,7 @@ def clear(on_stderr: bool) -> None:
         _erase(console)
 
 
-def _erase(console: Console) -> None:
+def _erase(console: PlainConsole) -> None:
     """Clears everything from the cursor on."""
     console.file.write(_ERASE)
     console.file.flush()
@@ -101,11 +108,10 @@ def _moves(sequence: str) -> Segments:
     return Segments([Segment(sequence, None, [(ControlType.CARRIAGE_RETURN,)])])
 
 
-def _console(on_stderr: bool) -> Console:
-    # Lines must reach a pipe whole, whatever its width.
-    return Console(file=sys.stderr if on_stderr else sys.stdout, soft_wrap=True, highlight=False, markup=False)
+def _console(on_stderr: bool) -> PlainConsole:
+    return PlainConsole(sys.stderr if on_stderr else sys.stdout)
 
 
-def _can_live(console: Console) -> bool:
+def _can_live(console: PlainConsole) -> bool:
     # rich takes a pipe for a terminal where FORCE_COLOR is set, as many systems of continuous integration do.
     return console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
