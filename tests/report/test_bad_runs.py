@@ -1,8 +1,16 @@
-"""`report` fails for a directory without a good run: exit 2 and one line with its name and the remedy."""
+"""`report` fails for a directory without a good run: exit 2 and one line with its name and the remedy.
+
+A run that has diverged is shown as such.
+"""
+
+import json
+import sys
 
 import pytest
 
 from detonation.cli.command import run_command as main
+from detonation.report.read import read_run
+from detonation.report.table import show_all
 from made import made
 
 
@@ -91,3 +99,31 @@ def test_a_page_at_an_impossible_path(error_of, tmp_path):
     assert error_of("run", "--out", "a/b.html").startswith(
         "error: the page a/b.html would be in a, which is no directory"
     )
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("every", [False, True])
+def test_a_run_that_has_diverged_is_shown(capsys, tmp_path, monkeypatch, loss, every):
+    monkeypatch.setenv("COLUMNS", "160")
+    run = made(tmp_path / "run", val_loss=loss, train_loss=loss)
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines if every else lines[-5:]:
+        line |= {"loss": loss, "val_loss": loss}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = tmp_path / "page.html"
+    shown = "-" if loss is None else "diverged"
+    for runs in ([run], [run, made(tmp_path / "other")]):
+        assert main(["report", *map(str, runs), "--out", str(page)]) == 0, capsys.readouterr().err
+        assert f">{shown}<" in page.read_text()
+    show_all([read_run(path).summary | {"directory": str(path)} for path in runs], [], sys.stdout)
+    marked, other = [line for line in capsys.readouterr().out.splitlines() if "│ " in line]
+    assert f" {shown} " in marked and "(lowest)" not in marked and "(lowest)" in other
+
+
+@pytest.mark.parametrize("key", ["seconds", "bytes_sent", "step"])
+def test_a_record_without_a_number_is_damaged(error_of, tmp_path, key):
+    metrics = made(tmp_path / "run") / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([json.dumps(json.loads(lines[0]) | {key: None}), *lines[1:]]))
+    assert error_of("run").startswith("error: run/metrics.jsonl is damaged in line 1, which is no JSON object with ")

@@ -90,6 +90,14 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
     assert path.read_text() == record(1).line()
 
 
+@pytest.mark.parametrize("line", ["{", "3", '{"step": 2}', record(2).line().replace("10", "null"), "\0" * 40, "\xff"])
+def test_damaged_lines_are_left_out_and_counted(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes((record(1).line() + line.strip() + "\n" + record(3).line()).encode("latin-1"))
+    assert metrics.read_metrics(path) == [record(1), record(3)]
+    assert metrics.parse_metrics(path.read_text(errors="replace")) == ([record(1), record(3)], 1)
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "config.toml"
     write_text(path, "old")

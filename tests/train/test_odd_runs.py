@@ -50,6 +50,22 @@ def test_a_metrics_file_that_was_removed_is_missed_at_the_end(tmp_path):
         file.close()
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda lines: [*lines[:3], lines[3][:30]], lambda lines: [lines[0], "\0\n", *lines[2:]]]
+)
+def test_a_run_goes_on_without_the_damaged_lines_of_its_metrics(train, tmp_path, capfd, damage):
+    """As a loss of power leaves them."""
+    whole = train("whole")[0]
+    train("run", stop_after=4)
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text("".join(damage(file.read_text().splitlines(keepends=True))))
+    capfd.readouterr()
+    assert train("run", resume=True)[0]["fingerprint"] == whole["fingerprint"]
+    said = f"\nwarning: damaged lines in {file}, which are dropped: 1; training goes on\n"
+    assert said in capfd.readouterr().out
+    assert len(metrics.read_metrics(file)) == 5
+
+
 def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(train, tmp_path, monkeypatch):
     """It goes at the first save, which fails; the save at the end makes it again."""
 

@@ -4,6 +4,7 @@ Imports nothing else of the package but words.
 """
 
 import json
+import math
 import statistics
 import tomllib
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "pl
 """The raw data of a run; the last two may be missing."""
 _SHARED_PREFIX = 12
 """Run names that share at least so many characters at the beginning are shown without them."""
-_STEP = {"step", "loss", "seconds", "bytes_sent"}
+_STEP = ("bytes_sent", "loss", "seconds", "step")
+_LOSSES = {"loss", "val_loss"}
 _PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "break_even_times", "rate_bits_per_s"}
 _SUMMARY = {
     *(
@@ -74,8 +76,9 @@ class Run:
         return statistics.median(value(record) for record in self.records)
 
     def validations(self) -> list[tuple[int, float]]:
-        """Index into the records and validation loss of each validation."""
-        return [(i, record["val_loss"]) for i, record in enumerate(self.records) if "val_loss" in record]
+        """Index into the records and validation loss of each validation, but for those that are no number."""
+        found = [(i, record.get("val_loss", math.nan)) for i, record in enumerate(self.records)]
+        return [(i, loss) for i, loss in found if math.isfinite(loss)]
 
 
 def read_all(directories: Sequence[Path]) -> list[Run]:
@@ -102,22 +105,28 @@ def read_run(directory: Path) -> Run:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Parses a metrics file. Raises `ValueError` with the number of a damaged line."""
+    """Parses a metrics file; a loss that is no number is NaN. Raises `ValueError` with the number of a damaged line."""
     parsed = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             record = None
-        if not isinstance(record, dict) or not record.keys() >= _STEP:
-            needs = ", ".join(sorted(_STEP))
+        record = record if isinstance(record, dict) else {}
+        losses = {key: record[key] if _is_finite(record[key]) else math.nan for key in _LOSSES & record.keys()}
+        if "loss" not in record or not all(_is_finite(record.get(key)) for key in {*_STEP} - _LOSSES):
+            needs = ", ".join(_STEP)
             raise ValueError(
                 f"{path} is damaged in line {number}, which is no JSON object with {needs}: remove the line"
             )
-        parsed.append(_printable(record))
+        parsed.append(_printable(record | losses))
     if not parsed:
         raise ValueError(f"{path} holds no step: give the directory of a run that has trained")
     return parsed
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read_plan(path: Path) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """The summary of a run as labelled rows, and as a table for a terminal."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
 from rich.table import Column, Table
 
 from detonation.report.console import PlainConsole
-from detonation.report.words import duration, factor, less_text, printable, size_text
+from detonation.report.words import duration, factor, less_text, loss_text, printable, size_text
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -19,8 +20,8 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{_virtual(summary)}"),
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),
-        ("training loss", f"{summary['train_loss']:.4f}"),
-        ("validation loss", f"{summary['val_loss']:.4f}{_bigram(summary)}"),
+        ("training loss", loss_text(summary["train_loss"])),
+        ("validation loss", f"{loss_text(summary['val_loss'])}{_bigram(summary)}"),
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
         ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
         (
@@ -72,12 +73,13 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
     console = PlainConsole(stream)
     titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
     table = Table(Column("run", overflow="fold"), *titles)
-    lowest = min(summary["val_loss"] for summary in summaries)
-    for summary in summaries:
+    losses = [summary["val_loss"] for summary in summaries]
+    lowest = min((loss for loss in losses if loss is not None and isfinite(loss)), default=None)
+    for summary, loss in zip(summaries, losses, strict=True):
         table.add_row(
             printable(Path(summary["directory"]).name),
             printable(summary["optimizer"]),
-            f"{summary['val_loss']:.4f}{' (lowest)' if summary['val_loss'] == lowest else ''}",
+            f"{loss_text(loss)}{' (lowest)' if loss is not None and loss == lowest else ''}",
             size_text(summary["bytes_sent_per_step"]),
             factor(summary["reduction"]),
             duration(summary["median_step_seconds"]),

@@ -1,4 +1,6 @@
-"""Formats numbers and texts for people. Pure Python without imports."""
+"""Formats numbers and texts for people. Imports nothing but the standard library."""
+
+from math import isfinite
 
 
 def size_text(count: float) -> str:
@@ -23,6 +25,17 @@ def factor(value: float | None) -> str:
     if value is None:
         return "-"
     return f"x{value:.1f}" if value < 99.95 else f"x{value:,.0f}"
+
+
+def loss_text(loss: float | None) -> str:
+    """Formats a loss; one that was not measured is "-", and one that is not finite says what happened.
+
+    >>> loss_text(2.31), loss_text(None), loss_text(float("nan"))
+    ('2.3100', '-', 'diverged')
+    """
+    if loss is None:
+        return "-"
+    return f"{loss:.4f}" if isfinite(loss) else "diverged"
 
 
 def less_text(value: float | None) -> str:

@@ -1,6 +1,7 @@
 """The figures: loss against steps, bytes and time, the parts of a step, and bytes per step."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from detonation.report.figures.colours import DASHES, LIGHT, MARKERS, PART_COLOURS
@@ -162,8 +163,8 @@ def buckets(across: Sequence[float], loss: Sequence[float], log: bool) -> tuple[
 def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
     """Fits the loss axis to all values after the transient; logarithmic for a wide range."""
     settled = [loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]]
-    values = settled + [loss for run in runs for _, loss in run.validations()]
-    low, high = min(values), max(values)
+    values = [loss for loss in settled if isfinite(loss)] + [loss for run in runs for _, loss in run.validations()]
+    low, high = min(values, default=0.0), max(values, default=0.0)
     if low > 0 and high > _FAR * low:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.1, high * 1.1)

@@ -14,7 +14,7 @@ from detonation.report.html.grids import grid, in_common, side_by_side
 from detonation.report.plan_table import HEADS, plan_rows, words
 from detonation.report.read import FILES, Run
 from detonation.report.table import run_rows
-from detonation.report.words import duration, factor, less_text, size_text
+from detonation.report.words import duration, factor, less_text, loss_text, size_text
 
 _PLAN_ROWS = 10
 _MOST_REPLICAS = 16
@@ -34,7 +34,7 @@ def tiles(run: Run) -> str:
     summary = run.summary
     share = sum(run.series("waited_s")) / summary["seconds"] if run.timed else None
     shown = [
-        (f"{summary['val_loss']:.4f}", "validation loss"),
+        (loss_text(summary["val_loss"]), "validation loss"),
         *([(f"{summary['val_accuracy']:.1%}", "validation accuracy")] if "val_accuracy" in summary else []),
         *([(f"{summary['val_bleu']:.2f}", "BLEU")] if "val_bleu" in summary else []),
         (size_text(summary["bytes_sent_per_step"]), f"sent per step{_less(summary)}"),
@@ -74,7 +74,7 @@ def runs_table(runs: Sequence[Run]) -> str:
     for run, name in zip(runs, named_runs(runs), strict=True):
         summary = run.summary
         accuracy = [f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else "-"] if accurate else []
-        results = [f"{summary['val_loss']:.4f}", *accuracy, size_text(summary["bytes_sent_per_step"])]
+        results = [loss_text(summary["val_loss"]), *accuracy, size_text(summary["bytes_sent_per_step"])]
         costs = [factor(summary["reduction"]), duration(summary["seconds"] / summary["steps"])]
         speed = f"{summary['examples_per_second']:,.4g}"
         equal = "yes" if summary["replicas_equal"] else "no"

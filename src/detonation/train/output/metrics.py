@@ -103,14 +103,24 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line that a crash cut off is left out."""
-    return parse_metrics(path.read_text(encoding="utf-8"))
+    """The records of a metrics file, as far as its lines are whole."""
+    return parse_metrics(path.read_text(encoding="utf-8", errors="replace"))[0]
 
 
-def parse_metrics(text: str) -> list[Record]:
-    """The records of the content of a metrics file."""
-    lines = text.splitlines(keepends=True)
-    return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
+def parse_metrics(text: str) -> tuple[list[Record], int]:
+    """The records of the content of a metrics file, and the number of its damaged lines, as a loss of power leaves."""
+    found = [_record(line) for line in text.split("\n") if line]
+    return [record for record in found if record is not None], found.count(None)
+
+
+def _record(line: str) -> Record | None:
+    """The record of a line; None where it is damaged."""
+    try:
+        record = Record(**json.loads(line))
+    except (ValueError, TypeError):  # no JSON, or no record
+        return None
+    measured = (record.step, record.loss, record.lr, record.seconds, record.bytes_sent)
+    return record if all(isinstance(value, int | float) for value in measured) else None
 
 
 def reduction(sent: float, full: float) -> float | None:

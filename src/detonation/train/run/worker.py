@@ -101,10 +101,11 @@ def train_on_rank(task: RunTask) -> Table:
                 raise ValueError(
                     f"train.steps is {config.train.steps}, but {done} steps have been taken: give more --steps"
                 )
-            kept = _kept(session, path / directory.METRICS, done, volumes)
+            kept, damage = _kept(session, path / directory.METRICS, done, volumes)
             tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
             with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:
                 recorder.show([*resumed, *more])
+                recorder.warn(damage)
                 recording = Recording(session, path)
                 result = _train(
                     session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses
@@ -223,17 +224,18 @@ def _train(
     return {**summary, "directory": str(path)}
 
 
-def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> list[metrics.Record]:
-    """The records of the first `done` steps, on all ranks. Collective."""
+def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> tuple[list[metrics.Record], list[str]]:
+    """The records of the first `done` steps, on all ranks, and a warning where some are damaged. Collective."""
     if not done:
-        return []
+        return [], []
+    text = file.read_text(encoding="utf-8", errors="replace") if volumes.shared or session.rank == 0 else ""
     if volumes.shared:
-        found = metrics.read_metrics(file)
         session.world.texts().gather("")  # all have read before rank 0 writes
     else:
-        text = file.read_text(encoding="utf-8") if session.rank == 0 else ""
-        found = metrics.parse_metrics(session.world.texts().broadcast(text))
-    return [record for record in found if record.step <= done]
+        text = session.world.texts().broadcast(text)
+    found, damaged = metrics.parse_metrics(text)
+    said = f"damaged lines in {file}, which are dropped: {damaged}"
+    return [record for record in found if record.step <= done], [said] if damaged else []
 
 
 @contextlib.contextmanager
