@@ -94,7 +94,12 @@ def test_gradient_schemes_are_refused_before_anything_starts(tiny):
 
 def test_waiting_is_the_slowest_replicas_up_to_what_it_was_busy_for():
     waits = waits_between(busy=[[1, 3, 1], [2, 1, 9]], waited=[[2, 0, 5], [0, 1, 0]])
-    assert waits == {"seconds": [[0, 2, 0], [0, 0, 1], [0, 2, 0]], "network_s": [0, 0, 3], "slowest": 1}
+    assert waits == {
+        "seconds": [[0, 2, 0], [0, 0, 1], [0, 2, 0]],
+        "network_s": [0, 0, 3],
+        "slowest": 1,
+        "lasted_s": 25 / 3,
+    }
 
 
 def slowed(mesh, config):
@@ -128,7 +133,7 @@ class WithNewcomer:
 def test_waits_are_of_the_steps_that_all_replicas_took():
     own = Waiting([1.0, 1.0, 1.0], [9.0, 9.0, 3.0], [1, 2, 3])
     found = gathered_waits(WithNewcomer(), own, 1, torch.device("cpu"))
-    assert found == {"seconds": [[0.0, 3.0], [0.0, 0.0]], "network_s": [0.0, 0.0], "slowest": 1}
+    assert found == {"seconds": [[0.0, 3.0], [0.0, 0.0]], "network_s": [0.0, 0.0], "slowest": 1, "lasted_s": 4.0}
 
 
 def test_with_patience_losses_are_agreed_on_every_ten_steps(tiny, clock, monkeypatch):

@@ -91,10 +91,13 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
 
 
 def _waits(summary: dict[str, Any]) -> str:
-    """The replica for which the others waited longest, and the network; "" where nobody waited.
+    r"""The replica for which the others waited longest since the last start, and the network; "" where nobody waited.
 
-    >>> _waits({"waits": {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1}, "seconds": 20})
-    'for replica 1, the slowest: 5.0 s (25% of the time of the others); for the network 0.5 s'
+    >>> found = {"seconds": [[0.0, 5.0], [0.0, 0.0]], "network_s": [0.5, 0.5], "slowest": 1, "lasted_s": 20.0}
+    >>> print(*_waits({"waits": found, "seconds": 100.0}).split("; "), sep="\n")
+    for replica 1, the slowest: 5.0 s (25% of the time of the others)
+    for the network 0.5 s
+    in 20.0 s of steps since the last start
     """
     waits = summary.get("waits")
     if not waits:
@@ -102,9 +105,11 @@ def _waits(summary: dict[str, Any]) -> str:
     slowest, others = waits["slowest"], max(1, len(waits["seconds"]) - 1)
     mean = sum(row[slowest] for row in waits["seconds"]) / others
     network = sum(waits["network_s"]) / len(waits["network_s"])
-    share = mean / summary["seconds"]
+    lasted_s = waits.get("lasted_s", summary["seconds"])  # waits of earlier starts are not in the summary
+    share = mean / lasted_s
     named = f"for replica {slowest}, the slowest: {mean:.1f} s ({share:.0%} of the time of the others); "
-    return f"{named if share >= 0.01 else ''}for the network {network:.1f} s"
+    since = f"in {lasted_s:.1f} s of steps since the last start"
+    return f"{named if share >= 0.01 else ''}for the network {network:.1f} s; {since}"
 
 
 def _local_steps(counts: Sequence[int]) -> str:

@@ -56,10 +56,11 @@ def waits_between(busy: Sequence[Sequence[float]], waited: Sequence[Sequence[flo
         busy, waited: Seconds of each replica, for each time between two meetings.
 
     Returns:
-        `seconds[i][j]` that replica i waited for replica j, `network_s` of each replica, and the `slowest`.
+        `seconds[i][j]` that replica i waited for replica j, `network_s` of each replica, the `slowest`, and `lasted_s`,
+        the mean over replicas of the seconds of the steps.
 
     >>> waits_between(busy=[[1.0, 3.0], [1.0, 4.0]], waited=[[2.5, 0.5], [3.0, 0.0]])
-    {'seconds': [[0.0, 5.0], [0.0, 0.0]], 'network_s': [0.5, 0.5], 'slowest': 1}
+    {'seconds': [[0.0, 5.0], [0.0, 0.0]], 'network_s': [0.5, 0.5], 'slowest': 1, 'lasted_s': 7.5}
     """
     replicas = len(busy[0])
     seconds, network = [[0.0] * replicas for _ in range(replicas)], [0.0] * replicas
@@ -70,4 +71,6 @@ def waits_between(busy: Sequence[Sequence[float]], waited: Sequence[Sequence[flo
             seconds[replica][last] += for_it
             network[replica] += lost[replica] - for_it
     caused = [sum(row[replica] for row in seconds) for replica in range(replicas)]
-    return {"seconds": seconds, "network_s": network, "slowest": max(range(replicas), key=caused.__getitem__)}
+    lasted_s = sum(map(sum, [*busy, *waited])) / replicas
+    slowest_one = max(range(replicas), key=caused.__getitem__)
+    return {"seconds": seconds, "network_s": network, "slowest": slowest_one, "lasted_s": lasted_s}
