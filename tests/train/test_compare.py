@@ -1,9 +1,14 @@
 """Comparing schemes: a run each on the same data, one page, and nothing that is finished is done twice."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from detonation.cli.command import run_command
+from detonation.train.run.start import run_task
 from detonation.train.verbs import compare
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
@@ -43,6 +48,50 @@ def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(tmp_path
     assert "lr=1e-2" in marked and all(name in shown for name in names)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_comparison_that_was_interrupted_goes_on(tmp_path, capfd, monkeypatch, saved):
+    arguments = ["compare", QUICK, "--schemes", "full,random_sign", *SHORT, "--out", str(tmp_path), "--json"]
+
+    def interrupted(task):
+        if task.request.out.name == "full":
+            return run_task(task)
+        run_task(replace(task, request=replace(task.request, stop_after=1)))
+        if not saved:
+            shutil.rmtree(task.request.out / "checkpoints")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compare, "run_task", interrupted)
+        assert run_command(arguments) == 130
+    first = (tmp_path / "full" / "summary.json").read_bytes()
+    capfd.readouterr()
+    assert run_command(arguments) == 0
+    printed = capfd.readouterr()
+    found = json.loads(printed.out)
+    assert [(run["scheme"], run["steps"]) for run in found["runs"]] == [("full", 2), ("random_sign", 2)]
+    said = f"in {tmp_path}: 1 of 2 runs are finished and kept, 1 were stopped and go on"
+    assert printed.err.startswith(f"{said}\nrun 2 of 2: random_sign\n")
+    assert ("resumed after step 1" in printed.err) == saved
+    assert (tmp_path / "full" / "summary.json").read_bytes() == first
+
+
+def test_a_run_that_fails_is_shown_and_the_others_go_on(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    rates = ["--vary", "optimizer.lr=1e30,1e-3"]
+    short = [*SHORT, "--set", "train.steps=3"]
+    arguments = ["compare", QUICK, "--schemes", "full", *rates, *short, "--out", str(tmp_path), "--json"]
+    assert run_command(arguments) == 1
+    printed = capfd.readouterr()
+    found = json.loads(printed.out)
+    diverged, finished = found["runs"]
+    assert not found["good"] and diverged["diverged"] and "the loss is nan at step" in diverged["error"]
+    assert finished["steps"] == 3 and "error" not in finished
+    assert f"full,optimizer.lr=1e30: {diverged['error']}\n" in printed.err
+    row, lowest = [line for line in printed.err.splitlines() if line.startswith("│ full,")]
+    assert "│ diverged" in row and "(lowest)" in lowest
+    assert "1e30" not in Path(found["report"]).read_text()
+
+
 def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch, capsys):
     started = []
 
@@ -53,9 +102,17 @@ def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch,
     monkeypatch.setattr(compare, "run_task", stopped)
     assert run_command(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 1
     full = tmp_path / "full"
-    line = f"error: stopped by SIGTERM after step 3 of {full}: remove {full} and compare again"
+    line = f"error: stopped by SIGTERM after step 3 of {full}: the same command with --out {tmp_path} goes on with it"
     assert capsys.readouterr().err.startswith(line)
     assert started == [full]
+
+
+def test_a_directory_with_another_run_is_refused_before_anything_runs(tmp_path, capsys):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.toml").write_text("seed = 3")
+    assert run_command(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: run directory {tmp_path / 'demo'} is not empty")
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
 def test_bad_comparisons_get_one_line_before_anything_runs(tmp_path, monkeypatch, capsys):

@@ -82,8 +82,8 @@ class Simulate(Shortcuts):
 class Compare(Common):
     """Train a recipe under several schemes or settings, one after another, and write one page.
 
-    Finished runs in --out are kept. Examples: detonation compare quick-lm --schemes full,demo --link 100mbit,5ms,
-    or detonation compare quick-lm --vary optimizer.lr=1e-3,2e-3 seed=0,1
+    Runs that are finished in --out are kept, stopped ones go on. Examples: detonation compare quick-lm --schemes
+    full,demo --link 100mbit,5ms, or detonation compare quick-lm --vary optimizer.lr=1e-3,2e-3 seed=0,1
     """
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)

@@ -90,10 +90,10 @@ def _compare(verb: Compare) -> dict[str, Any]:
 
     schemes = [name.strip() for name in verb.schemes.split(",") if name.strip()]
     summaries = compare_runs(requested(Request, verb), schemes, flat_sets(verb.vary))
-    directories = [Path(summary["directory"]) for summary in summaries]
-    page = directories[0].parent / "report.html"
-    show_all(summaries, [try_write(directories, page)], sys.stderr if verb.json else sys.stdout)
-    return {"runs": summaries, "report": str(page)}
+    page = Path(summaries[0]["directory"]).parent / "report.html"
+    finished = [Path(summary["directory"]) for summary in summaries if "error" not in summary]
+    show_all(summaries, [try_write(finished, page)] if finished else [], sys.stderr if verb.json else sys.stdout)
+    return {"good": len(finished) == len(summaries), "runs": summaries, "report": str(page) if finished else None}
 
 
 def _simulate(verb: Simulate) -> dict[str, Any]:

@@ -69,16 +69,24 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, one row per run, and `notes`. The run with the lowest loss is marked."""
+    """Prints several runs in one table, one row per run, and `notes`. The run with the lowest loss is marked.
+
+    A run that failed has a row and a line with its error.
+    """
     console = PlainConsole(stream)
     titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
     table = Table(Column("run", overflow="fold"), *titles)
-    losses = [summary["val_loss"] for summary in summaries]
+    losses = [summary.get("val_loss") for summary in summaries]
     lowest = min((loss for loss in losses if loss is not None and isfinite(loss)), default=None)
+    failed = []
     for summary, loss in zip(summaries, losses, strict=True):
+        head = [printable(Path(summary["directory"]).name), printable(summary["optimizer"])]
+        if "error" in summary:
+            table.add_row(*head, "diverged" if summary["diverged"] else "failed", *["-"] * 4)
+            failed.append(f"{head[0]}: {summary['error']}")
+            continue
         table.add_row(
-            printable(Path(summary["directory"]).name),
-            printable(summary["optimizer"]),
+            *head,
             f"{loss_text(loss)}{' (lowest)' if loss is not None and loss == lowest else ''}",
             size_text(summary["bytes_sent_per_step"]),
             factor(summary["reduction"]),
@@ -86,7 +94,7 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
             "yes" if summary["replicas_equal"] else "no",
         )
     console.print(table)
-    for note in notes:
+    for note in (*failed, *notes):
         console.print(printable(note))
 
 

@@ -112,23 +112,25 @@ def run_task(task: RunTask) -> Table:
         mesh = task.config.mesh
         if task.request.replica is not None or task.request.join:  # this machine has one replica of them
             mesh = replace(mesh, replicas=1, elastic=False, min_replicas=1, meet="")
-        return dict(on_ranks(train_on_rank, task, train_afresh, task.request, mesh, nodes)[0])
+        afresh = [to_plain(task.request), task.may_start]
+        return dict(on_ranks(train_on_rank, task, train_afresh, afresh, mesh, nodes)[0])
     finally:
         clear(task.request.to_stderr)
 
 
-def train_afresh(request: Table) -> Table:
+def train_afresh(request: Table, may_start: bool) -> Table:
     """Trains on a rank that shares no memory with the process that started it: it reads the recipe by itself."""
-    return train_on_rank(make_task(from_plain(Request, request), None))  # the world is that of the recipe
+    task = make_task(from_plain(Request, request), None)  # the world is that of the recipe
+    return train_on_rank(replace(task, may_start=may_start))
 
 
 def on_ranks(
-    work: Callable[[_W], Any], task: _W, afresh: Callable[[Table], Any], request: object, mesh: MeshConfig, nodes: int
+    work: Callable[[_W], Any], task: _W, afresh: Callable[..., Any], plain: list[Any], mesh: MeshConfig, nodes: int
 ) -> list[Any]:
     """The results of each rank of a world on this machine.
 
     Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start afresh: they do
-    `afresh(request)`, with the request in plain values. Where `mesh` asks for namespaces, `nodes` of them are made.
+    `afresh(*plain)`, with the request in plain values. Where `mesh` asks for namespaces, `nodes` of them are made.
     """
     size = mesh.replicas * mesh.shards
     survival = Survival(mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
@@ -136,7 +138,7 @@ def on_ranks(
         with namespaces.namespace_cluster(nodes, LinkSpeed.parse(mesh.link)) as made:
             return run_local(work, size, [task], enter=lambda rank: made.enter(rank * nodes // size))
     if gpus_for(size):
-        return run_local(afresh, size, [to_plain(request)], survival=survival)
+        return run_local(afresh, size, plain, survival=survival)
     return run_local(work, size, [task], survival=survival)
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import tomli_w
 
 from detonation.cluster.init import launch_position
-from detonation.cluster.processes.failure import RunError
+from detonation.cluster.processes.failure import RunError, WorldError, describe
 from detonation.report.words import duration
 from detonation.train.auto.asked import AUTO
+from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import require_scheme
@@ -31,8 +32,9 @@ _COMMA = re.compile(r",(?![^\[{]*[\]}])")
 def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str] = ()) -> list[Table]:
     """Trains under each of `schemes`, at the settings that the recipe has for it, with each choice of `varied`.
 
-    Each run has a directory of its own in `request.out`, named after its scheme and settings; runs that are finished
-    there are not run again. Returns the summaries.
+    Each run has a directory of its own in `request.out`, named after its scheme and settings. Runs that are finished
+    there are not run again, and runs that were stopped go on. Returns the summaries; of a run that failed its
+    `directory`, `scheme` and `optimizer`, the `error`, and whether it has `diverged`.
 
     Args:
         schemes: The recipe's own when empty.
@@ -41,7 +43,6 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
     Raises:
         ValueError: Bad input for any of the runs, before the first one starts.
         RunError: A signal ended a run.
-        WorldError: A rank failed.
     """
     if launch_position(os.environ) is not None:
         raise ValueError("compare starts its own processes: under a launcher use train, once for each scheme")
@@ -63,7 +64,13 @@ def compare_runs(request: Request, schemes: Sequence[str], varied: Sequence[str]
         make_task(replace(request, overrides=(*request.overrides, *sets), out=out / name), None)
         for name, sets in runs.items()
     ]
-    return _one_after_another(tasks, Screen(False, request.to_stderr))
+    finished = [_finished(task) for task in tasks]
+    left = [task if summary else _continued(task) for task, summary in zip(tasks, finished, strict=True)]
+    screen = Screen(False, request.to_stderr)
+    if any(finished) or any(task.resume for task in left):
+        kept, stopped = sum(map(bool, finished)), sum(task.resume for task in left)
+        screen.line(f"in {out}: {kept} of {len(tasks)} runs are finished and kept, {stopped} were stopped and go on")
+    return _one_after_another(left, finished, screen)
 
 
 def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
@@ -83,38 +90,63 @@ def runs_of(schemes: Sequence[str], varied: Sequence[str]) -> Mapping[str, tuple
     return {",".join(names): sets for names, sets in runs}
 
 
-def _one_after_another(tasks: Sequence[RunTask], screen: Screen) -> list[Table]:
+def _one_after_another(tasks: Sequence[RunTask], finished: Sequence[Table | None], screen: Screen) -> list[Table]:
     """The summaries of all runs; a line before each says which one it is, and how long all will take."""
     summaries: list[Table] = []
     began, runs = time.monotonic(), 0
-    for number, task in enumerate(tasks, start=1):
-        summary = _finished(task)
+    for number, (task, summary) in enumerate(zip(tasks, finished, strict=True), start=1):
         if summary is None:
-            left = (time.monotonic() - began) / runs * (len(tasks) - number + 1) if runs else 0.0
+            left = (time.monotonic() - began) / runs * finished[number - 1 :].count(None) if runs else 0.0
             rest = f"; about {duration(left)} to go, as the runs before took" if runs else ""
-            assert task.request.out is not None
-            screen.line(f"run {number} of {len(tasks)}: {task.request.out.name}{rest}")
+            screen.line(f"run {number} of {len(tasks)}: {_directory(task).name}{rest}")
             summary, runs = _run(task), runs + 1
         summaries.append(summary)
     return summaries
 
 
 def _run(task: RunTask) -> Table:
-    """The summary of a run. Raises `RunError` where a signal has ended it: no other is to start then."""
-    summary = run_task(task)
+    """The summary of a run, or its error. Raises `RunError` where a signal has ended it: no other is to start then."""
+    try:
+        summary = run_task(task)
+    except WorldError as error:
+        config, diverged = task.config, error.failure.kind == NonFiniteLoss.__name__
+        about = {"scheme": config.schemes, "optimizer": config.optimizer.name, "directory": str(_directory(task))}
+        return {**about, "diverged": diverged, "error": describe(error)}
     if "stopped_after" in summary:
         by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
-        remedy = f"remove {where} and compare again with the same --out, which keeps what is finished"
+        remedy = f"the same command with --out {_directory(task).parent} goes on with it, and keeps what is finished"
         raise RunError(f"stopped by {by} after step {step} of {where}: {remedy}")
     return summary
 
 
+def _directory(task: RunTask) -> Path:
+    assert task.request.out is not None
+    return task.request.out
+
+
+def _is_of(task: RunTask) -> bool:
+    """True where the run's directory holds a run with the same configuration."""
+    try:
+        return (_directory(task) / directory.CONFIG).read_text(encoding="utf-8") == tomli_w.dumps(to_table(task.config))
+    except (OSError, ValueError):
+        return False
+
+
 def _finished(task: RunTask) -> Table | None:
     """The summary of the run, where it is finished in its directory with the same configuration."""
-    path = task.request.out
-    assert path is not None
+    path = _directory(task)
     try:
-        same = (path / directory.CONFIG).read_text(encoding="utf-8") == tomli_w.dumps(to_table(task.config))
-        return {**directory.read_json(path / directory.SUMMARY), "directory": str(path)} if same else None
+        return {**directory.read_json(path / directory.SUMMARY), "directory": str(path)} if _is_of(task) else None
     except (OSError, ValueError):
         return None
+
+
+def _continued(task: RunTask) -> RunTask:
+    """`task`, going on where a run with the same configuration was stopped; without checkpoints from the beginning.
+
+    Raises `ValueError` where its directory holds anything else.
+    """
+    if _is_of(task):
+        task = replace(task, request=replace(task.request, resume=True), resume=True, may_start=True)
+    directory.check_free(_directory(task), task.resume, task.may_start)
+    return task

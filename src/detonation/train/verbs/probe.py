@@ -20,7 +20,7 @@ from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output.environment import environment
 from detonation.train.recipe.layers import Layers, fill_mesh, read_layers
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
-from detonation.train.run.request import from_plain
+from detonation.train.run.request import from_plain, to_plain
 from detonation.train.run.start import check_namespaces, compute_with_one_thread, on_ranks
 
 _AXIS_S = 4.0
@@ -63,9 +63,8 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
     if place is None:
         compute_with_one_thread()
         task = _prepare(request, None)
-        ranks = on_ranks(
-            probe_on_rank, task, probe_afresh, request, task.mesh, nodes=task.mesh.replicas * task.mesh.shard_nodes
-        )
+        nodes = task.mesh.replicas * task.mesh.shard_nodes
+        ranks = on_ranks(probe_on_rank, task, probe_afresh, [to_plain(request)], task.mesh, nodes)
         return Profile.of(ranks[0])
     profile = run_under_launcher(place, lambda: Profile.of(probe_on_rank(_prepare(request, place))), fail)
     return profile if place.rank == 0 else None
