@@ -96,6 +96,6 @@ def test_a_device_that_is_unknown_or_would_be_ignored_is_refused(capsys, tmp_pat
     compute = Compute("quick-lm", 10, 0.5, 0.0, {})
     profile = Profile(2, 2, "gloo", {"replicate": AxisProfile(2, 2, operations)}, compute, {})
     profile.write(tmp_path / "profile.json")
-    asked = ["plan", "--parameters", "1b", "--profile", str(tmp_path / "profile.json"), "--device", "h100"]
+    asked = ["plan", "--parameters", "10", "--profile", str(tmp_path / "profile.json"), "--device", "h100"]
     assert main(asked) == 2
     assert "has measured the optimizer's step: leave out --device h100" in capsys.readouterr().err

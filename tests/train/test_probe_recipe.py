@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tomli_w
 
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
@@ -36,6 +37,24 @@ def test_the_verb_measures_a_world_without_a_recipe(tmp_path, capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(out.read_text())
     assert Profile.read(out).compute is None and "all-gather" in printed.err
+
+
+def test_a_profile_counts_for_the_model_that_was_measured_alone(tmp_path, capsys, tiny_recipe):
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "profile.json"
+    recipe.write_text(tomli_w.dumps({**tiny_recipe, "optimizer": {"name": "SignSGD", "lr": 1e-3}}))
+    assert run_command(["probe", str(recipe), "--out", str(out)]) == 0
+    capsys.readouterr()
+    measured = Profile.read(out).compute
+    seconds, larger = measured.forward_backward_s, ["--set", "model.layers=2"]
+    for about, code in (([str(recipe)], 0), (["--parameters", "27k"], 0), ([str(recipe), *larger], 2)):
+        assert run_command(["plan", *about, "--profile", str(out), "--json"]) == code
+        found = json.loads(capsys.readouterr().out)
+        assert code or {option["compute_s"] for option in found["options"]} == {seconds}
+    was = f"{out} is of the recipe tiny with {measured.parameters:,} parameters, and this model has "
+    assert found["error"].startswith(was) and found["error"].endswith(": probe again, or say --step-time")
+    assert run_command(["plan", "--parameters", "1b", "--profile", str(out), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"].startswith(f"{was}1,000,000,000: probe again")
+    assert run_command(["plan", "--parameters", "1b", "--profile", str(out), "--step-time", "0.5"]) == 0
 
 
 def test_bad_input_is_one_line(capsys):

@@ -138,7 +138,7 @@ def profile(recipe, tmp_path):
         "all-gather": Operation(0.01, 1e6, 0.0),
         "all-to-all": Operation(0.01, 1e6, 0.0),
     }
-    compute = Compute(recipe.stem, 1, forward_backward_s=0.5, spread=0.0, steps={"local_sgd": Step(0.1, 0.05)})
+    compute = Compute(recipe.stem, 26_784, forward_backward_s=0.5, spread=0.0, steps={"local_sgd": Step(0.1, 0.05)})
     path = tmp_path / "profile.json"
     Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, operations)}, compute).write(path)
     return path
@@ -173,6 +173,12 @@ def test_a_profile_that_cannot_say_is_refused(recipe, profile, tmp_path, change,
     with pytest.raises(ValueError, match=message):
         simulate(Simulation(recipe, profile=profile, out=tmp_path / "run", to_stderr=True))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_of_another_model_is_refused(recipe, profile, tmp_path):
+    message = r"is of 26,784 parameters, and this model has [\d,]+: measure with detonation probe .* the same --set"
+    with pytest.raises(ValueError, match=message):
+        simulate(Simulation(recipe, ("model.layers=2",), profile=profile, out=tmp_path / "run", to_stderr=True))
 
 
 @pytest.mark.parametrize(

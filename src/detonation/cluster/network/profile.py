@@ -73,8 +73,8 @@ class Step:
 class Compute:
     """One training step of a recipe on this machine, without the network.
 
-    forward_backward_s: median. spread: its IQR / median. steps: the times of the optimizer's step by scheme, each with
-    the base optimizer that the recipe has for it.
+    parameters: that are trained. forward_backward_s: median. spread: its IQR / median. steps: the times of the
+    optimizer's step by scheme, each with the base optimizer that the recipe has for it.
     """
 
     recipe: str

@@ -1,6 +1,7 @@
 """The seconds of a simulated step on a cluster that was measured with fewer replicas."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from detonation.cluster.network.profile import Profile
@@ -21,7 +22,7 @@ def predict(config: Config, recipe: Path, path: Path) -> Cost:
     Forward and backward are assumed to be in proportion to the batch.
 
     Raises:
-        ValueError: The profile is of another recipe, of none, of more than one shard, or of a single replica.
+        ValueError: The profile is of another recipe or model, of none, of more than one shard, or of a single replica.
     """
     profile = Profile.read(path)
     compute = profile.compute
@@ -31,10 +32,15 @@ def predict(config: Config, recipe: Path, path: Path) -> Cost:
     if profile.shards != 1 or profile.replicas < 2:
         world = f"{profile.replicas} replicas x {profile.shards} shards"
         raise ValueError(f"{path} was measured with {world}, but a simulated replica has one shard: probe with 2 x 1")
+    shapes = shard_shapes(config)
+    parameters = sum(map(prod, shapes[0].values()))
+    if parameters != compute.parameters:
+        was = f"{path} is of {compute.parameters:,} parameters, and this model has {parameters:,}"
+        raise ValueError(f"{was}: measure with detonation probe {recipe} --shards 1, and the same --set")
     measured = read_layers(recipe, (), mesh={}).config().train
     examples = config.train.batch_size * config.train.accumulate / (measured.batch_size * measured.accumulate)
     seconds = compute.forward_backward_s * examples
-    work = Work(shard_shapes(config), seconds, compute.steps)
+    work = Work(shapes, seconds, compute.steps)
     return cost(scheme_of(config.levels[-1]), work, among(Network.of_profile(profile), config.mesh.replicas))
 
 

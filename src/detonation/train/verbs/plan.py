@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from detonation.cluster.network.profile import Profile
+from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.plan.advice import advise
@@ -16,6 +16,8 @@ from detonation.plan.search import candidate_settings, options
 from detonation.plan.shard_cost import SHARD_NODE, shard_costs
 from detonation.train.recipe.schema import Config, require
 
+_ROUNDED = 0.05
+"""Numbers of parameters that differ by no more may be of one model: people write 1.2b."""
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -129,20 +131,31 @@ def _between_nodes(question: Question, profile: Profile | None, shards: int, nod
 
 
 def _work(question: Question, profile: Profile | None, config: Config | None, network: Network) -> Work:
+    shapes = _shapes(question, config, network.shards)
     measured = profile.compute if profile and question.step_time is None else None
-    if measured is not None and question.recipe is not None and measured.recipe != question.recipe.stem:
-        raise ValueError(f"{question.profile} is of the recipe {measured.recipe}: probe again, or say --step-time")
+    if measured is not None:
+        _same_model(question, measured, sum(math.prod(shape) for shard in shapes for shape in shard.values()))
     seconds = measured.forward_backward_s if measured else question.step_time
     if seconds is None:
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
-    shapes = _shapes(question, config, network.shards)
     if question.device is None:
         return Work(shapes, seconds, measured.steps if measured else {})
     spec = device_spec(question.device)
     if measured is not None:
         raise ValueError(f"{question.profile} has measured the optimizer's step: leave out --device {question.device}")
     return Work(shapes, seconds, predicted_steps(spec, shapes, network.replicas))
+
+
+def _same_model(question: Question, measured: Compute, parameters: int) -> None:
+    """Raises `ValueError` where the question is about another model than the one whose step was measured."""
+    if question.recipe is None:
+        same = math.isclose(parameters, measured.parameters, rel_tol=_ROUNDED)
+    else:
+        same = (question.recipe.stem, parameters) == (measured.recipe, measured.parameters)
+    if not same:
+        was = f"{question.profile} is of the recipe {measured.recipe} with {measured.parameters:,} parameters"
+        raise ValueError(f"{was}, and this model has {parameters:,}: probe again, or say --step-time")
 
 
 def _shapes(question: Question, config: Config | None, shards: int) -> list[dict[str, tuple[int, ...]]]:

@@ -117,5 +117,5 @@ def _compute(session: Session, name: str, layers: Layers) -> Compute:
     names = dict.fromkeys([*schemes(), session.config.scheme.name])
     every = {scheme: optimizer_step(session, plain.under(scheme, {})) for scheme in names}
     steps = {scheme: step for scheme, step in every.items() if step is not None}
-    numel = sum(parameter.numel() for parameter in session.model.parameters())
+    numel = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
     return Compute(name, numel, median, spread, steps)
