@@ -181,6 +181,17 @@ def test_the_verb_ranks_schemes_for_a_given_link(capsys):
     assert found["reason"] in printed.err
 
 
+def test_one_node_has_no_rate_in_the_plan(capsys, tmp_path):
+    """And JSON no Infinity."""
+    Profile(1, 2, "gloo", {"replicate": AxisProfile(1, 2, {})}).write(tmp_path / "profile.json")
+    arguments = ["--parameters", "1m", "--profile", str(tmp_path / "profile.json"), "--step-time", "1"]
+    assert main(["plan", *arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out, parse_constant=pytest.fail)
+    assert found["rate_bits_per_s"] is None and "per node: " not in printed.err
+    assert found["reason"] in printed.err
+
+
 OF_TWO = {"format": 1, **asdict(Profile(2, 2, "gloo", {"replicate": AxisProfile(2, 2, {})}))}
 
 

@@ -50,3 +50,6 @@ def test_copies_on_one_node_have_no_such_rows_and_mistakes_are_named():
     assert "shard_wires" not in plan(asked())
     with pytest.raises(ValueError, match=r"--shard-nodes is 3, but must be a divisor of the 8 shards"):
         plan(asked(shard_nodes=3))
+    for nodes in (-1, 0, 16):
+        with pytest.raises(ValueError, match=rf"--shard-nodes is {nodes}, but must be .*, from 1 to 8"):
+            plan(asked(shard_nodes=nodes))

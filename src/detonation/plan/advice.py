@@ -21,7 +21,7 @@ def advise(
 ) -> dict[str, Any]:
     """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
 
-    optimizers: As of `options`.
+    optimizers: As of `options`. `rate_bits_per_s` is None where nothing limits it, as with one node.
     """
     best = ranked[0]
     candidates = [option.cost.scheme for option in ranked]
@@ -35,7 +35,7 @@ def advise(
         "break_even_times": break_even(best.cost.scheme, scheme("full", {}), work, network),
         "replicas": network.replicas,
         "shards": network.shards,
-        "rate_bits_per_s": network.rate_bits_per_s,
+        "rate_bits_per_s": network.rate_bits_per_s if math.isfinite(network.rate_bits_per_s) else None,
         "budget": budget,
         "parameters": sum(math.prod(shape) for shapes in work.shards for shape in shapes.values()),
         "measured_parameters": max(loss.parameters for loss in loss_table()),

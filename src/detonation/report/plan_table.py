@@ -91,7 +91,7 @@ def words(plan: Mapping[str, Any]) -> list[str]:
     """The text beside the table, in lines: the reason, how to take the first, other links, the break-even rate."""
     speed, first = plan["rate_bits_per_s"], plan["first"]["spelled"]
     lines = [plan["reason"], f"to take it: {_flags(plan['first'])}; scheme.name=auto measures and chooses like this"]
-    for key, times in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)):
+    for key, times in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
         other = plan[key]
         choice = "the same first choice" if other["spelled"] == first else f"first {other['spelled']}"
         lines.append(f"at {rate(times * speed)} per node: {choice}, {duration(other['seconds'])} per step")

@@ -55,8 +55,10 @@ def plan(question: Question) -> dict[str, Any]:
         chosen = config.levels[-1].scheme
         candidates = [*candidates, scheme(chosen.name, chosen.arguments)]
     found = advise(options(candidates, work, network), work, network)
-    nodes = question.shard_nodes or (config.mesh.shard_nodes if config else 1)
-    if nodes > 1:
+    nodes = question.shard_nodes
+    if nodes is None:
+        nodes = config.mesh.shard_nodes if config else 1
+    if nodes != 1:
         costs = shard_costs(
             work.shards, nodes, work.compute_s, _between_nodes(question, profile, network.shards, nodes)
         )
@@ -119,7 +121,8 @@ def _network(question: Question, profile: Profile | None, config: Config | None)
 
 def _between_nodes(question: Question, profile: Profile | None, shards: int, nodes: int) -> Network:
     """The network between the nodes that the shards of one replica lie on."""
-    require(shards % nodes == 0 and nodes <= shards, "--shard-nodes", nodes, f"a divisor of the {shards} shards")
+    allowed = f"a divisor of the {shards} shards, from 1 to {shards}"
+    require(1 <= nodes <= shards and shards % nodes == 0, "--shard-nodes", nodes, allowed)
     if profile is None:
         return Network.of_link_speed(LinkSpeed.parse(question.link or ""), nodes, shards // nodes)
     if SHARD_NODE not in profile.axes:
