@@ -287,3 +287,11 @@ def test_virtual_replicas_that_differ_are_told_so():
 
     with pytest.raises(Mismatch, match="replica 1 has topk=1, replica 0 has topk=0"):
         simulate_replicas(act, 2)
+
+
+def test_what_is_not_simulated_is_named(recipe, tmp_path, capsys):
+    asked = ("mesh.elastic=true", "train.log_updates=true", "train.publish=127.0.0.1:0", "train.checkpoint_every=2")
+    for sets in ((), asked):
+        simulate(Simulation(recipe, (*sets, "train.steps=1"), out=tmp_path / str(len(sets))))
+        first = capsys.readouterr().out.splitlines()[0]
+    assert first == "not simulated: mesh.elastic, train.publish, train.log_updates, train.checkpoint_every"

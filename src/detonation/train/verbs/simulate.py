@@ -30,6 +30,12 @@ from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.recorder import Recorder
 
+_LEFT_OUT = {
+    "mesh": ("elastic", "slow_backend"),
+    "train": ("publish", "log_updates", "checkpoint_every", "compile", "checkpoint_activations"),
+}
+"""Settings that a simulation has nothing for: it has no network, no checkpoints and no compiled layers."""
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -62,6 +68,10 @@ def simulate(request: Simulation) -> Table:
         directory.check_free(request.out, resume=False)
     out = request.out or directory.fresh_directory(f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}")
     screen = Screen(silent=False, to_stderr=request.to_stderr)
+    tables = to_table(config)
+    left_out = [f"{table}.{key}" for table, keys in _LEFT_OUT.items() for key in keys if tables[table].get(key)]
+    if left_out:
+        screen.line(f"not simulated: {', '.join(left_out)}")
 
     def act(communicator: SimulatedCommunicator) -> Table:
         session = virtual(config, communicator)
