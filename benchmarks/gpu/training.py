@@ -7,8 +7,8 @@ from benchmarks.gpu.common import Job, median_s
 from benchmarks.gpu.olmo2 import SHAPES, OLMo2
 
 import detonation as dt
+from detonation.cluster.machine.usage import peak_flops
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.plan.data_sheets import device_named
 
 TITLE = "A whole training step"
 SCHEME = dt.demo(precision="sign", error_feedback=False)
@@ -56,7 +56,7 @@ def trained(job: Job, size: str, compiled: bool) -> float:
     numel = sum(parameter.numel() for parameter in model.parameters())
     attention = 12 * shape.layers * shape.width * length / 2  # causal: half of the products
     flops = (6 * (numel - shape.tokens * shape.width) + attention) * batch * length
-    spec = device_named(torch.cuda.get_device_name(device)) if job.on_gpu else None
+    peak = peak_flops(device)
     job.row(
         model=size,
         compiled=compiled,
@@ -66,7 +66,7 @@ def trained(job: Job, size: str, compiled: bool) -> float:
         optimizer_ms=1e3 * ours_s,
         share=f"{100 * ours_s / whole_s:.1f} %",
         tokens_per_s=round(batch * length / whole_s),
-        MFU="" if spec is None else f"{100 * flops / whole_s / spec.bf16_flops:.0f} %",
+        MFU="" if peak is None else f"{100 * flops / whole_s / peak:.0f} %",
     )
     return ours_s / whole_s
 

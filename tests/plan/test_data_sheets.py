@@ -11,7 +11,7 @@ from detonation.cli.command import run_command as main
 from detonation.cluster.network.profile import AxisProfile, Compute, Operation, Profile, Step
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost
-from detonation.plan.data_sheets import DEVICES, device_named, predicted_steps, step_counts
+from detonation.plan.data_sheets import DEVICES, predicted_steps, step_counts
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -64,13 +64,6 @@ def test_the_table_is_about_what_the_code_does():
     """Else: python benchmarks/device_steps.py > src/detonation/plan/device_steps.json"""
     counted = list(device_steps.counted(dt.demo(), 2))
     assert counted == pytest.approx(list(vars(step_counts(2)["demo"]).values()), rel=0.25)
-
-
-def test_a_device_is_known_by_the_drivers_name():
-    assert (
-        device_named("NVIDIA H200") is DEVICES["h200"] and device_named("NVIDIA GeForce RTX 4090") is DEVICES["rtx4090"]
-    )
-    assert device_named("Tesla T4") is None
 
 
 ASKED = ["plan", "--parameters", "1.48b", "--link", "25gbit", "--step-time", "0.5"]

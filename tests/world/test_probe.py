@@ -30,7 +30,6 @@ def test_a_probe_measures_a_throttled_link():
 def test_every_pair_of_three_or_more_is_measured_once():
     found = worlds.run(probed, 4, 1, None)[0]
     assert [(p.first, p.second) for p in found.pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert found.slowest in found.pairs
 
 
 def test_the_fit_is_the_line_through_the_samples():

@@ -19,15 +19,10 @@ REACHED = 0.85
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator.
-
-    memory_bytes_per_s: bandwidth of its memory by the data sheet. bf16_flops: dense products in bf16 with sums in fp32,
-    per second, by the data sheet.
-    """
+    """One accelerator. memory_bytes_per_s: bandwidth of its memory by the data sheet."""
 
     product: str
     memory_bytes_per_s: float
-    bf16_flops: float
 
     def seconds(self, launches: float, nbytes: float) -> float:
         """The time of `launches` operations that move `nbytes`: the host or the memory bounds it, whichever is slower.
@@ -39,14 +34,14 @@ class DeviceSpec:
 
 
 DEVICES = {
-    "a100": DeviceSpec("A100 SXM 80GB", 2.039e12, 312e12),
-    "h100": DeviceSpec("H100 SXM", 3.35e12, 989e12),
-    "h200": DeviceSpec("H200 SXM", 4.8e12, 989e12),
-    "b200": DeviceSpec("B200", 8.0e12, 2250e12),
-    "l40s": DeviceSpec("L40S", 0.864e12, 362e12),
-    "rtx4090": DeviceSpec("GeForce RTX 4090", 1.008e12, 165e12),
-    "rtx5090": DeviceSpec("GeForce RTX 5090", 1.792e12, 209e12),
-    "mi300x": DeviceSpec("Instinct MI300X", 5.3e12, 1307e12),
+    "a100": DeviceSpec("A100 SXM 80GB", 2.039e12),
+    "h100": DeviceSpec("H100 SXM", 3.35e12),
+    "h200": DeviceSpec("H200 SXM", 4.8e12),
+    "b200": DeviceSpec("B200", 8.0e12),
+    "l40s": DeviceSpec("L40S", 0.864e12),
+    "rtx4090": DeviceSpec("GeForce RTX 4090", 1.008e12),
+    "rtx5090": DeviceSpec("GeForce RTX 5090", 1.792e12),
+    "mi300x": DeviceSpec("Instinct MI300X", 5.3e12),
 }
 """Data sheets of NVIDIA and AMD, by the name that `--device` takes."""
 
@@ -93,16 +88,6 @@ def prediction_note(name: str) -> str:
     spec = device_spec(name)
     rate = f"{spec.memory_bytes_per_s / 1e9:,.0f} GB/s by its data sheet"
     return f"optimizer steps are predicted for the {spec.product}, {rate}, in plain torch; probe measures them"
-
-
-def device_named(product: str) -> DeviceSpec | None:
-    """The accelerator that the driver calls `product`, or None where the table has none.
-
-    >>> device_named("NVIDIA H100 80GB HBM3").product
-    'H100 SXM'
-    """
-    plain = product.lower().replace(" ", "")
-    return next((spec for name, spec in DEVICES.items() if name in plain), None)
 
 
 def predicted_steps(

@@ -28,6 +28,7 @@ PEAKS: dict[str, float] = {
     "L4": 121 * _TERA,
     "A10G": 70 * _TERA,
     "RTX A6000": 155 * _TERA,
+    "RTX 5090": 209 * _TERA,
     "RTX 4090": 165 * _TERA,
     "RTX 3090": 71 * _TERA,
     "MI325X": 1307 * _TERA,

@@ -55,11 +55,6 @@ class AxisProfile:
     operations: Mapping[str, Operation]
     pairs: Sequence[LinkSample] = ()
 
-    @property
-    def slowest(self) -> LinkSample | None:
-        """The pair with the lowest rate."""
-        return min(self.pairs, key=lambda pair: pair.rate_bits_per_s, default=None)
-
 
 @dataclass(frozen=True)
 class Step:
