@@ -37,10 +37,21 @@ def test_a_run_trains_on_without_its_screen(tmp_path, verb):
     assert (out / "report.html").exists()
 
 
-def test_an_error_as_json_comes_without_a_reader_of_stderr():
+@pytest.mark.parametrize(
+    ("arguments", "code", "key"), [(["plan"], 2, "error"), (PLAN, 0, "first"), (["env"], 0, "packages")]
+)
+def test_the_object_for_a_program_comes_without_a_reader_of_stderr(arguments, code, key):
+    """As in `detonation plan ... --json 2>&1 >plan.json | head`."""
     reader, writer = os.pipe()
     os.close(reader)
-    with started("plan", "--json", stderr=writer) as running:
+    with started(*arguments, "--json", stderr=writer) as running:
         os.close(writer)
-        found = json.loads(running.stdout.read())
-    assert found["error"].startswith("plan needs a recipe or --parameters") and running.returncode == found["code"] == 2
+        assert key in json.loads(running.stdout.read())
+    assert running.returncode == code
+
+
+def test_an_error_is_on_stderr_without_a_reader_of_stdout():
+    with started("plan", "--json") as running:
+        running.stdout.close()
+        assert running.stderr.read().startswith("error: plan needs a recipe or --parameters")
+    assert running.returncode == 141

@@ -10,7 +10,10 @@ from detonation.report.words import printable
 
 def say(verb: Common, line: str) -> None:
     """Prints a line for people: to stderr where stdout is for a program."""
-    print(printable(line), file=sys.stderr if verb.json else sys.stdout)
+    if verb.json:
+        _to_stderr(printable(line))
+    else:
+        print(printable(line))
 
 
 def explain(verb: Common, error: Exception) -> int:
@@ -29,12 +32,19 @@ def explain(verb: Common, error: Exception) -> int:
 
 def fail(line: str, code: int, as_json: bool) -> int:
     """Prints the line of an error, for a program too; returns `code`."""
-    if as_json:  # first: a program may read stdout alone
-        print(json.dumps({"error": line, "code": code}), flush=True)
     try:
-        print(f"error: {printable(line)}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": line, "code": code}), flush=True)
+    finally:  # also where nobody reads stdout
+        _to_stderr(f"error: {printable(line)}")
+    return code
+
+
+def _to_stderr(line: str) -> None:
+    """Prints a line to stderr, whose reader may be gone: the program that reads stdout still gets its object."""
+    try:
+        print(line, file=sys.stderr)
     except BrokenPipeError:
         from detonation.report.console import discard
 
         discard(sys.stderr)
-    return code

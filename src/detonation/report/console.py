@@ -1,6 +1,7 @@
 """The consoles of rich that the package prints with, and the end of a stream that nobody reads any more."""
 
 import os
+import sys
 from typing import IO
 
 from rich.console import Console
@@ -9,8 +10,8 @@ from rich.console import Console
 class PlainConsole(Console):
     """Prints text as it is, in lines that reach a pipe whole, whatever its width.
 
-    Raises `BrokenPipeError` where nobody reads the pipe any more. rich would end the process, in the middle of a run,
-    and with a code that says nothing.
+    Raises `BrokenPipeError` where nobody reads stdout any more, and drops its lines where nobody reads another stream.
+    rich would end the process, in the middle of a run, and with a code that says nothing.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -18,7 +19,9 @@ class PlainConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Called by rich while it handles the error."""
-        raise
+        if self.file is sys.stdout:
+            raise
+        discard(self.file)
 
 
 def discard(stream: IO[str]) -> None:
