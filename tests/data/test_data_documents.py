@@ -78,6 +78,51 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, name, content, arg
             load_dataset("text", {"source": str(source), **arguments})
 
 
+@pytest.mark.parametrize("task", ["text", "translation"])
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
+def test_rows_that_are_not_utf_8_name_their_file_and_the_remedy(tmp_path, task, suffix):
+    if (task, suffix) == ("text", ".tsv"):
+        return  # no suffix of texts
+    file = tmp_path / f"latin{suffix}"
+    file.write_bytes('{"text": "café", "translation": "café"}\tcoffee\n'.encode("latin-1") * 40)
+    with pytest.raises(ValueError, match=r"latin\.\w+ is not UTF-8 \(byte 0xe9\): convert it, .*iconv") as caught:
+        load_dataset(task, {"source": str(file)})
+    assert type(caught.value) is ValueError and "\n" not in str(caught.value)
+
+
+def test_half_a_character_of_json_names_its_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl has text that is not Unicode \(U\+D800\)"):
+        load_dataset("text", {"source": str(tmp_path / "a.jsonl")})
+
+
+@pytest.mark.parametrize("task", ["text", "translation"])
+@pytest.mark.parametrize("damage", ["another file", "cut off", "bytes inside", "empty"])
+def test_a_damaged_parquet_file_is_one_line_that_names_it(tmp_path, task, damage):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    file, texts = tmp_path / "rows.parquet", [f"document {i}" for i in range(5000)]
+    parquet.write_table(arrow.table({"text": texts, "translation": texts}), file)
+    whole = file.read_bytes()
+    middle = whole[:200] + bytes(255 - byte for byte in whole[200:4000]) + whole[4000:]
+    file.write_bytes({"another file": b"x" * 99, "cut off": whole[:999], "bytes inside": middle, "empty": b""}[damage])
+    with pytest.raises(
+        ValueError, match=r"rows\.parquet is no whole Parquet file: .*copy or download it again"
+    ) as caught:
+        load_dataset(task, {"source": str(file)})
+    assert type(caught.value) is ValueError and "\n" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_bad_input(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a text")
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refused)
+    with pytest.raises(ValueError, match=r"a\.txt cannot be read: Permission denied"):
+        load_dataset("text", {"source": str(tmp_path / "a.txt")})
+
+
 def test_hidden_files_are_no_documents(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "index.bin").write_bytes(b"x")

@@ -114,3 +114,11 @@ def test_a_directory_is_streamed_as_it_is_read(source, tmp_path):
     own.json_lines(tmp_path / "in" / "inner.jsonl" / "rows.jsonl", count=300)
     (tmp_path / "in" / ".gitignore").write_text("*")
     assert torch.equal(drawn(loaded(tmp_path / "in"), 0), drawn(loaded(source), 0))
+
+
+def test_a_row_that_cannot_be_read_later_names_the_source(tmp_path):
+    good = "".join(f"document {number}\n" for number in range(20_000))  # the first 10,000 are read at once
+    (tmp_path / "rows.csv").write_bytes(b"text\n" + good.encode() + "café\n".encode("latin-1"))
+    data = loaded(tmp_path / "rows.csv")
+    with pytest.raises(ValueError, match=r"rows\.csv: .*can't decode byte 0xe9"):
+        drawn(data, step=9000, parts=1)

@@ -86,6 +86,13 @@ def test_a_line_must_have_two_columns(pairs, line):
         load_dataset("translation", {"source": str(pairs)})
 
 
+@pytest.mark.parametrize("name", ["pairs.tsv", "pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs"])
+def test_a_directory_is_no_file_of_pairs(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"pairs\S* is a directory: pairs are in one file, \.tsv, \.csv"):
+        load_dataset("translation", {"source": str(tmp_path / name)})
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="did you mean 'bible-en-es'"):
         load_dataset("translation", {"source": "bible-en-fr"})

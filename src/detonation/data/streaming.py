@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.data.download.extras import needs
+from detonation.data.formats.hub import one_line
 
 
 @final
@@ -19,6 +20,7 @@ class TextStream:
     documents follow one another without padding; behind the last one the first comes again.
 
     Args:
+        source: The name of the data, for errors.
         rows: Anything that iterates over rows, and that `split_dataset_by_node` can divide.
         column: The column of the text.
         encode: Makes ids of a document.
@@ -28,13 +30,14 @@ class TextStream:
 
     def __init__(
         self,
+        source: str,
         rows: Any,
         column: str,
         encode: Callable[[bytes], Sequence[int]],
         context: int,
         held_out: Collection[bytes],
     ) -> None:
-        self._rows, self._column, self._encode, self._context = rows, column, encode, context
+        self._source, self._rows, self._column, self._encode, self._context = source, rows, column, encode, context
         self._held_out = frozenset(map(_digest, held_out))
         self._cursors: dict[tuple[int, int], list[_Cursor]] = {}
 
@@ -49,9 +52,10 @@ class TextStream:
             part, parts
         )
         cursors[:] = [*(c for c in cursors if c is not cursor), cursor][-2:]
-        while cursor.at < start:
-            cursor.block()
-        ids = torch.tensor([cursor.block() for _ in range(size)])
+        with one_line(self._source):
+            while cursor.at < start:
+                cursor.block()
+            ids = torch.tensor([cursor.block() for _ in range(size)])
         return {"input_ids": ids, "labels": ids.clone()}
 
     def position(self, part: int, parts: int) -> dict[str, Any]:

@@ -159,4 +159,4 @@ def _streamed(
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most that")
-    return TextStream(rows, name, encode, context, held_out), TextBlocks(ids, context)
+    return TextStream(source, rows, name, encode, context, held_out), TextBlocks(ids, context)

@@ -1,7 +1,6 @@
 """Sentence pairs as bytes, with the ids of ByT5 (Xue et al., 2022, arXiv 2105.13626), or as tokens."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import final
 
 import torch
@@ -17,6 +16,7 @@ PAD, END, OFFSET = 0, 1, 3
 """Special ids, and the id of byte 0; id 2 means unknown and does not occur in bytes."""
 TRANSLATION_VOCAB = 384
 """As ByT5: 259 ids in use and 125 spare."""
+_NAMED = ["bible-en-es"]
 
 SentencePair = tuple[bytes, bytes]
 
@@ -156,20 +156,20 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
         rows = hub.column(hub.hub_rows(source, split or "train"), column, ["translation"])
         return hub.label(source), _stripped(source, (list(row.values()) for row in rows))
     hub.refuse(source, split=split)
-    suffix = Path(source).suffix.lower()
+    file = locate(source) / "pairs.tsv" if source in _NAMED else check_source(source, _NAMED)
+    name, suffix = source if source in _NAMED else file.stem, file.suffix.lower()
+    readable = f".tsv, {', '.join(sorted(own.ROWS))}"
+    if file.is_dir():
+        raise ValueError(f"{source} is a directory: pairs are in one file, {readable}")
     if suffix in own.ROWS:
-        file = check_source(source, ["bible-en-es"])
-        rows = own.values_of(file, own.ROWS[suffix](file), column or "translation")
-        return file.stem, _stripped(source, (list(row.values()) if isinstance(row, dict) else [row] for row in rows))
+        with own.in_file(file):
+            rows = own.values_of(file, own.ROWS[suffix](file), column or "translation")
+            pairs = (list(row.values()) if isinstance(row, dict) else [row] for row in rows)
+            return name, _stripped(source, pairs)
     hub.refuse(source, column=column)
-    if source == "bible-en-es":
-        file, name = locate(source) / "pairs.tsv", source
-    else:
-        file = check_source(source, ["bible-en-es"])
-        name = file.stem
-        if suffix not in (".tsv", ""):
-            raise ValueError(f"{source} cannot be read as pairs: a source is .tsv, {', '.join(sorted(own.ROWS))}")
-    with file.open(encoding="utf-8") as lines:
+    if suffix not in (".tsv", ""):
+        raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
+    with own.in_file(file), file.open(encoding="utf-8") as lines:
         return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
 
 

@@ -1,5 +1,6 @@
 """Documents of one's own: text files, rows of JSON lines, CSV and Parquet, and directories of them."""
 
+import contextlib
 import csv
 import json
 import sys
@@ -37,9 +38,14 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    file = needs("pyarrow.parquet", "hub").ParquetFile(path)
-    for batch in file.iter_batches():
-        yield from batch.to_pylist()
+    parquet, damaged = needs("pyarrow.parquet", "hub"), needs("pyarrow", "hub").ArrowException
+    with path.open("rb") as file:
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+        except (damaged, OSError) as error:  # of either kind, by the place of the damage
+            reason = str(error).split("\n")[0].rstrip(".")
+            raise ValueError(f"{path} is no whole Parquet file: {reason}; copy or download it again") from error
 
 
 ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
@@ -65,6 +71,22 @@ def files_of(path: Path) -> list[Path]:
     return files
 
 
+@contextlib.contextmanager
+def in_file(path: Path) -> Iterator[None]:
+    """Turns the errors of a `path` that cannot be read, or holds no Unicode, into a `ValueError` that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        remedy = f"convert it, as with iconv -f LATIN1 -t UTF-8 {path.name}"
+        raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
+    except UnicodeEncodeError as error:  # JSON can spell half a character
+        half = f"U+{ord(error.object[error.start]):04X}"
+        raise ValueError(f"{path} has text that is not Unicode ({half}): remove or replace it") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def documents(path: Path, column: str | None) -> list[bytes]:
     """The documents of a file or a directory: a text file is one, and so is the `column` of each row ("text").
 
@@ -77,10 +99,11 @@ def documents(path: Path, column: str | None) -> list[bytes]:
     found: list[bytes] = []
     for file in files:
         read = ROWS.get(file.suffix.lower())
-        if read is None:
-            found.append(file.read_bytes())
-        else:
-            found.extend(str(value).encode() for value in values_of(file, read(file), column or "text") if value)
+        with in_file(file):
+            if read is None:
+                found.append(file.read_bytes())
+            else:
+                found.extend(str(value).encode() for value in values_of(file, read(file), column or "text") if value)
     return found
 
 
