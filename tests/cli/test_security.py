@@ -3,12 +3,20 @@
 import os
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli_w
+import torch
 
-from commands import Command, launched, listening, write_recipe
+import detonation as dt
+from commands import RECIPE, Command, launched, listening, write_recipe
 from detonation.cli.command import run_command
+from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.train.recipe.schema import Choice
+from detonation.train.recipe.tables import from_table
+from detonation.train.verbs.named_code import require_trust
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as /proc/net writes it, plain and mapped
 
@@ -73,6 +81,62 @@ def test_on_one_machine_sockets_listen_on_loopback_alone(tmp_path, by, monkeypat
     finally:
         for command in commands:
             command.kill()
+
+
+NAMING = {
+    "model": {"model": {"name": "stranger:build"}},
+    "data": {"data": {"task": "stranger:build"}},
+    "optimizer": {"optimizer": {"name": "stranger:build", "lr": 0.1}},
+    "scheme": {"scheme": {"name": "stranger:build"}},
+    "an inner level": {
+        "scheme": [
+            {"axis": "rack", "replicas": 2, "name": "stranger:build"},
+            {"axis": "site", "replicas": 2, "name": "full"},
+        ],
+        "mesh": {"shards": 1},
+    },
+    "a scheme with the prefix of models": {"scheme": {"name": "hf:build"}},
+}
+"""Tables of recipes that name code."""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """Modules that leave a file behind when they are imported."""
+    for name in ("stranger", "hf"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nbuild = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "ran"
+    for name in ("stranger", "hf"):
+        sys.modules.pop(name, None)
+
+
+def test_replay_runs_code_that_a_run_names_on_request_alone(tmp_path, stranger, capsys):
+    (tmp_path / "run" / "updates").mkdir(parents=True)
+    for tables in NAMING.values():
+        (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps({**RECIPE, **tables}))
+        assert run_command(["replay", str(tmp_path / "run")]) == 2
+        said = capsys.readouterr().err
+        assert ":build, which replay would run: say --trust-code" in said and not stranger.exists(), said
+
+
+@pytest.mark.parametrize("section", ["model", "scheme", "a scheme with the prefix of models"])
+def test_follow_runs_code_that_a_run_names_on_request_alone(tmp_path, stranger, capsys, monkeypatch, section):
+    monkeypatch.setenv("DETONATION_TOKEN", "a token for tests only")
+    trained = torch.nn.Linear(2, 2)
+    optimizer = dt.replicate(torch.optim.AdamW(trained.parameters()), trained, LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(trained, optimizer, "127.0.0.1:0", about={"config": {**RECIPE, **NAMING[section]}})
+    try:
+        assert run_command(["follow", feed.address, "--out", str(tmp_path / "out")]) == 2
+    finally:
+        feed.close()
+    said = capsys.readouterr().err
+    assert ":build, which follow would run: say --trust-code" in said and not stranger.exists(), said
+
+
+def test_a_model_of_transformers_is_no_code():
+    config = replace(from_table(RECIPE), model=Choice("hf:somebody/model"))
+    require_trust(False, config, "the run", "replay", "model", "data", "optimizer", "scheme")
 
 
 def test_an_interface_that_is_not_there_is_refused(tmp_path):

@@ -16,8 +16,8 @@ from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.data.tokens import tokenizer_of
 from detonation.models import build_model
-from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.recipe.tables import from_table
+from detonation.train.verbs.named_code import require_trust
 
 
 @torch.no_grad()
@@ -44,10 +44,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         raise ValueError(
             f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model to export"
         )
-    if ":" in config.model.name and not config.model.name.startswith(HUB_PREFIX) and not trust_code:
-        raise ValueError(
-            f"{path} names the code {config.model.name}, which export would run: say --trust-code if you wrote it"
-        )
+    require_trust(trust_code, config, str(path), "export", "model")
     here = whole_replicas(path, manifest)
     if not here:
         raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")

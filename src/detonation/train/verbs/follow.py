@@ -15,11 +15,11 @@ from detonation.feed.connection.token import read_token
 from detonation.feed.follower import Follower, follow
 from detonation.feed.stream import read_about
 from detonation.models import build_model
-from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.output import directory
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import from_table, to_table
+from detonation.train.verbs.named_code import require_trust
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,7 @@ def follow_run(request: Following) -> Table:
     if not isinstance(about.get("config"), dict):
         raise ValueError(f"{request.address} feeds no run of detonation train: follow it with detonation.follow")
     config = from_table(about["config"])
-    code = [choice.name for choice in (config.model, config.scheme) if ":" in choice.name]
-    code = [name for name in code if not name.startswith(HUB_PREFIX)]
-    if code and not request.trust_code:
-        raise ValueError(f"the run names the code {code[0]}, which follow would run: say --trust-code if you trust it")
+    require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
     found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, config])
     return found[0]
 

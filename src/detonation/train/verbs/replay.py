@@ -12,12 +12,12 @@ from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.optimizer.replicate import replicate
 from detonation.log.repeat import replay
-from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.loop.checkpoints import resume
 from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import from_table, to_table
+from detonation.train.verbs.named_code import require_trust
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,7 @@ def replay_run(request: Replaying) -> Table:
     without a log, and `DamagedLog` where the log ends before `to`.
     """
     config = _config(request.directory)
-    choices = (config.model, config.data, config.optimizer, config.scheme)
-    code = [choice.name for choice in choices if ":" in choice.name and not choice.name.startswith(HUB_PREFIX)]
-    if code and not request.trust_code:
-        raise ValueError(f"the run names the code {code[0]}, which replay would run: say --trust-code if you wrote it")
+    require_trust(request.trust_code, config, "the run", "replay", "model", "data", "optimizer", "scheme")
     if not (request.directory / directory.UPDATES).is_dir():
         raise ValueError(f"{request.directory} has no log of updates: train with --log")
     if request.out is not None and request.out.exists() and any(request.out.iterdir()):
