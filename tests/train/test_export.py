@@ -4,10 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from transformers import AutoModelForCausalLM
 
+import detonation as dt
 from detonation import data
 from detonation.cli.command import run_command
+from detonation.cluster.launch import run_local
 from detonation.train.loop.session import load_data
 
 
@@ -53,3 +56,32 @@ def test_code_that_a_checkpoint_names_is_run_on_request_alone(train, tiny_recipe
     assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model")]) == 2
     assert "names the code own_model:build, which export would run: say --trust-code" in capsys.readouterr().err
     assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model"), "--trust-code"]) == 0
+
+
+def of_ones_own():
+    """A model with buffers, and with a parameter of which the second shard has nothing."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.PReLU())
+
+
+def own_loop(directory):
+    """Two steps of a loop that knows no recipes, on two shards; returns the weights."""
+    mesh = dt.init_mesh(replicas=1, shards=2, device="cpu")
+    model = dt.shard(of_ones_own(), mesh)
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, mesh["replicate"], dt.full())
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    dt.save_checkpoint(directory, model, optimizer, {"config": {"lr": 0.1}})  # values of its own under any name
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in (*model.parameters(), *model.buffers())]
+    return [tensor.detach().clone() for tensor in full]
+
+
+def test_a_checkpoint_of_ones_own_loop_is_a_state_dict(tmp_path, capsys):
+    trained = run_local(own_loop, 2, [str(tmp_path / "checkpoints")])[0]
+    assert run_command(["export", str(tmp_path), "--out", str(tmp_path / "model")]) == 0
+    assert "load its state dict with safetensors.torch.load_model" in capsys.readouterr().out
+    model = of_ones_own()
+    assert load_model(model, tmp_path / "model" / "model.safetensors") == (set(), [])
+    loaded = [*model.parameters(), *model.buffers()]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded, trained, strict=True))

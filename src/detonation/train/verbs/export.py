@@ -1,14 +1,16 @@
 """`detonation export`: the whole model of a checkpoint, in the format of transformers or as a state dict."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 
 from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.files.reader import CheckpointReader
+from detonation.checkpoint.files.manifest import Manifest
+from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
 from detonation.checkpoint.initial_weights import EXPORTED
 from detonation.checkpoint.load.elastic import Elastic
 from detonation.checkpoint.rank_state import weights
@@ -16,8 +18,12 @@ from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.data.tokens import tokenizer_of
 from detonation.models import build_model
+from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
 from detonation.train.verbs.named_code import require_trust
+
+_MODEL = "model."
+"""The prefix of the weights in a checkpoint."""
 
 
 @torch.no_grad()
@@ -25,7 +31,7 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     """Writes the model of the newest whole checkpoint of the run in `directory` to `out`, for `from_pretrained`.
 
     The tokenizer lies beside it, also that of bytes. A module that is not of transformers is written as a state dict,
-    for `safetensors.torch.load_model`.
+    for `safetensors.torch.load_model`, and so is that of a loop of one's own, whose checkpoint names no model.
 
     In the middle of a round it is the mean of the replicas, as far as their files are on this node.
 
@@ -39,35 +45,24 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another --out")
     path, manifest = newest(directory)
-    config = from_table(manifest.extra.get("config", {}))
-    if config.scheme.name == "none" and manifest.replicas > 1:
+    config = _config(manifest)
+    if manifest.replicas > 1 and any(level["scheme"] == "none" for level in manifest.levels[-1:]):
         raise ValueError(
             f"{path} is of {manifest.replicas} replicas that trained alone: there is no one model to export"
         )
-    require_trust(trust_code, config, str(path), "export", "model")
+    if config is not None:
+        require_trust(trust_code, config, str(path), "export", "model")
     here = whole_replicas(path, manifest)
     if not here:
         raise ValueError(f"{path} has no replica with all its shards: copy the other nodes' files into it first")
-    source = Elastic(CheckpointReader(path, manifest), Coordinates(0, 1, 0, 1), here)
-    with torch.device("meta"):
-        planned = weights(build_model(config.model.name, config.model.arguments))
-    parts = {name: source.agreed(f"model.{name}", _box(tensor)) for name, tensor in planned.items()}
-    random = {key: value for key, value in config.model.arguments.items() if key != "pretrained"}
-    model: Any = build_model(config.model.name, random)
-    tokenizer = tokenizer_of(config.data.name, config.data.arguments)
-    for name, tensor in weights(model).items():
-        tensor.copy_(parts[name])
-    for_transformers = hasattr(model, "save_pretrained")
-    if for_transformers:
-        model.save_pretrained(out)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(out)
+    reader = CheckpointReader(path, manifest)
+    source = Elastic(reader, Coordinates(0, 1, 0, 1), here)
+    if config is None:
+        numel, for_transformers = _write_state_dict(reader.shards(here[0]), source, out), False
     else:
-        out.mkdir(parents=True, exist_ok=True)
-        save_model(model, str(out / EXPORTED))
+        numel, for_transformers = _write_model(config, source, out)
     for file in out.iterdir():
         file.chmod(0o666 & ~_umask())  # some libraries write through private temporary files
-    numel = sum(parameter.numel() for parameter in model.parameters())
     mean = "" if manifest.alike or len(here) == manifest.replicas else f"{len(here)} of {manifest.replicas}"
     return {
         "exported": str(out),
@@ -77,6 +72,46 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         "for_transformers": for_transformers,
         **({"replicas": mean} if mean else {}),
     }
+
+
+def _config(manifest: Manifest) -> Config | None:
+    """The recipe in a checkpoint; None for one of somebody's own loop, whose values may have any name."""
+    extra = manifest.extra
+    ours = isinstance(extra.get("config"), dict) and "setting" in extra
+    return from_table(extra["config"]) if ours else None
+
+
+def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]:
+    """Writes a recipe's model and tokenizer; returns the number of parameters, and True for a model of transformers."""
+    with torch.device("meta"):
+        planned = weights(build_model(config.model.name, config.model.arguments))
+    parts = {name: source.agreed(f"{_MODEL}{name}", _box(tensor)) for name, tensor in planned.items()}
+    random = {key: value for key, value in config.model.arguments.items() if key != "pretrained"}
+    model: Any = build_model(config.model.name, random)
+    tokenizer = tokenizer_of(config.data.name, config.data.arguments)
+    for name, tensor in weights(model).items():
+        tensor.copy_(parts[name])
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if not hasattr(model, "save_pretrained"):
+        out.mkdir(parents=True, exist_ok=True)
+        save_model(model, str(out / EXPORTED))
+        return numel, False
+    model.save_pretrained(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+    return numel, True
+
+
+def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path) -> int:
+    """Writes the weights that the files of one replica name; returns the number of parameters."""
+    boxes = {key: box for file in shards for key, box in file.boxes.items() if key.startswith(_MODEL)}
+    buffers = {key for file in shards for key in file.keys if key.startswith(_MODEL)} - boxes.keys()
+    found = {key: source.agreed(key, Box(box.whole, (0,) * len(box.whole), box.whole)) for key, box in boxes.items()}
+    numel = sum(parameter.numel() for parameter in found.values())
+    found |= {key: source.agreed(key, None) for key in buffers}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({key.removeprefix(_MODEL): tensor.contiguous() for key, tensor in found.items()}, out / EXPORTED)
+    return numel
 
 
 def _umask() -> int:
