@@ -66,7 +66,7 @@ def read_about(address: str, token: bytes) -> dict[str, Any]:
     with socket.create_connection((host, port), HANDSHAKE_S) as connection:
         kind, content = ask(connection, token, "about").receive(SHORT)
         if kind != ABOUT:
-            raise Refused(f"{address}: {table_of(content).get('reason')}")
+            raise Refused(str(table_of(content).get("reason")))
         return table_of(content)
 
 

@@ -11,7 +11,8 @@ from detonation.checkpoint.save.async_save import save_checkpoint
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.feed.connection.token import read_token
+from detonation.cluster.processes.failure import RunError
+from detonation.feed.connection.token import Refused, read_token
 from detonation.feed.follower import Follower, follow
 from detonation.feed.stream import read_about
 from detonation.models import build_model
@@ -61,13 +62,26 @@ def follow_run(request: Following) -> Table:
     trained = request.out / directory.METRICS
     if trained.exists() and trained.stat().st_size:
         raise ValueError(f"{request.out} holds a run that has trained: choose another --out")
-    about = read_about(request.address, read_token())
+    about = _about(request.address)
     if not isinstance(about.get("config"), dict):
         raise ValueError(f"{request.address} feeds no run of detonation train: follow it with detonation.follow")
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
     found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, config])
     return found[0]
+
+
+def _about(address: str) -> Table:
+    """The description that the feed at `address` has for followers; raises `RunError` where none answers."""
+    token = read_token()
+    try:
+        return read_about(address, token)
+    except Refused as error:
+        remedy = "give this command the token of the run, and the version of detonation that the run has"
+        raise RunError(f"cannot follow {address}: {error}; {remedy}") from error
+    except OSError as error:
+        remedy = "check the address, that train --publish runs there, and that no firewall is between"
+        raise RunError(f"cannot follow {address}: {error.strerror or error}; {remedy}") from error
 
 
 def _follow_on_rank(request: Following, config: Config) -> Table:
