@@ -10,6 +10,7 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from detonation.feed import stream
 from steps import LOGGED, STEPS, advance, started
 from zoo import Plain, built
 
@@ -125,6 +126,63 @@ def half_reached(mesh):
 
 def test_a_follower_that_never_reached_a_shard_does_not_wait_for_it_after_the_end():
     worlds.run(half_reached, 1, 2)
+
+
+def reached_late(mesh, steps):
+    """Follows two shards, of which the second is reached late; it takes `steps`, and its feed ends last.
+
+    Returns the error, or whether the follower has the weights.
+    """
+    stream.PAUSES_S = (0.01,) * 4  # of the attempts to reach the second shard
+    model, mine = dt.shard(built(Plain), mesh), mesh.get_rank()
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full())
+    nobody, feed = socket.socket(), dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if mine == 0 else None
+    nobody.bind(("127.0.0.1", 0))  # and does not listen
+    first, port = gathered(feed.address if feed else nobody.getsockname()[1])
+    follower = dt.follow(built(Plain), f"{first},127.0.0.1:{port}", token=TOKEN, wait=False) if mine == 0 else None
+
+    def until(holds):
+        """Updates until it holds on all ranks."""
+        while not all(gathered(holds())):
+            if follower is not None:
+                follower.update(wait_s=0.01)
+
+    optimizer.record(feed)
+    until(lambda: mine or feed.followers)
+    advance(model, optimizer, mine, [0])
+    until(lambda: mine or (len(follower._streams) > 1 and follower._streams[1].gone))
+    nobody.close()
+    feed = feed or dt.Feed(model, optimizer, f"127.0.0.1:{port - 1}", token=TOKEN)
+    optimizer.record(feed)
+    until(lambda: feed.followers)
+    advance(model, optimizer, mine, range(1, 1 + steps))
+    if mine == 0:
+        feed.close()
+        while follower.update(wait_s=0.01) < (1 + steps if steps else -1) or not follower._streams[0].ended:
+            pass
+        follower.update(wait_s=0.01)  # looks whether anything is still to come
+    gathered(None)
+    if mine == 1:
+        feed.close()
+    whole = [p.full_tensor() for p in model.parameters()]
+    if follower is None:
+        return None
+    with follower:
+        try:
+            follower.update(to=1 + steps, wait_s=5)
+        except dt.LostFeed as error:
+            return str(error)
+        return follower.ended and digest(whole) == digest(follower.model.parameters())
+
+
+def test_a_shard_whose_feed_was_found_late_may_end_after_the_others():
+    assert worlds.run_alone(reached_late, 1, 2, 2)[0] is True
+
+
+def test_a_shard_that_ends_before_its_copy_came_is_not_waited_for():
+    assert (
+        worlds.run_alone(reached_late, 1, 2, 0)[0] == "training has ended before the state of each of its shards came"
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", "streaming"])

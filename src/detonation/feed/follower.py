@@ -18,7 +18,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.connection.listener import host_and_port
 from detonation.feed.connection.token import read_token
 from detonation.feed.newcomer import joined_optimizer
-from detonation.feed.shard import MakeOptimizer, Moment, ShardFollower, moment_after
+from detonation.feed.shard import MakeOptimizer, ShardFollower, reachable_moments
 from detonation.feed.stream import Joined, Stepped, Stream
 
 LARGEST_STATE = 24
@@ -181,6 +181,9 @@ class Follower:
                     raise LostFeed(f"training has ended, and the feed of one of its shards is gone: {stream.trouble}")
             if self.ended and to is not None:
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
+            over = all(stream.ended for stream in self._streams) and self._came() == self._seen
+            if over and not self.ended:  # what waits can no longer be taken, on all shards together
+                raise LostFeed("training has ended before the state of each of its shards came")
             rest_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
             if self.ended or rest_s <= 0:
                 return False
@@ -196,7 +199,7 @@ class Follower:
         self._open_streams()
         with self._changed:
             self._seen = self._came()
-            plans = [_reachable(shard.moment, stream.inbox, to) for shard, stream in self._pairs()]
+            plans = [reachable_moments(shard.moment, stream.inbox, to) for shard, stream in self._pairs()]
             goal = next((m for m in reversed(plans[0]) if m is not None and all(m in plan for plan in plans)), None)
             if goal is None:
                 for stream in self._streams:  # one of the others has come again, and is beyond these steps
@@ -286,14 +289,3 @@ def follow(
         follower.close()
         raise
     return follower
-
-
-def _reachable(moment: Moment | None, inbox: Any, to: int | None) -> list[Moment | None]:
-    """The moments of a shard now, and after each of the events that wait, up to step `to`."""
-    found = [moment]
-    for event in inbox:
-        moment = moment_after(event, moment)
-        if to is not None and moment[1] > to and isinstance(event, Stepped):
-            break
-        found.append(moment)
-    return found

@@ -1,7 +1,7 @@
 """One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,4 +197,15 @@ def _by_name(name: Sequence[str]) -> MakeOptimizer:
         found = getattr(torch.optim, kind, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"training uses the optimizer {module}.{kind}: give follow(..., optimizer=) to make it")
+    return found
+
+
+def reachable_moments(moment: Moment | None, inbox: Iterable[Joined | Stepped], to: int | None) -> list[Moment | None]:
+    """The moments of a shard now, and after each of the events that wait, up to step `to`."""
+    found = [moment]
+    for event in inbox:
+        moment = moment_after(event, moment)
+        if to is not None and moment[1] > to and isinstance(event, Stepped):
+            break
+        found.append(moment)
     return found

@@ -97,7 +97,8 @@ class Stream:
     @property
     def gone(self) -> bool:
         """True where the feed is reached no more, and has not said that training has ended."""
-        return not self.ended and self.failures >= len(PAUSES_S)
+        # `failures` counts until the end of a connection: that of one that is up may be from before it.
+        return not self.ended and self._frames is None and self.failures >= len(PAUSES_S)
 
     def close(self) -> None:
         """Ends the connection; the thread ends soon."""
@@ -128,8 +129,8 @@ class Stream:
                     self.refusal = Refused(self.trouble)
             finally:
                 self._hang_up()
-                self._frames = None
                 with self._changed:
+                    self._frames = None
                     self.failures = 0 if self.joins > joins else self.failures + 1
                     self._changed.notify_all()
             if not self.ended:
