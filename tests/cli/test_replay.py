@@ -108,10 +108,16 @@ def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
 
 def test_a_run_that_began_with_weights_is_replayed_from_them(run, tmp_path):
     folder, recipe, out, summary = run
-    flags = ["--scheme", summary["scheme"], "--init-from", out, "--log", "--out", tmp_path / "run", "--json"]
+    start = shutil.copytree(out, tmp_path / "start")
+    flags = ["--scheme", summary["scheme"], "--init-from", start, "--log", "--out", tmp_path / "run", "--json"]
     trained = detonation(folder, "train", recipe, *flags)
     assert trained.code == 0, trained.stderr
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    checkpoints = (tmp_path / "run" / "checkpoints").rename(tmp_path / "aside")
     done = detonation(folder, "replay", tmp_path / "run", "--json")
     assert done.code == 0, done.stderr
     assert last_line(done.stdout)["fingerprint"] == last_line(trained.stdout)["fingerprint"]
+    checkpoints.rename(tmp_path / "run" / "checkpoints")
+    shutil.rmtree(start)  # which a replay from a checkpoint does not read
+    done = detonation(folder, "replay", tmp_path / "run", "--json")
+    assert done.code == 0, done.stderr
+    assert last_line(done.stdout) == {"step": 6, "replayed": 0, "fingerprint": last_line(trained.stdout)["fingerprint"]}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -141,6 +142,16 @@ def test_a_start_that_may_be_a_restart_begins_with_the_weights_too(train, tiny_r
     plain, resumed = (metrics.read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("plain", "resumed"))
     assert resumed.loss == plain.loss
     assert capfd.readouterr().out.count(f"weights of {tmp_path / 'first'}/checkpoints/step-000008\n") == 2
+
+
+def test_a_restart_from_a_checkpoint_does_not_read_the_weights_of_the_start(train, tmp_path):
+    train("first", "train.steps=1")
+    sets = [f"train.init_from={tmp_path / 'first'}", "train.steps=4"]
+    whole = train("whole", *sets)[0]
+    train("run", *sets, stop_after=2)
+    shutil.rmtree(tmp_path / "first")
+    again = train("run", *sets, resume=True, may_start=True)[0]
+    assert again["fingerprint"] == whole["fingerprint"]
 
 
 def test_weights_of_another_model_and_of_nowhere_are_refused(train, tiny, tmp_path, capsys):

@@ -10,6 +10,7 @@ import tomli_w
 
 from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.load.newest import Loaded
+from detonation.checkpoint.load.views import candidates
 from detonation.checkpoint.volumes import Volumes, survey
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
@@ -75,8 +76,7 @@ def train_on_rank(task: RunTask) -> Table:
         session = start_session(config, local_device())
         losses = Losses(session)
         begin = ""
-        # Before the replicas take the weights as their anchor; a checkpoint that is found replaces them.
-        if config.train.init_from and (task.may_start or not task.request.resume):
+        if config.train.init_from and _begins(session, task):  # before the replicas take the weights as their anchor
             begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
@@ -138,6 +138,14 @@ def _chosen(task: RunTask) -> tuple[Config, Chosen | None]:
         return before, None
     chosen = decide(task.asked, local_device())
     return chosen.config, chosen
+
+
+def _begins(session: Session, task: RunTask) -> bool:
+    """True where no checkpoint will replace the weights of the start. Collective."""
+    if not task.resume:
+        return True
+    out = task.request.out
+    return task.may_start and (out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts()))
 
 
 def _adapter(

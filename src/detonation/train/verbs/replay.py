@@ -61,9 +61,9 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
     """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
     config = check_config(_config(Path(run)))
     session = start_session(_alone(config), local_device(), LoopbackCommunicator(config.mesh.replicas))
-    if config.train.init_from:  # a checkpoint that is found replaces them
+    found, _ = resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
+    if found is None and config.train.init_from:
         load_weights(Path(config.train.init_from), session.model)
-    resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
     begun = session.optimizer.step_count
     steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
     with session.optimizer.agreed_weights():
