@@ -34,8 +34,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
-    data, (memory, mfu) = portion(session), _usage(session, records)
-    bigram = bigram_loss(session.data)
+    data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
     steps = sum(1 if each.taking is None else each.taking / config.mesh.replicas for each in records)
     late = session.optimizer.stats.late
     steps -= sum(late.values()) / config.mesh.replicas  # after each of them a step was sat out
@@ -57,7 +56,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "val_loss": last.val_loss,
         **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
         **({} if last.val_bleu is None else {"val_bleu": last.val_bleu}),
-        **({} if bigram is None else {"bigram_loss": bigram}),
+        **({"bigram_loss": bigram} if bigram else {}),
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
@@ -97,12 +96,16 @@ def portion(session: Session) -> Portion:
     return Portion(examples, "images" if data.kind == "images" else "pairs")
 
 
-def _usage(session: Session, records: Sequence[Record]) -> tuple[int, float]:
-    """The peak of memory of the rank that needed most, and the MFU of rank 0, which measures it. 0 where unknown."""
+def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float, float]:
+    """The peak of memory of the rank that needed most, and the MFU and the bigram loss, which rank 0 finds.
+
+    0 where unknown.
+    """
     shares = [record.mfu for record in records if record.mfu is not None]
-    own = [peak_memory(session.device) or 0, statistics.median(shares) if shares else 0]
+    bigram = bigram_loss(session.data) if session.rank == 0 else None
+    own = [peak_memory(session.device) or 0, statistics.median(shares) if shares else 0, bigram or 0]
     everyone = session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=session.device))()
-    return int(max(memory for memory, _ in everyone)), everyone[0][1]
+    return int(max(memory for memory, *_ in everyone)), everyone[0][1], everyone[0][2]
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:
