@@ -1,10 +1,11 @@
 """A hash of the model's weights, and the comparison of all replicas with it."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,16 +36,29 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
         (64, True)
         >>> dt.leave()
     """
-    own_digest = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
     device = torch.device("cpu")  # wherever the parameters are, also offloaded ones
     if not carries(distributed_c10d._get_default_group(), device):
         device = torch.device(mesh.device_type)
-    buffer = torch.tensor(list(own_digest), dtype=torch.uint8, device=device)
+    buffer = weights_digest(model).to(device)
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)
     digests = [bytes(b.tolist()) for b in gathered]
     names = mesh.mesh_dim_names or ()
     rows = mesh.mesh.movedim(names.index("replicate") if "replicate" in names else 0, 0).flatten(1)
     replicas = [[digests[rank] for rank in row] for row in rows.tolist()]
+    return compared_digests(replicas)
+
+
+def weights_digest(model: nn.Module) -> Tensor:
+    """The sha256 of a rank's parameters, and that of its persistent buffers.
+
+    Shapes: `[64]` uint8.
+    """
+    both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
+    return torch.tensor(list(both), dtype=torch.uint8)
+
+
+def compared_digests(replicas: Sequence[Sequence[bytes]]) -> tuple[str, bool]:
+    """The fingerprint of the first replica, and whether all are equal, by the `weights_digest` of each shard."""
     of_parameters = b"".join(both[:32] for both in replicas[0])
     return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)

@@ -1,6 +1,5 @@
 """The world of a run, as one rank sees it: the collectives of the training loop."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.checkpoint.gather import Texts
-from detonation.cluster.fingerprint import fingerprint
+from detonation.cluster.fingerprint import compared_digests, fingerprint, weights_digest
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core import runtime
-from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.flat.tensors import digest
 from detonation.core.integrity import readback
 from detonation.core.link.communicator import Communicator
 from detonation.core.link.elastic_communicator import TextExchange
@@ -126,11 +123,8 @@ class ElasticRanks:
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
-        digests = [bytes(each) for each in self.all_gather(torch.tensor(list(both), dtype=torch.uint8))()]
-        replicas = [digests[first : first + self._shards] for first in range(0, len(digests), self._shards)]
-        of_parameters = b"".join(each[:32] for each in replicas[0])
-        return hashlib.sha256(of_parameters).hexdigest(), all(replica == replicas[0] for replica in replicas)
+        digests = [bytes(each) for each in self.all_gather(weights_digest(model))()]
+        return compared_digests([digests[at : at + self._shards] for at in range(0, len(digests), self._shards)])
 
     def texts(self) -> TextExchange:
         return self._axis.texts()
@@ -159,9 +153,7 @@ class Alone:
         return count
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
-        digests = [bytes(each) for each in self.all_gather(torch.tensor(list(both), dtype=torch.uint8))()]
-        return hashlib.sha256(digests[0][:32]).hexdigest(), all(other == digests[0] for other in digests)
+        return compared_digests([[bytes(each)] for each in self.all_gather(weights_digest(model))()])
 
     def texts(self) -> TextExchange:
         raise NotImplementedError("a simulation has no ranks that could differ")
