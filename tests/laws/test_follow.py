@@ -1,6 +1,7 @@
 """The law of following: a process that is no replica holds what the replicas agree on, bit for bit, at every step."""
 
 import socket
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.feed import stream
+from detonation.feed import publisher, stream
 from steps import LOGGED, STEPS, advance, started
 from zoo import Plain, built
 
@@ -183,6 +184,57 @@ def test_a_shard_that_ends_before_its_copy_came_is_not_waited_for():
     assert (
         worlds.run_alone(reached_late, 1, 2, 0)[0] == "training has ended before the state of each of its shards came"
     )
+
+
+def parted(mesh):
+    """Follows two shards that both come again, the second one so late that the first waits with too many steps.
+
+    Returns the copies that came for the first shard, and False where the follower goes on no more.
+    """
+    stream.PAUSES_S = (0.01,) * 4
+    publisher.REST = 0.0
+    model, mine = dt.shard(built(Plain), mesh), mesh.get_rank()
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, mesh["replicate"], dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN)
+    optimizer.record(feed)
+    addresses, follower = ",".join(gathered(feed.address)), None
+    if mine == 0:
+        follower = dt.follow(built(Plain), addresses, token=TOKEN, wait=False, most_behind=8)
+    limit = time.monotonic() + 60
+
+    def until(holds):
+        """Updates until it holds on all ranks; false where it does not come to that."""
+        while not all(gathered(bool(holds()))):
+            if follower is not None:
+                follower.update(wait_s=0.01)
+            if any(gathered(time.monotonic() > limit)):
+                return False
+        return True
+
+    def train(steps):
+        advance(model, optimizer, mine, range(optimizer.step_count, optimizer.step_count + steps))
+
+    for comes in (lambda: mine or feed._coming, lambda: not mine or feed._coming):  # shard 0 tells of shard 1
+        until(comes)
+        train(1)
+    until(lambda: mine or follower.step == 2)
+    for each in follower._streams if follower else ():
+        each._hang_up()
+    until(lambda: feed._coming)
+    feed.first_copy = 20 if mine else 0
+    train(20)  # the second shard has steps from 20 on, and the first one no room for them
+    met = until(lambda: mine or feed._coming)
+    train(1)
+    met = met and until(lambda: mine or follower.step == 23)
+    feed.close()
+    if follower is None:
+        return met
+    follower.close()
+    return met and follower.joins
+
+
+def test_shards_that_come_again_far_apart_meet_again():
+    assert worlds.run_alone(parted, 1, 2) == [3, True]
 
 
 @pytest.mark.parametrize("name", ["demo", "streaming"])

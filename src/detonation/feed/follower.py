@@ -201,21 +201,29 @@ class Follower:
             self._seen = self._came()
             plans = [reachable_moments(shard.moment, stream.inbox, to) for shard, stream in self._pairs()]
             goal = next((m for m in reversed(plans[0]) if m is not None and all(m in plan for plan in plans)), None)
-            if goal is None:
-                for stream in self._streams:  # one of the others has come again, and is beyond these steps
-                    if len(stream.inbox) >= self._most_behind:
-                        stream.come_again()
+            counts = [] if goal is None else [len(plan) - 1 - plan[::-1].index(goal) for plan in plans]
+            if not any(counts):
+                self._meet_again()
                 return False
-            events = []
-            for plan, (_, stream) in zip(plans, self._pairs(), strict=True):
-                last = len(plan) - 1 - plan[::-1].index(goal)
-                events.append([stream.inbox.popleft() for _ in range(last)])
+            events = [
+                [stream.inbox.popleft() for _ in range(count)]
+                for count, stream in zip(counts, self._streams, strict=True)
+            ]
             self._changed.notify_all()
         for taken, (shard, _) in zip(events, self._pairs(), strict=True):
             copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]
             shard.apply(taken[copies[-1] :] if copies else taken)
+        assert goal is not None
         self.step = goal[1]
-        return any(events)
+        return True
+
+    def _meet_again(self) -> None:
+        """Drops as many steps as may wait, where no other stream has them: one has come again, and is beyond them."""
+        joined = [any(isinstance(event, Joined) for event in stream.inbox) for stream in self._streams]
+        for number, stream in enumerate(self._streams):
+            others = joined[:number] + joined[number + 1 :]
+            if len(stream.inbox) >= self._most_behind and any(others):
+                stream.come_again()
 
     def _open_streams(self) -> None:
         """Opens the streams of the other shards, once the first one has told how many there are; closes odd ones."""

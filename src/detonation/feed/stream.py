@@ -90,6 +90,7 @@ class Stream:
         self.failures = 0  # attempts since the last copy of the state that ended without one
         self._token, self._most_bytes, self._most_waiting, self._changed = token, most_bytes, most_waiting, changed
         self._frames: FrameSocket | None = None
+        self._dropped = False  # what still comes by this connection, after `come_again`
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follow-{port}", daemon=True)
         self._thread.start()
@@ -110,6 +111,7 @@ class Stream:
     def come_again(self) -> None:
         """Drops all that waits, and the connection, for a new copy. The caller holds `changed`."""
         self.inbox.clear()
+        self._dropped = True
         self._hang_up()
         self._changed.notify_all()
 
@@ -120,7 +122,7 @@ class Stream:
 
     def _run(self) -> None:
         while not self._closed.is_set() and not self.ended and self.refusal is None:
-            joins = self.joins
+            joins, self._dropped = self.joins, False
             try:
                 self._follow()
             except (Refused, BadFrame, DamagedLog, OSError) as error:
@@ -179,6 +181,8 @@ class Stream:
     def _put(self, event: Joined | Stepped) -> None:
         with self._changed:
             self._changed.wait_for(lambda: len(self.inbox) < self._most_waiting or self._closed.is_set())
+            if self._dropped:  # an inbox begins with a copy, not with a step of before
+                raise ConnectionResetError("too far from the other shards")
             self.inbox.append(event)
             self.came += 1
             self._changed.notify_all()
