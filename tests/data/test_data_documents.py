@@ -1,6 +1,7 @@
 """Documents of one's own: files of rows, directories, saved sets, tokens; what cannot be read is refused."""
 
 import csv
+import errno
 import json
 
 import pytest
@@ -156,6 +157,21 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, cache):
     cache.rename(cache.with_name("gone"))
     cache.write_text("no directory")
     assert torch.equal(load_dataset("text", {**arguments, "context": 8}).train.ids, kept)
+
+
+def test_a_full_disk_keeps_no_part_of_the_tokens(tmp_path, cache, monkeypatch):
+    arguments = {
+        "source": str(own.json_lines(tmp_path / "a.jsonl")),
+        "tokenizer": str(own.tokenizer(tmp_path / "words")),
+    }
+
+    def full(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    assert len(load_dataset("text", {**arguments, "context": 8}).train) > 0
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 def test_a_long_document_is_cut_at_ends_of_lines_and_loses_nothing(tmp_path, cache, monkeypatch):
