@@ -66,6 +66,23 @@ def test_a_run_goes_on_without_the_damaged_lines_of_its_metrics(train, tmp_path,
     assert len(metrics.read_metrics(file)) == 5
 
 
+def test_a_run_goes_on_without_its_metrics_and_says_so(train, tmp_path, capfd):
+    whole = train("whole")[0]
+    train("run", stop_after=4)
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.unlink()
+    assert train("run", resume=True)[0]["fingerprint"] == whole["fingerprint"]
+    assert f"{file} has none of the 4 steps before: the summary will be of those that follow" in capfd.readouterr().out
+
+
+def test_a_run_whose_steps_are_taken_and_whose_metrics_are_lost_is_told_so(train, tmp_path):
+    train("run")
+    for name in ("metrics.jsonl", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(WorldError, match=r"steps have been taken, but .*metrics\.jsonl has none of them to sum up"):
+        train("run", resume=True)
+
+
 def test_a_directory_that_goes_under_a_run_is_told_and_the_last_state_is_saved(train, tmp_path, monkeypatch):
     """It goes at the first save, which fails; the save at the end makes it again."""
 

@@ -233,17 +233,26 @@ def _train(
 
 
 def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> tuple[list[metrics.Record], list[str]]:
-    """The records of the first `done` steps, on all ranks, and a warning where some are damaged. Collective."""
+    """The records of the first `done` steps, on all ranks, and a warning where some are damaged or lost. Collective.
+
+    Raises `ValueError` where no step is left, neither to take nor to sum up.
+    """
     if not done:
         return [], []
-    text = file.read_text(encoding="utf-8", errors="replace") if volumes.shared or session.rank == 0 else ""
+    reads = (volumes.shared or session.rank == 0) and file.exists()
+    text = file.read_text(encoding="utf-8", errors="replace") if reads else ""
     if volumes.shared:
         session.world.texts().gather("")  # all have read before rank 0 writes
     else:
         text = session.world.texts().broadcast(text)
     found, damaged = metrics.parse_metrics(text)
-    said = f"damaged lines in {file}, which are dropped: {damaged}"
-    return [record for record in found if record.step <= done], [said] if damaged else []
+    kept = [record for record in found if record.step <= done]
+    said = [f"damaged lines in {file}, which are dropped: {damaged}"] if damaged else []
+    if not kept and done == session.config.train.steps:
+        raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
+    if not kept:
+        said += [f"{file} has none of the {done} steps before: the summary will be of those that follow"]
+    return kept, said
 
 
 @contextlib.contextmanager
