@@ -12,40 +12,14 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator, TextE
 from detonation.core.optimizer.replicated import Replicated
 
 
-def gather(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """All-gathers `text`: the texts of all ranks, by rank. Collective.
-
-    Args:
-        device: a device whose tensors the group's backend can send.
-        group: over all ranks; by default the default group.
-    """
-    if dist.get_world_size() == 1:
-        return [text]
-    content = _encoded(text)
-    count = torch.tensor([len(content)], device=device)
-    counts = [torch.empty_like(count) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, count, group=group)
-    longest = max(int(c) for c in counts)
-    if not longest:
-        return [""] * len(counts)
-    buffer = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
-    rows = [torch.empty_like(buffer) for _ in counts]
-    dist.all_gather(rows, buffer, group=group)
-    return [_decoded(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)]
-
-
-def broadcast(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The `text` of rank 0, on all ranks. Collective; arguments as in `gather`."""
-    content = _encoded(text)
-    if dist.get_world_size() == 1 or not (count := _sent_by_first([len(content)], torch.int64, device, group)[0]):
-        return text if dist.get_rank() == 0 else ""
-    # every rank needs a buffer of the same size; only that of rank 0 counts
-    return _decoded(bytes(_sent_by_first(content.ljust(count)[:count], torch.uint8, device, group)))
-
-
 @dataclass(frozen=True)
 class Texts:
-    """`gather` and `broadcast` over one group of all ranks."""
+    """Texts between all ranks.
+
+    Args:
+        device: A device whose tensors the group's backend can send.
+        group: Over all ranks; by default the default group.
+    """
 
     device: torch.device
     group: dist.ProcessGroup | None = None
@@ -59,10 +33,34 @@ class Texts:
         return dist.get_world_size()
 
     def gather(self, text: str) -> list[str]:
-        return gather(text, self.device, self.group)
+        """The texts of all ranks, by rank. Collective."""
+        if self.world_size == 1:
+            return [text]
+        content = _encoded(text)
+        count = torch.tensor([len(content)], device=self.device)
+        counts = [torch.empty_like(count) for _ in range(self.world_size)]
+        dist.all_gather(counts, count, group=self.group)
+        longest = max(int(c) for c in counts)
+        if not longest:
+            return [""] * len(counts)
+        buffer = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(buffer) for _ in counts]
+        dist.all_gather(rows, buffer, group=self.group)
+        return [_decoded(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)]
 
     def broadcast(self, text: str) -> str:
-        return broadcast(text, self.device, self.group)
+        """The `text` of rank 0, on all ranks. Collective."""
+        content = _encoded(text)
+        if self.world_size == 1 or not (count := self._of_first([len(content)], torch.int64)[0]):
+            return text if self.rank == 0 else ""
+        # every rank needs a buffer of the same size; only that of rank 0 counts
+        return _decoded(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
+
+    def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """The `values` of rank 0. Every rank has equally many."""
+        tensor = torch.tensor(list(values), dtype=dtype, device=self.device)
+        dist.broadcast(tensor, src=0, group=self.group)
+        return tensor.tolist()
 
 
 def elastic_axis(optimizer: Replicated) -> ElasticCommunicator | None:
@@ -80,15 +78,6 @@ def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's parameters, which its process group can send from."""
     return next(local(parameter).device for parameter in model.parameters())
-
-
-def _sent_by_first(
-    values: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
-) -> list[int]:
-    """The `values` of rank 0. Every rank has equally many."""
-    tensor = torch.tensor(list(values), dtype=dtype, device=device)
-    dist.broadcast(tensor, src=0, group=group)
-    return tensor.tolist()
 
 
 def _encoded(text: str) -> bytes:

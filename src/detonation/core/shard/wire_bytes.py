@@ -45,18 +45,6 @@ def gradient_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int) -> int:
     return (nodes - 1) * sum(quantized_bytes(size, width) for size in sizes) if width else 0
 
 
-def step_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int, itemsize: int = 4) -> float:
-    """Bytes that a rank sends to other nodes in a step with one backward pass, where all parameters are trained.
-
-    Without a codec of gradients those of a ring: each node's border is crossed by all shards but one.
-    """
-    weights = float(weight_bytes(wire, sizes, nodes, itemsize))
-    if wire.resync_every:
-        weights += (weight_bytes(wire, sizes, nodes, itemsize, exact=True) - weights) / wire.resync_every
-    dense = 0 if WIDTHS[wire.gradients] else 4 * (nodes - 1) * sum(sizes)
-    return weights + gradient_bytes(wire, sizes, nodes) + dense
-
-
 def wire_memory(wire: ShardWire, size: int, nodes: int, itemsize: int = 4) -> int:
     """Bytes that a rank holds for a shard wire between steps: the reference, and the residual of gradients.
 
