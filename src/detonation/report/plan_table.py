@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import IO, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from detonation.report.console import PlainConsole
 from detonation.report.words import duration, printable, rate, size_text
@@ -76,7 +76,9 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
         console.print(table)
         if plan["replicas"] == 1:
             return
-    table = Table(*HEADS, width=None if console.is_terminal else 140)
+    table = Table(
+        Column(HEADS[0], overflow="fold", min_width=26), *HEADS[1:], width=None if console.is_terminal else 140
+    )
     ranked = plan_rows(plan)
     for row in ranked[:SHOWN]:
         table.add_row(*map(printable, row))

@@ -70,15 +70,15 @@ def plan(question: Question) -> dict[str, Any]:
 def count(text: str) -> int:
     """A number of parameters, as people write it.
 
-    >>> count("1.2b"), count("350m"), count("7000")
-    (1200000000, 350000000, 7000)
+    >>> count("1.2b"), count("350m"), count("7000"), count("7e9"), count("7,000,000")
+    (1200000000, 350000000, 7000, 7000000000, 7000000)
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([kmb]?)", text.strip().lower())
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*([kmb]?)", re.sub("[_,]", "", text.strip().lower()))
     try:
         number = float(found[1]) * _SUFFIXES[found[2]] if found else 0
     except ValueError:
         number = 0
-    require(number >= 1, "--parameters", text, "a number such as 1.2b, 350m or 7000")
+    require(1 <= number < 1e15, "--parameters", text, "a number such as 1.2b, 350m or 7000")
     return round(number)
 
 
