@@ -44,7 +44,7 @@ class StopConsensus:
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
-        self._others = [*self._shards]
+        self._others = self._shards
         self.balance: Balance | None = None
         self.patience: Patience | None = None
         self._asked: tuple[readback.Readback, int] | None = (
@@ -80,7 +80,7 @@ class StopConsensus:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
         axes = [axis for axis, scheme in levels if scheme.signal != "nothing"]
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
-        self._others = [*self._shards, *(Link(axis) for axis in axes if len(axes) > 1 or secluded)]
+        self._others = *self._shards, *(Link(axis) for axis in axes if len(axes) > 1 or secluded)
 
     def restart(self) -> None:
         """Goes on from another state. Called on all replicas between the same two steps."""

@@ -148,33 +148,25 @@ def compare_replicas(
         groups: The parameter groups of the base optimizer.
         joining: The parameters whose weights are compared, where the rest was compared before.
     """
-    if replicators:
-        parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
-        with mismatch_on_all(links_of_shards(parameters), replicators[0].channel.runtime.device):
-            _compare(replicators, settings, groups, joining)
-
-
-def _compare(
-    replicators: Sequence[Replicator],
-    settings: Settings,
-    groups: Sequence[Mapping[str, Any]],
-    joining: Collection[str] | None,
-) -> None:
+    if not replicators:
+        return
     tested: dict[int, str] = {}  # by scheme: its fragments decode alike
-    for replicator in replicators:
-        key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
-        description = _description(replicator, settings, joining) | options_of(groups)
-        if joining is None:
-            tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
-            description[SELFTEST] = tested[key]
-        if settings.balance:
-            description |= {"balance": "True"}
-        if settings.patience:
-            description |= {"patience": str(settings.patience)}
-        if settings.clip:
-            description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
-        notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))
-        link.require_same(description, runtime.device, notes)
+    parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
+    with mismatch_on_all(links_of_shards(parameters), replicators[0].channel.runtime.device):
+        for replicator in replicators:
+            key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
+            description = _description(replicator, settings, joining) | options_of(groups)
+            if joining is None:
+                tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
+                description[SELFTEST] = tested[key]
+            if settings.balance:
+                description |= {"balance": "True"}
+            if settings.patience:
+                description |= {"patience": str(settings.patience)}
+            if settings.clip:
+                description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
+            notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))
+            link.require_same(description, runtime.device, notes)
 
 
 def _description(replicator: Replicator, chosen: Settings, joining: Collection[str] | None) -> dict[str, str]:
