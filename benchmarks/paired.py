@@ -125,7 +125,7 @@ def first_round(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[Mea
 
 
 def losses(measured: Iterable[Measured]) -> list[Row]:
-    """The rows of losses.json: for each setting, optimizer and recipe the best learning rate."""
+    """The rows of losses.json: for each setting, optimizer and task the best learning rate."""
     best = dict[str, Row]()
     for scheme, recipe, replicas, runs, (cost, interval, seeds), source in measured:
         if seeds < 3 and cost <= WARN:
@@ -148,7 +148,8 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             "replicas": replicas,
             "source": source,
         }
-        key = json.dumps([scheme.name, arguments, optimizer, name, replicas])
+        task = [name, row["parameters"], row["steps"]]
+        key = json.dumps([scheme.name, arguments, optimizer, *task, replicas])
         before = best.get(key)
         # More seeds say more than a lower loss on fewer, and a later round, which was tuned, more than an earlier one.
         if (
@@ -157,7 +158,7 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
             or (seeds == before["seeds"] and (cost < before["cost"] or source != before["source"]))
         ):
             best[key] = row
-    like = {row["recipe"]: row for row in best.values()}
+    like = {row["recipe"]: row for row in reversed(best.values())}  # the first of a recipe: its model as it is
     kept = [
         {**like[recipe], "scheme": name, "arguments": arguments, "optimizer": optimizer, "cost": cost}
         | {"interval": None, "seeds": 3, "replicas": 2, "source": "docs/log.md"}

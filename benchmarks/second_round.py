@@ -100,14 +100,19 @@ LEFT_OUT = r"^Signum|^AdamW 0\.9\d+, full$|Muon 0\.95|alpha"
 only has to answer a question."""
 
 
+PLANNED = ("text", "rounds", "size")
+"""The studies that compare methods; the others change one thing of a method to answer a question."""
+
+
 def second_round(path: Path = RESULTS) -> Iterator[Measured]:
     """What the planner learns, against Muon in full where Muon trained, and AdamW in full otherwise."""
-    done, every = rows(path), [each for each in methods() if each.study == "text"]
-    dense = [each for name in REFERENCES["text"] for each in every if (each.study, each.name, each.replicas) == name]
-    adamw, muon = (losses(each.judged(done)) for each in dense)
-    for each in every:
-        if not re.search(LEFT_OUT, each.name):
-            yield from measured(each, done, muon if "optimizer.name=Muon" in each.sets else adamw)
+    done, every = rows(path), {(each.study, each.name, each.replicas): each for each in methods()}
+    for each in every.values():
+        if each.study in PLANNED and not re.search(LEFT_OUT, each.name):
+            adamw, muon = (losses(every[name].judged(done)) for name in REFERENCES[each.study])
+            reference = muon if "optimizer.name=Muon" in each.sets else adamw
+            if reference:
+                yield from measured(each, done, reference)
 
 
 def figure(done: Rows, path: Path) -> None:

@@ -43,13 +43,35 @@ def test_a_scheme_without_a_measured_loss_never_comes_before_one_that_has_it():
         assert known == sorted(known, reverse=True) and not all(known) and any(known)
 
 
+def measured(cost, interval=None, **given):
+    given = {"arguments": {}, "optimizer": "SignSGD", "seeds": 3, "recipe": "text", "steps": 300, "replicas": 2} | given
+    return Loss("demo", cost=cost, interval=interval, parameters=10**6, source="docs/log.md", **given)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Replaces the measured losses."""
+
+    def replace(*rows):
+        monkeypatch.setattr(losses, "loss_table", lambda: rows)
+        near.cache_clear()
+
+    yield replace
+    near.cache_clear()
+
+
 def test_a_loss_costs_steps_and_a_gain_saves_none():
-    def slowdown(cost):
-        return Loss("demo", {}, "SignSGD", cost, None, 1, "quick-lm", 590976, 300, 2, "docs/log.md").slowdown
+    def slowdown(upper):
+        return measured(upper - 0.02, (upper - 0.04, upper)).slowdown
 
     # AdamW in full on quick-lm, seed 1: 1.6420 after 300 steps, 1.2356 after 1,200
     assert slowdown(1.6420 / 1.2356 - 1) == pytest.approx(4, rel=0.01)
     assert slowdown(0.0) == slowdown(-0.1) == 1.0 < slowdown(0.01) < slowdown(0.02)
+
+
+def test_few_seeds_count_less_than_many_and_a_mean_alone_least():
+    many, few, alone = measured(0.01, (0.0, 0.02)), measured(0.01, (-0.04, 0.06)), measured(0.01)
+    assert many.slowdown < few.slowdown < alone.slowdown
 
 
 @pytest.mark.parametrize(
@@ -68,29 +90,39 @@ def test_a_loss_is_shown_with_its_interval_and_the_size_of_its_evidence(cost, in
     assert str(loss) == f"{verdict} {text}"
 
 
-def test_a_loss_counts_for_as_many_replicas_as_it_was_measured_with_or_more(monkeypatch):
-    measured = [(2, 0.01, "text"), (8, 0.14, "text"), (2, 0.02, "images")]
-    rows = tuple(
-        Loss("demo", {"topk": 4}, "SignSGD", cost, None, 3, recipe, 10**6, 300, n, "docs/log.md")
-        for n, cost, recipe in measured
-    )
-    monkeypatch.setattr(losses, "loss_table", lambda: rows)
-    near.cache_clear()
-    found = [loss_of(dt.demo(), replicas).cost for replicas in (1, 2, 7, 8, 64)]
-    near.cache_clear()
-    assert found == [0.02, 0.02, 0.02, 0.14, 0.14]
+def test_a_loss_counts_for_as_many_replicas_as_it_was_measured_with_or_more(table):
+    tried = [(2, 0.01, "text"), (8, 0.14, "text"), (2, 0.02, "images")]
+    table(*(measured(cost, arguments={"topk": 4}, replicas=n, recipe=recipe) for n, cost, recipe in tried))
+    assert [loss_of(dt.demo(), replicas).cost for replicas in (1, 2, 7, 8, 64)] == [0.02, 0.02, 0.02, 0.14, 0.14]
 
 
-def test_a_loss_counts_for_the_optimizer_it_was_measured_with(monkeypatch):
-    measured = [("SignSGD", -0.01, "text"), ("AdamW", 0.33, "text"), ("SignSGD", 0.02, "images")]
-    rows = tuple(
-        Loss("demo", {}, how, cost, None, 3, recipe, 10**6, 300, 2, "docs/log.md") for how, cost, recipe in measured
-    )
-    monkeypatch.setattr(losses, "loss_table", lambda: rows)
-    near.cache_clear()
+def test_a_loss_counts_for_the_optimizer_it_was_measured_with(table):
+    tried = [("SignSGD", -0.01, "text"), ("AdamW", 0.33, "text"), ("SignSGD", 0.02, "images")]
+    table(*(measured(cost, optimizer=how, recipe=recipe) for how, cost, recipe in tried))
     found = [loss_of(dt.demo(), 2, how).cost for how in ("SignSGD", "AdamW", "RMSprop", None)]
-    near.cache_clear()
     assert found == [0.02, 0.33, 0.33, 0.02]
+
+
+def test_a_longer_run_is_a_task_of_its_own(table):
+    table(measured(0.01), measured(0.05, steps=1000))
+    assert loss_of(dt.demo(), 2).steps == 1000
+
+
+def test_a_task_that_was_not_tried_counts_with_the_best_of_the_other_settings(table):
+    wide, narrow = {"topk": 16}, {"topk": 1}
+    table(
+        measured(0.0, arguments=narrow),
+        measured(0.01, arguments=wide),
+        measured(0.09, arguments=wide, recipe="images"),
+        measured(0.08, arguments={"topk": 4}, recipe="images"),
+    )
+    everything = [dt.demo(**wide), dt.demo(**narrow), dt.demo(topk=2)]
+    assert [loss and loss.cost for loss in (loss_of(each, 2) for each in everything)] == [0.09, 0.08, None]
+    network = Network.of_link_speed(LinkSpeed(1e6, 1e-4), 2, 1)
+    suffixes = {
+        option.cost.scheme.arguments["topk"]: option.other_settings for option in options(everything, WORK, network)
+    }
+    assert suffixes == {16: "", 1: ", other settings", 2: ""}
 
 
 @pytest.mark.parametrize("rate", RATES)

@@ -61,8 +61,8 @@ def row(option: Option) -> dict[str, Any]:
         "time_to_loss_s": option.time_to_loss_s,
         "loss_cost": loss.cost if loss else None,
         "loss_interval": list(loss.interval) if loss and loss.interval else None,
-        "loss_text": f"{loss.verdict}; {loss.conditions}" if loss else "unknown",
-        "loss_source": f"{loss}, {loss.source}" if loss else "unknown",
+        "loss_text": f"{loss.verdict}; {loss.conditions}{option.other_settings}" if loss else "unknown",
+        "loss_source": f"{loss}{option.other_settings}, {loss.source}" if loss else "unknown",
     }
 
 

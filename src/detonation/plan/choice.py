@@ -36,7 +36,7 @@ def why(chosen: Option, ranked: Sequence[Option], network: Network, budget: floa
         return f"{text}, within the budget of {budget:.0%}" if waiting(chosen) <= budget else text
     if chosen.loss is not None:
         text += f"; of the {sum(o.loss is not None for o in ranked)} with a measured loss it is expected to reach a "
-        text += f"loss first: {chosen.loss}"
+        text += f"loss first: {chosen.loss}{chosen.other_settings}"
     if full is not None:
         times = full.cost.total_s / cost.total_s
         text += f"; full() would wait {waiting(full):.0%} and take {times:.3g} times as long per step"

@@ -1,7 +1,7 @@
 """Measured losses: how much validation loss each scheme cost, how certain that is, and where it was measured."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -12,6 +12,8 @@ from detonation.core.schemes.scheme import Scheme
 STEPS_EXPONENT = 0.205
 """Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
 (docs/frontier.md)."""
+SPREAD = 0.07
+"""Half of a 95 % interval of three seeds on text (docs/findings.md), for measurements that have none of their own."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,33 @@ class Loss:
     source: str
 
     @property
+    def task(self) -> tuple[str, int, int]:
+        """The problem that was trained: recipe, parameters and steps."""
+        return self.recipe, self.parameters, self.steps
+
+    @property
     def difference_seen(self) -> bool:
         """False where the interval contains zero; without an interval the mean is taken at its word."""
         return self.interval is None or not self.interval[0] <= 0 <= self.interval[1]
 
     @property
-    def slowdown(self) -> float:
-        """Expected number of steps to a loss, relative to full synchronisation; at least 1.
+    def upper(self) -> float:
+        """The upper end of the interval, or `SPREAD` above a mean that has none."""
+        return self.cost + SPREAD if self.interval is None else self.interval[1]
 
-        A difference below full synchronisation is not counted on: it may be the optimizer's.
+    @property
+    def slowdown(self) -> float:
+        """Number of steps to a loss, relative to full synchronisation, at the upper end of the interval; at least 1.
+
+        The upper end makes few seeds count less than many. A loss below that of full synchronisation is not counted on:
+        it may be the optimizer's.
         """
-        return float((1 + max(0.0, self.cost)) ** (1 / STEPS_EXPONENT))
+        return float((1 + max(0.0, self.upper)) ** (1 / STEPS_EXPONENT))
+
+    def fits(self, scheme: Scheme) -> bool:
+        """True where `scheme` was measured at these settings."""
+        same = all(scheme.arguments.get(name) == value for name, value in self.arguments.items())
+        return scheme.name == self.scheme and same
 
     @property
     def verdict(self) -> str:
@@ -75,21 +93,31 @@ class Loss:
 
 
 def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss | None:
-    """The loss measured for `scheme` at these settings on the recipe where it is largest, or None.
+    """The measurement of `scheme` that promises least: of the task where its upper end is largest.
+
+    On a task where these settings were not tried, the best of the scheme's other settings counts, so that settings that
+    were tried on few tasks do not come first for that reason.
 
     Args:
         scheme: With its arguments.
         replicas: How many will train.
         optimizer: The one that will train under it, as `trained_by` names it. One that nobody has measured is taken for
-            AdamW, because most need dense gradients as AdamW does. Without it, the best of each recipe counts.
+            AdamW, because most need dense gradients as AdamW does. Without it, the best of each task counts.
+
+    Returns:
+        The measurement; None where these settings were not measured on any task.
     """
     wanted = optimizer if optimizer in {loss.optimizer for loss in loss_table()} else optimizer and "AdamW"
-    best: dict[str, Loss] = {}
-    for loss in near(replicas):
-        same = all(scheme.arguments.get(name) == value for name, value in loss.arguments.items())
-        if loss.scheme == scheme.name and same and wanted in (None, loss.optimizer):
-            best[loss.recipe] = min(loss, best.get(loss.recipe, loss), key=lambda loss: loss.cost)
-    return max(best.values(), key=lambda loss: loss.cost, default=None)
+    same = [each for each in near(replicas) if each.scheme == scheme.name and wanted in (None, each.optimizer)]
+    own = _best_by_task(loss for loss in same if loss.fits(scheme))
+    return max({**_best_by_task(same), **own}.values(), key=lambda loss: loss.upper) if own else None
+
+
+def _best_by_task(measured: Iterable[Loss]) -> dict[tuple[str, int, int], Loss]:
+    best: dict[tuple[str, int, int], Loss] = {}
+    for loss in measured:
+        best[loss.task] = min(loss, best.get(loss.task, loss), key=lambda loss: loss.upper)
+    return best
 
 
 def trained_by(name: str, settings: Mapping[str, Any]) -> str:
@@ -111,13 +139,13 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
 
 @cache
 def near(replicas: int) -> tuple[Loss, ...]:
-    """Selects one measurement per setting, optimizer and recipe.
+    """Selects one measurement per setting, optimizer and task.
 
     It is the one with the most replicas up to `replicas`, else with the fewest.
     """
     found: dict[str, Loss] = {}
     for loss in sorted(loss_table(), key=lambda loss: (loss.replicas > replicas, abs(loss.replicas - replicas))):
-        found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.optimizer, loss.recipe)), loss)
+        found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.optimizer, loss.task)), loss)
     return tuple(found.values())
 
 

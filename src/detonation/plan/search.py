@@ -27,15 +27,20 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Option:
-    """A scheme with its predicted cost and its measured loss, None without one."""
+    """A scheme with its predicted cost and the measured loss that counts (`loss_of`), None without one."""
 
     cost: Cost
     loss: Loss | None
 
     @property
     def time_to_loss_s(self) -> float | None:
-        """Expected seconds until training has come as far as in one step of full synchronisation; None if unknown."""
+        """Seconds until training has surely come as far as in one step of full synchronisation; None if unknown."""
         return None if self.loss is None else self.cost.total_s * self.loss.slowdown
+
+    @property
+    def other_settings(self) -> str:
+        """Says that the loss was measured at other settings of the scheme, where it was; otherwise empty."""
+        return "" if self.loss is None or self.loss.fits(self.cost.scheme) else ", other settings"
 
 
 def waiting(option: Option) -> float:
