@@ -1,6 +1,8 @@
 """What people train with beside an optimizer: compiled and checkpointed models, mixed precision, offload, other forms
 of a base optimizer, scaled losses, tensor parallelism. `make gpu` runs this file on a GPU."""
 
+import copy
+import pickle
 import warnings
 from functools import partial
 
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import digest, local
 from steps import step_on
 from zoo import DEVICE, SCHEMES, Plain, batch, built
@@ -203,6 +206,14 @@ def test_a_replica_whose_scaled_gradient_overflows_skips_no_exchange():
     for rank, found in enumerate(ranks):
         scale = 2.0**9 if rank == 1 else 2.0**10
         assert found == dict.fromkeys(NAMES, (True, False, 3, scale)), rank
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_replicated_optimizer_says_that_it_cannot_be_copied(act):
+    model = nn.Linear(2, 1)
+    optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.demo())
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: use state_dict\(\)"):
+        act(optimizer)
 
 
 def three_axes(mesh):

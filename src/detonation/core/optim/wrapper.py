@@ -28,6 +28,9 @@ class OptimizerWrapper(Optimizer):
         is_now = f"is called optimizer.{now} since version 0.2" if now else "does not exist"
         raise AttributeError(f"optimizer.{name} {is_now}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("this optimizer holds links of its process and cannot be copied or pickled: use state_dict()")
+
     def unscale(self) -> Tensor | None:
         """Divides the gradients by the scale of a GradScaler, if one calls this step.
 
