@@ -165,11 +165,10 @@ def test_a_full_disk_keeps_no_part_of_the_tokens(tmp_path, cache, monkeypatch):
         "tokenizer": str(own.tokenizer(tmp_path / "words")),
     }
 
-    def full(path, content):
-        path.touch()
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("os.fsync", full)
     assert len(load_dataset("text", {**arguments, "context": 8}).train) > 0
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 

@@ -12,12 +12,14 @@ import detonation
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
-# where it has a line, and belongs to the line of the package otherwise. `choices` and `version` are open to all.
+# where it has a line, and belongs to the line of the package otherwise. `choices`, `version` and `whole_files` are open
+# to all.
 # The last column: what a folder may import of torch.distributed (nothing, its DTensor alone, or anything).
 NONE, DTENSOR, ANY = "nothing", "DTensor", "anything"
 HOUSE = {
     "choices": ("", NONE),
     "version": ("", NONE),
+    "whole_files": ("", NONE),
     "kernels": ("", NONE),
     "kernels/gpu/parts": ("", NONE),
     "kernels/gpu": ("kernels/gpu/parts", NONE),
@@ -161,7 +163,7 @@ def test_a_line_names_only_folders_above_it():
 
 @pytest.mark.parametrize("path", INSIDE)
 def test_folders_import_downwards(path):
-    allowed = {*below(room(path)), "choices", "version", FACE}
+    allowed = {*below(room(path)), "choices", "version", "whole_files", FACE}
     assert {other: name for other, name in ours(path).items() if other not in allowed} == {}
 
 

@@ -3,6 +3,7 @@
 A run that has diverged is shown as such.
 """
 
+import errno
 import json
 import sys
 
@@ -45,6 +46,16 @@ def test_an_unfinished_run_and_a_directory_of_runs(error_of, tmp_path):
     made(tmp_path / "compared" / "full")
     made(tmp_path / "compared" / "demo")
     assert error_of("compared") == "error: compared holds 2 runs, not one: detonation report compared/*/"
+
+
+def test_a_full_disk_leaves_no_part_of_a_page(tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert main(["report", str(made(tmp_path / "run"))]) != 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list((tmp_path / "run").rglob("*.part"))
 
 
 def test_pictures_of_an_earlier_page_are_no_run(error_of, tmp_path):

@@ -7,7 +7,6 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from detonation.data.download.extras import needs
 from detonation.data.download.sources import cache_dir
+from detonation.whole_files import write_whole
 
 TEXT_VOCAB = 256
 _PIECE = 1 << 18
@@ -99,17 +99,13 @@ def all_ids(documents: Sequence[bytes], tokenizer: str) -> Tensor:
         joined = bytearray(b"\n\n".join(documents))
         return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
     path = cache_dir() / "tokens" / f"{_digest(documents, tokenizer)}.int32"
-    part = path.with_suffix(".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a machine all come here: one encodes, the others wait
             if not path.exists():
-                part.write_bytes(_encoded(documents, tokenizer))
-                part.replace(path)
+                write_whole(path, _encoded(documents, tokenizer))
     except OSError:  # a cache that cannot be written, or is full
-        with suppress(OSError):
-            part.unlink()
         return torch.frombuffer(_encoded(documents, tokenizer), dtype=torch.int32)
     count = path.stat().st_size // 4
     return torch.from_file(str(path), shared=False, size=count, dtype=torch.int32) if count else torch.zeros(0).int()

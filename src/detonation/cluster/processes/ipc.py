@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from detonation.whole_files import write_whole
+
 _TENSOR_MARK = "__tensor__"
 
 
@@ -18,9 +20,7 @@ def write_result(path: Path, value: Any) -> None:
     if tensors:
         save_file(tensors, path.with_suffix(".safetensors"))
     # The JSON file appears last and whole: its presence means that the result is complete.
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_whole(path, text.encode())
 
 
 def read_result(path: Path) -> Any:

@@ -11,6 +11,7 @@ from detonation.report.figures.colours import NIGHT, PAPER, variables
 from detonation.report.figures.drawing import Chart
 from detonation.report.html.sections import configurations, environments, figures, plans, raw, runs_table, tiles, waits
 from detonation.report.read import Run, read_all, read_plan
+from detonation.whole_files import write_whole
 
 _FIGURES = "-figures"
 _EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
@@ -78,8 +79,8 @@ def write_page(directories: Sequence[Path], out: Path | None = None, plan: Path 
         raise ValueError(_EXTRA) from error
     folder.mkdir(exist_ok=True)
     for name, content in images.items():
-        _replace(folder / name, content)
-    _replace(target, text.encode())
+        write_whole(folder / name, content)
+    write_whole(target, text.encode())
     return ReportPage(target, [folder / name for name in images])
 
 
@@ -149,10 +150,3 @@ def _subtitle(runs: Sequence[Run]) -> str:
         "virtual replicas in one process" if first.get("simulated") and "simulated" in same else "",
     ]
     return " · ".join(part for part in parts if part)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a whole file or none."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)

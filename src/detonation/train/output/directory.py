@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from detonation.cluster.processes.failure import RunError
+from detonation.whole_files import write_whole
 
 LOCK = ".lock"
 CONFIG = "config.toml"
@@ -97,16 +98,10 @@ class RunDirectory:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Puts `text` at `path`: after a crash there is the old file or the new one, never a part."""
-    part = path.with_name(path.name + ".part")
+    """Puts `text` at `path`, whole or not at all."""
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise unwritable(path, error) from error
 
 
