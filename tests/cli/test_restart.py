@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tomllib
 
 import pytest
 import torch.distributed.run
@@ -77,6 +78,20 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, 
     alone = Command(tmp_path, *train, env={"SLURM_RESTART_COUNT": 1})
     assert alone.wait() == 0, alone.errors
     assert result(out) == whole
+
+
+@pytest.mark.parametrize("by", ["itself", "a launcher"])
+def test_a_run_in_epochs_keeps_its_steps_in_a_larger_world(tmp_path, recipe, by):
+    out = tmp_path / "run"
+    train = ("train", recipe, "--out", out, "--shards", 1, "--checkpoint-every", 2, "--set", "train.steps=0")
+    alone = Command(tmp_path, *train, "train.epochs=0.002", "--replicas", 1, "--stop-after", 8)
+    assert alone.wait() == 0, alone.errors
+    steps = tomllib.loads((out / "config.toml").read_text())["train"]["steps"]
+    assert 8 < steps < 16, "as many as two replicas take in half as many are not enough"
+    again = (*train, "train.epochs=0.002", "--replicas", 2, "--resume")
+    ranks = [Command(tmp_path / "both", *again)] if by == "itself" else launched(tmp_path, 2, *again)
+    assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].errors
+    assert json.loads((out / "summary.json").read_text())["steps"] == steps
 
 
 def test_what_is_there_is_kept_from_a_run_that_may_start(tmp_path, recipe):

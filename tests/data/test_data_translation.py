@@ -1,5 +1,6 @@
 """Sentence pairs as ByT5 ids."""
 
+import json
 import re
 
 import pytest
@@ -84,6 +85,20 @@ def test_a_line_must_have_two_columns(pairs, line):
     pairs.write_text("a\tb\n" + line)
     with pytest.raises(ValueError, match=r"pair 2 has \d columns, not 2"):
         load_dataset("translation", {"source": str(pairs)})
+
+
+def test_the_first_row_of_objects_gives_the_order_of_the_languages(tmp_path):
+    rows = [{"en": f"one {n}", "fr": f"un {n}"} for n in range(40)]
+    turned = [{key: row[key] for key in (reversed(row) if n % 2 else row)} for n, row in enumerate(rows)]
+    found = []
+    for name, written in ("in-order", rows), ("turned", turned):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"translation": row}) + "\n" for row in written))
+        found.append(load_dataset("translation", {"source": str(path)}).train[torch.arange(4)])
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    path.write_text("".join(json.dumps({"translation": row}) + "\n" for row in [*rows, {"en": "one", "de": "eins"}]))
+    with pytest.raises(ValueError, match=r"turned\.jsonl: pair 41 is in en, de, the first in en, fr"):
+        load_dataset("translation", {"source": str(path)})
 
 
 @pytest.mark.parametrize("name", ["pairs.tsv", "pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs"])

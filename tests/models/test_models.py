@@ -2,6 +2,7 @@
 
 import math
 import sys
+import types
 
 import pytest
 import torch
@@ -99,6 +100,14 @@ def test_a_causal_model_does_not_see_ahead():
     changed = ids.clone()
     changed[:, 12:] = 7
     assert torch.allclose(model(input_ids=ids).logits[:, :12], model(input_ids=changed).logits[:, :12], atol=1e-5)
+
+
+def test_a_model_of_ones_own_trains_in_training_mode_however_it_comes(monkeypatch):
+    def pretrained():
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()).eval()
+
+    monkeypatch.setitem(sys.modules, "own_pretrained", types.SimpleNamespace(build=pretrained))
+    assert all(module.training for module in models.build_model("own_pretrained:build", {}).modules())
 
 
 def test_tied_embeddings_are_one_tensor():

@@ -16,8 +16,9 @@ from detonation.data.formats.hub import one_line
 class TextStream:
     """Blocks of ids of the documents in a `datasets.IterableDataset`.
 
-    A part of the ranks reads files of its own where there are enough of them, and otherwise every so many-th row. Its
-    documents follow one another without padding; behind the last one the first comes again.
+    A part of the ranks reads files of its own where their number is a multiple of the parts. Otherwise it reads all
+    files and takes every so many-th row. Its documents follow one another without padding; behind the last one the
+    first comes again.
 
     Args:
         source: The name of the data, for errors.

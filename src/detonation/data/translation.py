@@ -1,7 +1,7 @@
 """Sentence pairs as bytes, with the ids of ByT5 (Xue et al., 2022, arXiv 2105.13626), or as tokens."""
 
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
     """Reads a source: its label and its pairs."""
     if hub.is_hub(source):
         rows = hub.column(hub.hub_rows(source, split or "train"), column, ["translation"])
-        return hub.label(source), _stripped(source, (list(row.values()) for row in rows))
+        return hub.label(source), _stripped(source, _in_order(source, rows))
     hub.refuse(source, split=split)
     file = locate(source) / "pairs.tsv" if source in _NAMED else check_source(source, _NAMED)
     name, suffix = source if source in _NAMED else file.stem, file.suffix.lower()
@@ -164,13 +164,25 @@ def _read(source: str, split: str | None, column: str | None) -> tuple[str, list
     if suffix in own.ROWS:
         with own.in_file(file):
             rows = own.values_of(file, own.ROWS[suffix](file), column or "translation")
-            pairs = (list(row.values()) if isinstance(row, dict) else [row] for row in rows)
-            return name, _stripped(source, pairs)
+            return name, _stripped(source, _in_order(source, rows))
     hub.refuse(source, column=column)
     if suffix not in (".tsv", ""):
         raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
     with own.in_file(file), file.open(encoding="utf-8") as lines:
         return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
+
+
+def _in_order(source: str, rows: Iterable[Any]) -> Iterator[Sequence[str]]:
+    """The texts of each row in the order of the first row's languages: the keys of an object in JSON have none."""
+    first: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            yield [row]
+            continue
+        first = first or list(row)
+        if set(row) != set(first):
+            raise ValueError(f"{source}: pair {number} is in {', '.join(row)}, the first in {', '.join(first)}")
+        yield [row[name] for name in first]
 
 
 def _stripped(source: str, rows: Iterable[Sequence[str]]) -> list[SentencePair]:

@@ -52,11 +52,14 @@ def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         arguments: Of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists them.
 
     Raises:
-        ValueError: Unknown name or argument, or sizes that do not fit together.
+        ValueError: Unknown name or argument, sizes that do not fit together, or a function that makes no module.
 
     Example:
         >>> build_model("vit", {"image_size": 28, "patch_size": 5})
         Traceback (most recent call last):
         ValueError: patch_size 5 does not divide image_size 28: the image is cut into whole patches
     """
-    return make("model", {name: model_function(name)}, name, arguments)
+    made = make("model", {name: model_function(name)}, name, arguments)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"model {name} makes a {type(made).__name__}, must make a torch.nn.Module")
+    return made.train()  # pretrained ones come in evaluation mode

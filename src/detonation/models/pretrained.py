@@ -65,7 +65,7 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         head = made.get_output_embeddings() or getattr(model, "classifier", None)
         if task != "text" and isinstance(head, nn.Module):  # causal models do so by themselves
             fp32_logits(head)
-        return model.train()
+        return model
 
     return build
 

@@ -93,8 +93,6 @@ def check_config(config: Config) -> Config:
     model = Choice(config.model.name, _agreeing(config.model, loaded))
     with torch.device("meta"):
         made = build_model(model.name, model.arguments)
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"model {model.name} makes a {type(made).__name__}, must make a torch.nn.Module")
     try:
         inspect.signature(made.forward).bind(**loaded.validation[torch.tensor([0])])
     except TypeError as error:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import time
+import tomllib
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,6 +64,16 @@ def steps_finished(path: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         return 0
     return found if type(found) is int else 0
+
+
+def steps_of_epochs(path: Path, epochs: float) -> int:
+    """The number of steps that so many epochs took when the run in `path` began; 0 where it says none."""
+    try:
+        train = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))["train"]
+        steps = train["steps"] if train["epochs"] == epochs else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return steps if type(steps) is int else 0
 
 
 def fresh_directory(name: str) -> Path:

@@ -1,5 +1,6 @@
 """The start of a run: everything that can be checked is checked, then the processes start."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -50,20 +51,39 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
         raise ValueError("a run that its launcher may start again needs --out: the run directory to continue")
     if place is None:
         compute_with_one_thread()
-        return _finished(request, None) or run_task(make_task(request, None))
+        return _finished(request, None) or run_task(make_task(_with_steps(request, _steps_begun(request, None)), None))
 
     def on_this_rank() -> Table:
         # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
         said = [_finished(request, place), restarted(os.environ), restartable(os.environ)] if place.rank == 0 else []
-        finished, again, may_start = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
+        said += [_steps_begun(request, place)] if place.rank == 0 else []
+        finished, again, may_start, steps = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
         if finished:
             return dict(finished)
-        task = replace(make_task(request, place), resume=request.resume or again, may_start=may_start)
+        task = make_task(_with_steps(request, steps), place)
+        task = replace(task, resume=request.resume or again, may_start=may_start)
         if place.rank == 0 and not request.replica:
             _check_directory(task)
         return train_on_rank(task)
 
     return run_under_launcher(place, on_this_rank, fail, interface=request.interface)
+
+
+def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
+    """The steps that the epochs of a resumed run took at its start: a world of another size keeps them.
+
+    0 for a run that begins, and where the recipe says how many steps.
+    """
+    if request.out is None or not (request.resume or restarted(os.environ)):
+        return 0
+    with contextlib.suppress(ValueError):  # a recipe that is not valid: `make_task` says so on all ranks
+        train = configure(request, place).train
+        return 0 if train.steps else directory.steps_of_epochs(request.out, train.epochs)
+    return 0
+
+
+def _with_steps(request: Request, steps: int) -> Request:
+    return replace(request, overrides=(*request.overrides, f"train.steps={steps}")) if steps else request
 
 
 def compute_with_one_thread() -> None:
