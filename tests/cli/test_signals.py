@@ -7,6 +7,7 @@ import pytest
 
 from commands import Command, outliving, write_recipe
 from detonation.checkpoint.files import manifest, retention
+from detonation.cluster.processes.signals import Stop
 from detonation.train.output import metrics
 
 LONG = ("--set", "train.steps=100000")
@@ -25,6 +26,20 @@ def start(tmp_path):
     yield started_with
     for command in started:
         command.kill()
+
+
+def test_the_end_of_a_child_after_the_request_is_no_second_request(monkeypatch):
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", ended)
+    monkeypatch.setattr("detonation.cluster.processes.signals.SAME_REQUEST_S", 0)
+    stop = Stop()
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
+        stop.receive(number)
+    assert stop.number == signal.SIGTERM
+    with pytest.raises(SystemExit):
+        stop.receive(signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

@@ -41,7 +41,7 @@ def steps(model, optimizer, axis, door):
 
 
 def member(store, replica, scheme):
-    membership = Membership(next_axis_store(store, replica), replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
+    membership = Membership(next_axis_store(store, replica, REPLICAS), replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
     axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
     safety = dt.Safety(verify_every=1)
     optimizer = dt.replicate(bases(scheme, model.parameters()), model, axis, scheme, clip=0.5, safety=safety)

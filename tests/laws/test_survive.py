@@ -4,6 +4,7 @@ import copy
 import json
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.cluster.survive.agreement import GONE, beat_key
+from detonation.cluster.survive.agreement import GONE, beat_key, latest_axis_store, next_axis_store
 from detonation.cluster.survive.groups import ReceiveBuffers
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -198,6 +199,47 @@ def test_a_checkpoint_is_of_the_replicas_that_are_left_or_fails_on_all(tmp_path)
     names = {path.name for path in (tmp_path / "step-000004").iterdir()}
     assert names == {"manifest.json", *(f"replica{replica}-shard0.safetensors" for replica in range(3))}
     assert not [*tmp_path.glob(".step*")]
+
+
+def test_texts_have_a_name_of_their_own_also_where_the_same_replicas_come_together_again():
+    def named(communicator):
+        found = [communicator.texts()._channel]
+        for step in (3, 7):  # a replica came in and was lost
+            communicator._pending = [(step, [0, 1])]
+            communicator.adopt(step)
+            found.append(communicator.texts()._channel)
+        return found
+
+    names = survivors(named, replicas=2)
+    assert names[0] == names[1] and len(set(names[0])) == 3
+
+
+def test_a_start_that_was_not_complete_spoils_no_later_one():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    for rank in (1, 0):
+        with pytest.raises(TimeoutError, match="the 3 ranks did not meet within 0 s"):
+            next_axis_store(store, rank, 3)
+    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    threads = [threading.Thread(target=lambda r=r: next_axis_store(store, r, 3).set(f"here/{r}", "")) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert latest_axis_store(store).check([f"here/{rank}" for rank in range(3)])
+
+
+def test_a_guest_that_gave_up_keeps_nobody_out():
+    store = HashStore()
+    axis = dt.elastic(replica=0, replicas=1, store=store, silence_s=1.1)
+    gone = dt.Guest(store, silence_s=1.1)
+    gone.membership.stop()
+    guest, deadline = dt.Guest(store, silence_s=1.1), time.monotonic() + TIMEOUT_S
+    while axis.host.guest != guest.number and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert axis.host.guest == guest.number
+    guest.membership.stop()
+    axis.close()
 
 
 def test_replicas_renumber_in_fp32_wherever_synchronize_is_called(monkeypatch):

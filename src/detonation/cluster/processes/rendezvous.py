@@ -61,13 +61,24 @@ def compare_devices(store: Store, position: LaunchPosition, device: torch.device
 
 
 def _attempt_name(store: Store, rank: int, world_size: int) -> str:
-    """A name for this attempt, the same on all its ranks and different from every earlier attempt.
+    """A name for this attempt: after a restart the store still holds the addresses of ranks that are gone."""
+    return name_of_first(store, rank, world_size, secrets.token_hex(8), _RENDEZVOUS_TIMEOUT_S)
 
-    After a restart the store still holds the addresses of ranks that are gone. Counts of restarts differ between
-    agents, so the ranks greet each other: rank 0 answers each greeting with the name that it chose, until each rank
-    has confirmed that name; only an answer to a greeting of this attempt is believed.
+
+def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> str:
+    """The name that rank 0 has given, on all ranks that came for it. Collective.
+
+    Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each greeting with its
+    name, until each rank has confirmed that name; a rank believes an answer to its own greeting alone.
+
+    Args:
+        store: May hold what ranks that are gone have left.
+        name: On rank 0 another one than any before in this store.
+
+    Raises:
+        TimeoutError: Not all ranks came.
     """
-    token, deadline = secrets.token_hex(8), time.monotonic() + _RENDEZVOUS_TIMEOUT_S
+    token, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     others = range(1, world_size)
     for other in others if rank == 0 else [rank]:
         for kind in ("greeting", "answer", "name"):
@@ -75,17 +86,17 @@ def _attempt_name(store: Store, rank: int, world_size: int) -> str:
     while time.monotonic() < deadline:
         if rank == 0:
             for other in others:
-                store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {token}")
-            if all(store.get(_key("name", other)).decode() == token for other in others):
-                return token
+                store.set(_key("answer", other), f"{store.get(_key('greeting', other)).decode()} {name}")
+            if all(store.get(_key("name", other)).decode() == name for other in others):
+                return name
         else:
             store.set(_key("greeting", rank), token)
-            greeting, _, name = store.get(_key("answer", rank)).decode().partition(" ")
+            greeting, _, given = store.get(_key("answer", rank)).decode().partition(" ")
             if greeting == token:
-                store.set(_key("name", rank), name)
-                return name
+                store.set(_key("name", rank), given)
+                return given
         time.sleep(_POLL_S)
-    raise TimeoutError(f"the {world_size} ranks did not meet within {_RENDEZVOUS_TIMEOUT_S:.0f} s")
+    raise TimeoutError(f"the {world_size} ranks did not meet within {timeout_s:.0f} s")
 
 
 def _key(kind: str, rank: int) -> str:

@@ -28,7 +28,8 @@ class Stop:
     def receive(self, number: int) -> None:
         """Records the first request. Ends the process at once on a second request or on Ctrl-C."""
         now = time.monotonic()
-        if number == signal.SIGINT or (self and now - self._since > SAME_REQUEST_S):
+        again = number in STOP_SIGNALS and self and now - self._since > SAME_REQUEST_S
+        if number == signal.SIGINT or again:  # any other with a handler comes here, too, such as SIGCHLD
             self.last_act()
             os._exit(128 + number)
         if not self and number in STOP_SIGNALS:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from detonation.cluster.processes.rendezvous import name_of_first
 from detonation.core.errors import DetonationError
 
 SIZE, EPOCH = "size", "epoch"
@@ -79,11 +80,16 @@ def axis_store(base: Store, number: int) -> Store:
     return PrefixStore(f"{_AXES}/{number}", base)
 
 
-def next_axis_store(base: Store, rank: int) -> Store:
-    """The part for the next axis of `rank`; all ranks make theirs in the same order."""
-    number = base.add(f"{_AXES}/of/{rank}", 1) - 1
-    base.set(f"{_AXES}/latest", str(number))
-    return axis_store(base, number)
+def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
+    """The part for a new axis of all ranks. Collective; raises `TimeoutError` where not all come.
+
+    The store may have those of earlier starts, in which not all came.
+    """
+    mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
+    number = name_of_first(PrefixStore(f"{_AXES}/meet", base), rank, world_size, mine, base.timeout.total_seconds())
+    if rank == 0:
+        base.set(f"{_AXES}/latest", number)
+    return axis_store(base, int(number))
 
 
 def latest_axis_store(base: Store) -> Store:

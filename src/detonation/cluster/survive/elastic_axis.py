@@ -50,6 +50,7 @@ def elastic(
 
     Raises:
         ValueError: An argument is out of range, or there is neither a mesh nor a store.
+        TimeoutError: Not all ranks came within the store's timeout.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -71,7 +72,7 @@ def elastic(
         raise ValueError("replicas without a common process group need a store, such as torch.distributed.TCPStore")
     base = store or distributed_c10d._get_default_store()
     membership = Membership(
-        next_axis_store(base, replica * shards + shard),
+        next_axis_store(base, replica * shards + shard, replicas * shards),
         replica,
         replicas,
         shard,

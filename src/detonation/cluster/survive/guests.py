@@ -81,10 +81,10 @@ class Guest:
             own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_here, is_guest=True
         )
         self._store = self.membership.store
+        self._store.set(ask_key(self.number), "1")  # at once: the others look for one number after another
 
     def addresses(self, timeout_s: float) -> str:
-        """Asks to come in; returns the addresses of the feeds of all shards, separated by commas."""
-        self._store.set(ask_key(self.number), "1")
+        """The addresses of the feeds of all shards, separated by commas, once the others have them."""
         deadline = time.monotonic() + timeout_s
         keys = [feed_key(self.number, shard) for shard in range(self._shards)]
         while not self._store.check(keys):

@@ -48,8 +48,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._kept, self._buffers = dict[int, NumberedCollective](), ReceiveBuffers()
         self._started, self._floor, self._begun = floor, floor, begun
         self._guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
-        self._awaits = -1
-        self._channels = 0
+        self._awaits, self._channels, self._adopted = -1, 0, begun
         self._pending: list[tuple[int, list[int]]] = []  # from which step on there are which members
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
@@ -93,7 +92,8 @@ class SurvivingCommunicator(ElasticCommunicator):
             members = [self._layout, *(members for first, members in self._pending if step >= first)][-1]
             self._pending = [each for each in self._pending if each[0] > step]
             kept = [number for number, member in enumerate(self._layout) if member in members]
-            self._layout, self._begun, self._channels = members, max(self._begun, step + 1), 0
+            self._layout, self._begun = members, max(self._begun, step + 1)
+            self._channels, self._adopted = 0, step  # the same members may come together again
             self.replica = members.index(self._membership.replica)
         return kept
 
@@ -115,7 +115,7 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def texts(self) -> StoreTexts:
         self._channels += 1
-        return StoreTexts(self._membership, self._layout, f"{'.'.join(map(str, self._layout))}/{self._channels}")
+        return StoreTexts(self._membership, self._layout, f"{self._layout}/{self._adopted}/{self._channels}")
 
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""

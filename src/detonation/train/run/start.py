@@ -55,8 +55,10 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
 
     def on_this_rank() -> Table:
         # what launcher and directory say on rank 0 counts: nodes may be restarted apart, and share no file system
-        said = [_finished(request, place), restarted(os.environ), restartable(os.environ)] if place.rank == 0 else []
-        said += [_steps_begun(request, place)] if place.rank == 0 else []
+        said: list[Any] = []
+        if place.rank == 0:
+            environment = (restarted(os.environ), restartable(os.environ))
+            said = [_finished(request, place), *environment, _steps_begun(request, place)]
         finished, again, may_start, steps = json.loads(Texts(local_device()).broadcast(json.dumps(said)))
         if finished:
             return dict(finished)
