@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+from itertools import groupby
 
 import pytest
 
-from commands import Command, free_port, write_recipe
+from commands import RECIPE, Command, free_port, write_recipe
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -21,6 +22,10 @@ def elastic(folder, *more):
 
 def summary(folder):
     return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -47,8 +52,13 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     replayed = Command(tmp_path / "replay", "replay", tmp_path / "run", "--json")
     assert replayed.wait() == 0, replayed.errors
     assert json.loads(replayed.stdout.splitlines()[-1])["fingerprint"] == found["fingerprint"]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 41))
+    records = metrics(tmp_path)
+    assert [record["step"] for record in records] == list(range(1, 41))
+    taking = [record["taking"] for record in records]
+    assert taking == sorted(taking, reverse=True) and {*taking} == {3, 2}
+    examples = RECIPE["train"]["batch_size"] * sum(taking)
+    assert found["examples_per_second"] == pytest.approx(examples / found["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(RECIPE["data"]["context"] * examples / found["seconds"])
     resumed = elastic(tmp_path, "--resume", "--replicas", 3, "--set", "train.steps=44")  # the original number
     assert resumed.wait() == 0, resumed.errors
     assert "resumed after step 40, from 2 replicas" in resumed.stdout and summary(tmp_path)["steps"] == 44
@@ -76,11 +86,39 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
     finally:
         for command in commands:
             command.kill()
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in metrics(tmp_path)]
     assert steps == list(range(1, len(steps) + 1))
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert newest.name == f"step-{steps[-1]:06d}"
     assert json.loads((newest / "manifest.json").read_text())["replicas"] == 2
+
+
+def test_a_replica_that_came_in_goes_on_with_the_metrics_when_it_alone_is_left(tmp_path):
+    address, recipe = f"127.0.0.1:{free_port()}", write_recipe(tmp_path / "tiny.toml")
+    commands = [Command(tmp_path / "meet", "meet", address)]
+
+    def start(name, *way):
+        given = ("train", recipe, "--out", tmp_path / "run", "--replicas", 1, *way, *LONG)
+        commands.append(Command(tmp_path / name, *given, env={"DETONATION_TOKEN": "0123456789abcdef"}))
+        return commands[-1]
+
+    try:
+        first = start("first", "--elastic", "--meet", address, "--replica", 0)
+        first.wait_for_step(3)
+        newcomer = start("newcomer", "--join", address)
+        newcomer.wait_for_step(2)
+        os.kill(first.pid, signal.SIGKILL)  # and its rank with it
+        while "lost replica" not in newcomer.stdout:
+            newcomer.wait_for_step(newcomer.stdout.count("\nstep ") + 1)
+        newcomer.wait_for_step(newcomer.stdout.count("\nstep ") + 2)
+        os.kill(newcomer.pid, signal.SIGTERM)
+        assert newcomer.wait() == 0, newcomer.errors
+    finally:
+        for command in commands:
+            command.kill()
+    records = metrics(tmp_path)
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert [taking for taking, _ in groupby(record["taking"] for record in records)] == [1, 2, 1]
 
 
 def test_a_replica_with_another_recipe_is_told_before_it_comes_in(tmp_path):

@@ -5,11 +5,13 @@ import math
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 from detonation.report.figures import colours
 from detonation.report.figures.charts import buckets, charts
 from detonation.report.html.grids import in_common, side_by_side
 from detonation.report.html.page import write_page
+from detonation.report.html.sections import tiles
 from detonation.report.read import read_all
 from made import PLAN, made
 
@@ -111,3 +113,30 @@ def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
         assert phrase in text
     assert "at 50 Mbit/s per node: the same first choice, 120 ms per step" in text
     assert not re.findall(r"\d \w+ a (?:step|node|second)|sent a step", text)
+
+
+def with_waits(path, agreeing_s):
+    """A run in which rank 0 waited for the losses of others."""
+    lines = [json.loads(line) for line in (made(path) / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(line | {"agreeing_s": agreeing_s}) + "\n" for line in lines)
+    (path / "metrics.jsonl").write_text(text)
+    return path
+
+
+def test_waiting_for_the_slowest_replica_is_a_part_of_its_own_and_no_compute(tmp_path):
+    """Of 100 ms a step 10 ms are for the network, 10 ms the optimizer's, and 60 ms for the slowest."""
+    (run,) = read_all([with_waits(tmp_path / "slow", 0.06)])
+    (chart,) = [chart for chart in charts([run])[1] if chart.name == "step-time"]
+    assert [key.text for key in chart.keys][2:] == ["waiting for the slowest replica", "waiting for the network"]
+    axes = Figure().add_subplot()
+    chart.draw(axes)
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.02, 0.01, 0.06, 0.01])
+    assert "100 ms, 70% waiting" in chart.svg() and "<b>70.0%</b>" in tiles(run)
+
+
+def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
+    (run,) = read_all([made(tmp_path / "old")])
+    (chart,) = [chart for chart in charts([run])[1] if chart.name == "step-time"]
+    assert [key.text for key in chart.keys][1:] == ["encode, decode, update", "waiting for the network"]
+    assert chart.keys[2].colour == colours.PART_COLOURS[3]
+    assert "100 ms, 10% waiting" in chart.svg() and "<b>10.0%</b>" in tiles(run)

@@ -1,6 +1,7 @@
 """What a terminal shows of a run while it trains, and what is left of it when it ends, however it ends."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import pty
@@ -8,6 +9,7 @@ import re
 import select
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,17 +18,19 @@ from rich.console import Console
 from commands import RECIPE, free_port, write_recipe
 from detonation.cli import answers
 from detonation.cli.command import run_command
-from detonation.train.output import gauges
+from detonation.cluster.network.simulated import simulate_replicas
+from detonation.train.loop.timing import flops
+from detonation.train.output import gauges, trackers
 from detonation.train.output import screen as screens
 from detonation.train.output.gauges import Curve, Gauges
 from detonation.train.output.metrics import Portion, Record, log_line, read_metrics
 from detonation.train.run import recorder
-from detonation.train.verbs.simulate import Simulation, simulate
+from detonation.train.verbs.simulate import Simulation, simulate, virtual
 from terminal import Terminal
 
 
-def record(step, loss=2.0, seconds=0.5, sent=1_000_000, waited=0.1):
-    return Record(step, loss, 1e-3, seconds, sent, waited)
+def record(step, loss=2.0, seconds=0.5, sent=1_000_000, waited=0.1, **more):
+    return Record(step, loss, 1e-3, seconds, sent, waited, **more)
 
 
 class Tty(io.StringIO):
@@ -161,6 +165,77 @@ def test_a_line_says_how_fast_how_full_and_how_long():
     shown.add(latest)
     shown.add(record(41))  # which was not measured
     assert "  MFU 41%  31.0 GB" in drawn(shown, 120)[1]
+
+
+def test_the_speed_is_that_of_the_replicas_that_took_the_steps():
+    """Of two replicas one sits out every second step; or one of three is lost, or a third one comes."""
+    portion = Portion(2048, "tokens", replicas=2)
+    for taking, speed in (((2, 1), "6,144"), ((3, 2), "10,240"), ((2, 3), "10,240"), ((None, None), "8,192")):
+        steps = [record(step, taking=taken) for step, taken in enumerate(taking, 1)]
+        assert f"  {speed} tokens/s  " in log_line(steps, 100, 8_000_000, portion)
+        shown, _ = gauges_of(portion, steps=100)
+        for step in steps:
+            shown.add(step)
+        assert f"  {speed} tokens/s  " in drawn(shown, 120)[1]
+
+
+def test_waiting_for_the_losses_of_others_is_waiting():
+    shown, _ = gauges_of(Portion(1, "images"), steps=100)
+    shown.add(record(1, seconds=0.5, waited=0.1, agreeing_s=0.3))
+    assert "  80% waiting" in drawn(shown, 80)[1]
+    shown.add(record(2, seconds=0.5, waited=0.1))  # of which it is not known
+    assert "  50% waiting" in drawn(shown, 80)[1]
+
+
+class Second:
+    """The world of a rank that is the second, until it is made the first."""
+
+    rank, size = 1, 2
+
+    def over_shards(self, count):
+        return count
+
+
+def recorded(config, path, done):
+    """A recorder of the second rank, which knows the steps after `done`, and its session."""
+    (session,) = simulate_replicas(partial(virtual, config), 1)
+    session = dataclasses.replace(session, world=Second())
+    return recorder.Recorder(session, path, screens.Screen(silent=True, to_stderr=False), done), session
+
+
+@pytest.mark.parametrize("own", [(), (21, 22)], ids=["before-its-first-step", "after-two"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(tiny, tmp_path, monkeypatch, shared, own):
+    opened, started = [], []
+    monkeypatch.setattr(trackers, "open_trackers", lambda path, config, done, warn: opened.append(done) or [])
+    monkeypatch.setattr(screens.Screen, "start", lambda self, done, total, portion: started.append(done))
+    before = [record(step) for step in range(1, 22)]  # the one that was lost had written one of the others' steps, too
+    if shared:
+        (tmp_path / "metrics.jsonl").write_text("".join(each.line() for each in before) + '{"step": 2')
+    came, session = recorded(tiny("train.steps=100"), tmp_path, done=20)
+    for step in own:
+        came.add(record(step, loss=3.0))
+    session.world.rank = 0
+    assert came.take_over() and not came.take_over()
+    last = len(own) + 20
+    came.add(record(last + 1))
+    came.close()
+    written = read_metrics(tmp_path / "metrics.jsonl")
+    assert written == came.records and [each.step for each in written] == [*range(1 if shared else 21, last + 2)]
+    assert [each.loss for each in written if each.step in own] == [3.0] * len(own)
+    assert opened == [last] and started == [20, last]
+
+
+def test_a_step_that_a_replica_sits_out_is_no_use_of_its_device(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "peak_flops", lambda device: 1e12)
+    kept, session = recorded(tiny("train.log_every=3"), tmp_path, done=0)
+    session.world.rank = 0
+    kept.take_over()
+    for step, taking in enumerate((2, 1, 1, 2, 2, 2), 1):
+        kept.add(record(step, seconds=0.5, taking=taking))
+    kept.close()
+    once = flops(session) / 1e12
+    assert [each.mfu for each in kept.records] == [None, None, 2 * once / 1.5, None, None, 3 * once / 1.5]
 
 
 def test_the_share_of_the_peak_is_that_of_the_arithmetic_of_a_step(tmp_path, monkeypatch, capsys):

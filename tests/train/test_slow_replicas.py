@@ -1,6 +1,8 @@
 """Runs in which a replica is slow: with `train.balance` it takes fewer steps, and in any run it is named."""
 
+import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from detonation.cluster.network.simulated import SimulatedCommunicator, simulate
 from detonation.cluster.processes.signals import Stop
 from detonation.core.agreement import balance
 from detonation.core.flat.tensors import digest
+from detonation.train.loop import fit as fitting
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import start_session
 from detonation.train.loop.summary import summarise
@@ -28,11 +31,11 @@ def clock(monkeypatch):
     return times
 
 
-def run(config, clock, until=16, begun=lambda step, replica, session, stop: None):
+def run(config, clock, until=16, begun=lambda step, replica, session, stop: None, made=virtual):
     """Each replica's records, the steps in which it computed, and its session after `until` steps."""
 
     def act(communicator):
-        session, stop, replica = virtual(config, communicator), Stop(), communicator.replica
+        session, stop, replica = made(config, communicator), Stop(), communicator.replica
         records, computed = [], []
 
         def before(module, *given):
@@ -63,6 +66,47 @@ def test_a_slow_replica_computes_fewer_steps_and_all_end_equal(tiny, clock):
     assert [r.loss for r in records[3:]] == [r.loss for r in others[3:]]  # of the round before, the same everywhere
     assert len({r.loss for r in records[3:7]}) == 1 and records[7].loss != records[6].loss
     assert [r.lr for r in records] == [r.lr for r in others]
+    assert {r.agreeing_s for r in records} == {None}  # in one process replicas compute in turns
+
+
+class OnMachinesOfTheirOwn:
+    """The world of a simulated replica for which time passes while it waits for the values of others."""
+
+    def __init__(self, alone, clock):
+        self._alone, self._clock = alone, clock
+
+    def __getattr__(self, name):
+        return getattr(self._alone, name)
+
+    def all_gather(self, values):
+        name = threading.current_thread().name
+        begun = self._alone.all_gather(torch.tensor([self._clock[name]]))
+        arrived = self._alone.all_gather(values)
+
+        def wait():
+            self._clock[name] = max(self._clock[name], *(at for (at,) in begun()))
+            return arrived()
+
+        return wait
+
+
+@pytest.mark.parametrize("sets", [("scheme.name=demo",), ("scheme.name=full",), ROUNDS])
+def test_a_record_tells_waiting_for_the_slowest_from_computing(tiny, clock, monkeypatch, sets):
+    """Losses are agreed on before the last backward, after it, or at the end of a round: after the optimizer's step."""
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: clock[threading.current_thread().name]))
+
+    def made(config, communicator):
+        session = virtual(config, communicator)
+        return dataclasses.replace(session, world=OnMachinesOfTheirOwn(session.world, clock))
+
+    found = run(tiny("train.steps=16", *sets), clock, made=made)
+    for replica, (records, computed, session, _) in enumerate(found):
+        busy = [r.seconds - r.step_s - r.agreeing_s for r in records]
+        assert busy == [(1.0 + replica) * computed.count(step) for step in range(16)]
+        assert {r.step_s for r in records} == {0.0}
+        assert [r.waited_s + r.agreeing_s for r in records] == session.waiting.waited
+    first, second = ([r.agreeing_s for r in records] for records, *_ in found)
+    assert first[:4] == ([0.0, 0.0, 0.0, 4.0] if sets == ROUNDS else [1.0] * 4) and second[:4] == [0.0] * 4
 
 
 def test_a_signal_ends_all_replicas_at_the_end_of_the_round(tiny, clock):

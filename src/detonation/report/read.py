@@ -81,6 +81,12 @@ class Run:
         return [(i, loss) for i, loss in found if math.isfinite(loss)]
 
 
+def agreeing_s(record: dict[str, Any]) -> float:
+    """The seconds of a step in which rank 0 waited for the losses of others; 0 where that was not measured."""
+    seconds: float = record.get("agreeing_s", 0.0)
+    return seconds
+
+
 def read_all(directories: Sequence[Path]) -> list[Run]:
     """Reads the runs in `directories` and gives them distinct names. Raises `ValueError` as `read_run` does."""
     runs = [read_run(directory) for directory in directories]

@@ -6,7 +6,7 @@ from typing import Any
 
 from detonation.report.figures.colours import DASHES, LIGHT, MARKERS, PART_COLOURS
 from detonation.report.figures.drawing import INK, Chart, Key
-from detonation.report.read import Run
+from detonation.report.read import Run, agreeing_s
 from detonation.report.words import duration, factor, shortened, size_text
 
 _BUCKETS = 60
@@ -67,8 +67,9 @@ def _against_seconds(shown: Sequence[KeyedRun]) -> Chart:
 def breakdown(runs: Sequence[Run]) -> Chart:
     """Stacked bars of the mean time of each part of a step, one bar per run; all runs must be `timed`."""
     parts = [
-        ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"]),
+        ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"] - agreeing_s(r)),
         ("encode, decode, update", lambda r: r["step_s"] - r["waited_s"]),
+        ("waiting for the slowest replica", agreeing_s),
         ("waiting for the network", lambda r: r["waited_s"]),
     ]
     means = [[sum(map(value, run.records)) / len(run.records) for _, value in parts] for run in runs]
@@ -80,7 +81,7 @@ def breakdown(runs: Sequence[Run]) -> Chart:
             for seconds, colour in zip(row, PART_COLOURS, strict=True):
                 axes.barh(y, seconds, left=left, color=colour, height=0.42)
                 left += seconds
-            waits = f", {row[2] / left:.0%} waiting" if left else ""
+            waits = f", {sum(row[2:]) / left:.0%} waiting" if left else ""
             _label(axes, y, run.name, f"{duration(left)}{waits}")
         _rows(axes, len(runs))
         axes.set_xlim(0, 1.06 * max(ends))
@@ -89,6 +90,10 @@ def breakdown(runs: Sequence[Run]) -> Chart:
 
     note = "Means over all steps. Only exposed communication counts: a transfer that backward hides costs no time."
     legend = [Key(text, colour) for (text, _), colour in zip(parts, PART_COLOURS, strict=True)]
+    if any("agreeing_s" in record for run in runs for record in run.records):
+        note += " A replica whose loss is late counts as the slowest; one that is late in an exchange, as the network."
+    else:
+        del legend[2]  # which was not measured
     return Chart("step-time", "Time of a step by part", note, legend, draw, _height(len(runs)))
 
 

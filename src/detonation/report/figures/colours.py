@@ -11,10 +11,10 @@ DARK = ("#45a9fb", "#d76100", "#009a6d", "#cd81b6", "#ffbd46", "#7fd9ff")
 PAPER, NIGHT = "#ffffff", "#16181c"
 """The two backgrounds."""
 
-PART_COLOURS = ("#a9b4c4", "#b87400", "#5e1f57")
-"""Parts of a step, light to dark: compute, the optimizer's own work, waiting."""
+PART_COLOURS = ("#a9b4c4", "#b87400", "#1f6fd0", "#5e1f57")
+"""Parts of a step, light to dark: compute, the optimizer's own work, waiting for the slowest, for the network."""
 
-PARTS_DARK = ("#4d5866", "#ffc552", "#d07fb8")
+PARTS_DARK = ("#4d5866", "#ffc552", "#b2e0ff", "#d07fb8")
 """The same parts for a dark background."""
 
 Dash = Literal["-", "--", "-.", ":", ""]

@@ -12,7 +12,7 @@ from detonation.report.figures.colours import with_variables
 from detonation.report.figures.drawing import Chart, Key
 from detonation.report.html.grids import grid, in_common, side_by_side
 from detonation.report.plan_table import HEADS, plan_rows, words
-from detonation.report.read import FILES, Run
+from detonation.report.read import FILES, Run, agreeing_s
 from detonation.report.table import run_rows
 from detonation.report.words import duration, factor, less_text, loss_text, size_text
 
@@ -32,14 +32,14 @@ _SHAPES = {
 def tiles(run: Run) -> str:
     """The main results of one run as tiles, and all numbers in a table below."""
     summary = run.summary
-    share = sum(run.series("waited_s")) / summary["seconds"] if run.timed else None
+    waited = sum(record["waited_s"] + agreeing_s(record) for record in run.records) if run.timed else None
     shown = [
         (loss_text(summary["val_loss"]), "validation loss"),
         *([(f"{summary['val_accuracy']:.1%}", "validation accuracy")] if "val_accuracy" in summary else []),
         *([(f"{summary['val_bleu']:.2f}", "BLEU")] if "val_bleu" in summary else []),
         (size_text(summary["bytes_sent_per_step"]), f"sent per step{_less(summary)}"),
         (duration(summary["seconds"] / summary["steps"]), "per step, on average"),
-        *([(f"{share:.1%}", "of the time waiting for the network")] if share is not None else []),
+        *([(f"{waited / summary['seconds']:.1%}", "of the time waiting for others")] if waited is not None else []),
         (f"{summary.get('tokens_per_second', summary['examples_per_second']):,.4g}", f"{_unit(summary)} per second"),
         ("equal" if summary["replicas_equal"] else "not equal", "replicas at the end, bit for bit"),
     ]

@@ -19,6 +19,7 @@ from detonation.core.shard.units import shard_bytes_sent
 from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
+from detonation.train.loop.world import Alone, ElasticRanks
 from detonation.train.output.metrics import Record
 
 
@@ -59,7 +60,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         session.optimizer.renumber()  # before the data of the step are dealt out
         began = time.perf_counter()
         before, waited = session.optimizer.stats.bytes_sent_by_level, session.optimizer.stats.waited_s
-        lr, taking = float(session.optimizer.param_groups[0]["lr"]), session.optimizer.stats.taking
+        lr, taking = float(session.optimizer.param_groups[0]["lr"]), _taking(session)
         with _safely():
             loss, asked, agreeing = rounds.gradients(step) if rounds else _gradients(session, step, stop)
             computed = time.perf_counter()
@@ -69,6 +70,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
             if step + 1 == train.steps:
                 session.optimizer.synchronize()
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
+        step_s -= agreeing if rounds else 0.0  # rounds agree after the optimizer's step
         waited = session.optimizer.stats.waited_s - waited
         session.waiting.add(seconds, waited + agreeing, rounds is None or rounds.ends(step))
         now = session.optimizer.stats.bytes_sent_by_level
@@ -81,6 +83,9 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
                     held_out |= translate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
         record = Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, taking=taking, **held_out)
+        if session.device.type == "cpu" and not isinstance(session.world, Alone):
+            # An accelerator computes while its host waits, and the replicas of a simulation compute in turns.
+            record = replace(record, agreeing_s=agreeing)
         if session.config.mesh.shard_wire:
             shard_sent, before_it = shard_bytes_sent(session.model), shard_sent
             record = replace(record, shard_bytes_sent=session.world.over_shards(shard_sent - before_it))
@@ -93,6 +98,14 @@ def backward(session: Session, step: int) -> None:
     """Computes the gradients of one step's examples, without any exchange."""
     for loss in _losses(session, step):
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _taking(session: Session) -> int | None:
+    """The number of replicas that take the next step, where it may change."""
+    taking = session.optimizer.stats.taking
+    if taking is None and isinstance(session.world, ElasticRanks):
+        return session.world.size // session.config.mesh.shards
+    return taking
 
 
 LOSSES_EVERY = 10

@@ -35,10 +35,9 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
     data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
-    steps = sum(1 if each.taking is None else each.taking / config.mesh.replicas for each in records)
     late = session.optimizer.stats.late
-    steps -= sum(late.values()) / config.mesh.replicas  # after each of them a step was sat out
-    examples = config.train.batch_size * config.train.accumulate * session.world_size * steps
+    taken = data.times(records) - sum(late.values())  # after each of them a step was sat out
+    examples = _examples(session) * taken
     waits = gathered_waits(session.world, session.waiting, config.mesh.shards, session.device)
     return {
         "scheme": config.schemes,
@@ -60,7 +59,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
-        **({"tokens_per_second": data.count * steps / seconds} if data.unit == "tokens" else {}),
+        **({"tokens_per_second": data.count * taken / seconds} if data.unit == "tokens" else {}),
         **({"peak_memory": memory} if memory else {}),
         **({"mfu": mfu} if mfu else {}),
         **({"waits": waits} if waits and config.mesh.replicas > 1 else {}),
@@ -87,13 +86,18 @@ def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def portion(session: Session) -> Portion:
-    """The data in one step of all ranks together: tokens of text, or whole examples."""
-    train, data = session.config.train, session.data
-    examples = train.batch_size * train.accumulate * session.world_size
+    """The data of one replica in one step: tokens of text, or whole examples."""
+    examples, data, replicas = _examples(session), session.data, session.config.mesh.replicas
     one = data.validation[torch.tensor([0])]
     if data.kind == "text" and "input_ids" in one:
-        return Portion(examples * one["input_ids"].shape[1], "tokens")
-    return Portion(examples, "images" if data.kind == "images" else "pairs")
+        return Portion(examples * one["input_ids"].shape[1], "tokens", replicas)
+    return Portion(examples, "images" if data.kind == "images" else "pairs", replicas)
+
+
+def _examples(session: Session) -> int:
+    """The examples of one replica in one step."""
+    train = session.config.train
+    return train.batch_size * train.accumulate * session.config.mesh.shards
 
 
 def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float, float]:

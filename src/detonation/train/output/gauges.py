@@ -49,7 +49,7 @@ class Gauges:
 
     Args:
         done: Steps of earlier starts, of `steps` in all.
-        portion: The data in one step.
+        portion: The data of one replica in one step.
         clock: Seconds of any clock.
     """
 
@@ -74,7 +74,7 @@ class Gauges:
         self._last.append(record)
         self._seconds += record.seconds
         self._sent += record.bytes_sent
-        self._waited += record.waited_s
+        self._waited += record.waited_s + (record.agreeing_s or 0.0)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Constrain(self._bar.get_renderable(), min(options.max_width, _WIDEST_BAR))
@@ -85,11 +85,10 @@ class Gauges:
         """Loss, its curve, and as many rates as fit."""
         if not self._last:
             return "the first step sets up"
-        seconds = sum(record.seconds for record in self._last) / len(self._last)
         sent, waiting = self._sent / self._seconds, self._waited / self._seconds
         loss = f"loss {self._last[-1].loss:.4f} "
         rates = [
-            f"  {self._portion.per_second(seconds)}",
+            f"  {self._portion.per_second(self._last)}",
             f"  {size_text(sent)}/s between nodes" if sent else "  nothing sent",
             f"  {waiting:.0%} waiting",
         ]

@@ -23,12 +23,14 @@ class Record:
         bytes_sent: By one replica, all its shards together.
         waited_s: The part of `seconds` in which rank 0 waited for an exchange.
         step_s: The part spent in the optimizer's step, `waited_s` included.
+        agreeing_s: The part, outside `step_s`, in which rank 0 waited for the losses of all: for the slowest one.
         levels: `bytes_sent` over each axis.
         grad_norm: The global norm before clipping, where the run clips; measured where a line is shown, as is `memory`.
         memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
-        mfu: The share of the device's peak in bf16 that forward and backward used over the whole step.
+        mfu: The share of the peak in bf16 that forward and backward used since the last line, mean over replicas.
         setting: The scheme from the next step on, where it changes.
-        taking: The replicas that took this step, where slow ones sit some out; `loss` is then that of the last round.
+        taking: The replicas that took this step, where their number may change: slow ones sit steps out, and `loss` is
+            then that of the last round; or replicas may be lost, and come.
         shard_bytes_sent: By one replica between the nodes that its shards lie on, since the last step.
     """
 
@@ -49,6 +51,7 @@ class Record:
     setting: str | None = None
     shard_bytes_sent: int | None = None
     taking: int | None = None
+    agreeing_s: float | None = None
 
     def values(self) -> dict[str, Any]:
         """The values by name, without those that were not measured, and without `levels` where there is only one."""
@@ -130,18 +133,33 @@ def reduction(sent: float, full: float) -> float | None:
 
 @dataclass(frozen=True)
 class Portion:
-    """The amount of data in one step of all ranks: `count` of `unit`, such as 4096 tokens."""
+    """The data that one replica takes in in one step: `count` of `unit`, such as 4096 tokens.
+
+    Args:
+        replicas: That take a step whose record does not say how many.
+    """
 
     count: int
     unit: str
+    replicas: int = 1
 
-    def per_second(self, seconds: float) -> str:
-        """The speed at `seconds` per step.
+    def times(self, records: Sequence[Record]) -> int:
+        """How often a replica took in this portion in these steps.
 
-        >>> Portion(4096, "tokens").per_second(0.5), Portion(4, "images").per_second(0.7)
-        ('8,192 tokens/s', '5.71 images/s')
+        >>> steps = [Record(1, 2.0, 0.1, 0.5, 0), Record(2, 2.0, 0.1, 0.5, 0, taking=2)]
+        >>> Portion(4096, "tokens", replicas=3).times(steps)
+        5
         """
-        speed = self.count / seconds
+        return sum(self.replicas if record.taking is None else record.taking for record in records)
+
+    def per_second(self, records: Sequence[Record]) -> str:
+        """The speed of all replicas together in these steps.
+
+        >>> steps = [Record(1, 2.0, 0.1, seconds=0.5, bytes_sent=0), Record(2, 2.0, 0.1, seconds=0.5, bytes_sent=0)]
+        >>> Portion(4096, "tokens").per_second(steps), Portion(4, "images").per_second(steps)
+        ('8,192 tokens/s', '8 images/s')
+        """
+        speed = self.count * self.times(records) / sum(record.seconds for record in records)
         return f"{f'{speed:,.0f}' if speed >= 100 else f'{speed:.3g}'} {self.unit}/s"
 
 
@@ -155,7 +173,7 @@ def log_line(records: Sequence[Record], steps: int, full_sync: int, portion: Por
     text = f"step {last.step:{width}}/{steps}  loss {last.loss:.4f}  lr {last.lr:.2e}"
     text += "" if last.grad_norm is None else f"  grad norm {last.grad_norm:.3g}"
     text += f"  sent {size_text(sent)}/step ({less})" if sent else "  sent nothing"
-    text += f"  {duration(seconds)}/step  {portion.per_second(seconds)}"
+    text += f"  {duration(seconds)}/step  {portion.per_second(records)}"
     text += "" if last.mfu is None else f"  MFU {last.mfu:.0%}"
     text += "" if last.memory is None else f"  {size_text(last.memory)}"
     text += "" if last.val_loss is None else f"  validation {last.val_loss:.4f}"

@@ -39,7 +39,7 @@ class Screen:
         self._silent, self._live = False, _can_live(self._console)
 
     def start(self, done: int, total: int, portion: Portion) -> None:
-        """Shows gauges from now on: `done` of `total` steps, each of which takes in a `portion`."""
+        """Shows gauges from now on: `done` of `total` steps, in which each replica takes in a `portion`."""
         if self._live:
             self._gauges = Gauges(done, total, portion, lambda: time.monotonic())
             self._draw()

@@ -39,12 +39,13 @@ class Recorder:
         self.before = before
         self._session, self._train, self._screen = session, session.config.train, screen
         self._full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
-        self.records, self._path = list(kept), path
+        self.records, self._path, self._done = list(kept), path, done
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
         screen.line(_title(session, path, tuned))
         self._least_s = math.inf  # of a step of this rank at the peak of its device
         self._portion = portion(session)
+        self._passes = 0.0  # of each replica, on average, since the last line
         if session.rank == 0:
             self._open(done)
             self.warn(misfits(session.config))
@@ -61,15 +62,24 @@ class Recorder:
         """Writes and shows in the place of a first rank that was lost; True where this rank begins to."""
         if self._session.rank or self._loggers:
             return False
-        self._open(len(self.records))
+        self.records = self._earlier() + self.records
+        done = self.records[-1].step if self.records else self._done
+        self._open(done)
         self._screen.speak()
-        self._screen.start(len(self.records), self._train.steps, self._portion)
-        self._logged = len(self.records)
+        self._screen.start(done, self._train.steps, self._portion)
+        self._logged, self._passes = len(self.records), 0.0
         return True
+
+    def _earlier(self) -> list[metrics.Record]:
+        """The records in the run directory of the steps before those that this rank knows, as one that came in does."""
+        file, first = self._path / directory.METRICS, self.records[0].step if self.records else self._done + 1
+        return [record for record in metrics.read_metrics(file) if record.step < first] if file.exists() else []
 
     def add(self, record: metrics.Record) -> None:
         """Takes in the record of one more step."""
         shown = record.step % self._train.log_every == 0 or record.val_loss is not None
+        replicas = self._session.world_size // self._session.config.mesh.shards
+        self._passes += 1.0 if record.taking is None else record.taking / replicas
         if shown and self._loggers:
             record = replace(record, **self._measured(record))
         self.records.append(record)
@@ -79,13 +89,16 @@ class Recorder:
         if shown:
             latest = self.records[self._logged :]
             self._screen.line(metrics.log_line(latest, self._train.steps, self._full_sync, self._portion))
-            self._logged = len(self.records)
+            self._logged, self._passes = len(self.records), 0.0
 
     def _measured(self, record: metrics.Record) -> dict[str, Any]:
         """The measurements for which the host may wait for a device, and which are therefore not of every step."""
         norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
         found = {"memory": memory, "grad_norm": None if norm is None else float(norm)}
-        return found if self._least_s == math.inf else {**found, "mfu": self._least_s / record.seconds}
+        if self._least_s == math.inf:
+            return found
+        seconds = sum(each.seconds for each in [*self.records[self._logged :], record])
+        return {**found, "mfu": self._least_s * self._passes / seconds}
 
     def warn(self, lines: Sequence[str]) -> None:
         """Shows faults that do not stop the run."""
