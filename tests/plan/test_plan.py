@@ -98,6 +98,19 @@ def test_large_models_hide_most_of_a_message_behind_backward():
     assert sent / 16 < behind.exposed_s < sent / 4
 
 
+def test_gradients_of_several_micro_batches_leave_during_the_last_alone():
+    work = Work([{f"w{i}": (2**20,) for i in range(16)}], compute_s=1.0, accumulate=8)
+    network = Network.of_link_speed(LinkSpeed(1e9), 2, 1)
+    eight, last, one = (
+        cost(dt.full(), each, network)
+        for each in (work, replace(work, compute_s=1 / 8, accumulate=1), replace(work, accumulate=1))
+    )
+    assert eight.exposed_s == last.exposed_s > 2 * one.exposed_s
+    assert eight.total_s == 1.0 + eight.exposed_s
+    late = [cost(dt.demo(delay=1), replace(WORK, accumulate=count), SLOW).exposed_s for count in (1, 8)]
+    assert late[0] == late[1]  # a delay hides a message behind whole steps
+
+
 def test_the_optimizers_own_work_is_averaged_over_a_round():
     work = replace(WORK, steps={"diloco": Step(exchange_s=0.05, local_s=0.01), "demo": Step(0.02, 0.0)})
     assert cost(dt.diloco(10), work, SLOW).step_s == pytest.approx(0.014)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import pytest
 import tomli_w
@@ -16,6 +17,7 @@ from detonation.cluster.network.profile import Step
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.processes.signals import Stop
 from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import LargerThanDense, overlapped_bytes
 from detonation.plan.cost import Network, Work, cost
 from detonation.train.auto import adapt, asked, decide
@@ -31,16 +33,17 @@ FAST, SLOW = LinkSpeed(1e8), LinkSpeed(2e5)
 COMPUTE_S = 0.05
 
 
-def followed(config, paces):
+def followed(config, paces, assumed=FAST):
     """A run whose waits are those of a link of `paces`, step by step, for the rank that comes last.
 
     Returns for each step what it sent and the setting after it; and whether replicas ended equal.
     """
     session = start_session(config, torch.device("cpu"))
     session.optimizer.set_up()
-    network = Network.of_link_speed(FAST, 2, 1)
+    network = Network.of_link_speed(assumed, 2, 1)
     adapter = Adapter(session, Followed(0.1, network, COMPUTE_S, Step(0.001, 0.0)))
-    work = Work(shard_shapes(config), COMPUTE_S, {config.scheme.name: Step(0.001, 0.0)})
+    steps = {config.scheme.name: Step(0.001, 0.0)}
+    work = Work(shard_shapes(config), COMPUTE_S, steps, accumulate=config.train.accumulate)
     steps, lines = [], []
 
     def after(record):
@@ -89,6 +92,14 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
         for (_, arguments), (sent, _) in itertools.pairwise(steps):
             scheme = dt.scheme(config.scheme.name, arguments)
             assert sent == overlapped_bytes(scheme, scheme.codec.layout(shapes), 2)
+
+
+def test_a_link_that_stays_is_not_found_slow_because_the_last_micro_batch_hides_little(tiny, monkeypatch):
+    monkeypatch.setattr(adapt, "STEPS", 4)
+    monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
+    config = tiny("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64", "train.accumulate=8", "train.steps=1000")
+    _, lines, equal = run_local(followed, 2, [config, [LinkSpeed(3e6)] * 8, LinkSpeed(3e6)], timeout_s=120)[0]
+    assert equal and not lines
 
 
 def test_a_move_keeps_law_5_and_what_owners_keep(tiny):
@@ -183,3 +194,22 @@ def test_a_run_over_a_link_that_slows_down_moves_writes_it_down_and_resumes_with
     assert run_command([*train, *sets, "--resume", "--json"]) == 0
     last = [record.setting for record in metrics.read_metrics(out / "metrics.jsonl") if record.setting][-1]
     assert json.loads(capfd.readouterr().out)["adapted_to"] == last
+
+
+def test_a_run_that_is_started_again_before_its_first_checkpoint_chooses_and_adapts_again(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(decide, "PROBE_S", 0.3)
+    monkeypatch.setattr(asked, "schemes", lambda: {"demo": dt.demo})
+    monkeypatch.setattr(asked, "settings", lambda name: [{}])
+    path, out = tmp_path / "tiny.toml", tmp_path / "run"
+    path.write_text(tomli_w.dumps(RECIPE))
+    sets = ["--set", "scheme.name=auto", "scheme.adapt=true"]
+    train = ["train", str(path), "--link", "100mbit", "--out", str(out), *sets]
+    assert run_command([*train, "--stop-after", "2"]) == 0
+    shutil.rmtree(out / "checkpoints")  # as where it was killed before there was one
+    capfd.readouterr()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run_command(train) == 0
+    told = capfd.readouterr().out
+    assert "no checkpoint was saved yet" in told and "\nauto: demo(" in f"\n{told}" and "adapt:" not in told
+    saved = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
+    assert saved["extra"]["followed"]["budget"] == 0.1

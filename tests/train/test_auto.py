@@ -2,15 +2,21 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 import tomli_w
 
+import detonation as dt
 from commands import RECIPE, launched
 from detonation.cli.command import run_command
+from detonation.cluster.network.profile import Operation
+from detonation.core.schemes import buckets
+from detonation.plan.cost import Network, Work, cost
 from detonation.train.auto import asked, decide
 from detonation.train.recipe.layers import Layers
 from detonation.train.recipe.resolve import parse_sets, resolve
+from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.recipe.tables import from_table
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
@@ -66,6 +72,7 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
             "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: adapt, budget",
         ),
         (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
+        (["train", "--set", "scheme.name=auto", "--elastic"], "an elastic run does not measure its links: name a sch"),
         (["train", "--set", "scheme.name=auto", "--link", "100"], "a link is '100', must be a rate above 0"),
         (["train", "--set", "scheme.name=auto", "model.layers=two"], "model.layers is 'two', but must be a whole"),
         (["simulate", "--set", "scheme.name=auto"], "scheme auto needs a link to measure, and a simulation has none"),
@@ -96,6 +103,34 @@ def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     assert len(own) >= 3 and {arguments.get("topk") for arguments in own} == {None, 1, 4}  # 16 of 8 there are not
 
 
+@pytest.mark.parametrize("setting", [{"log_updates": True}, {"publish": "127.0.0.1:0"}])
+def test_a_run_whose_replicas_must_agree_is_not_offered_those_that_never_do(setting):
+    tables = {**RECIPE, "scheme": {"name": "auto"}, "train": {**RECIPE["train"], **setting}}
+    found = asked.Asked(asked.Auto(), Layers(tables, {}))
+    free = asked.Asked(asked.Auto(), Layers({**tables, "train": RECIPE["train"]}, {}))
+    assert free.candidates().keys() - found.candidates().keys() == {"none()"}
+    assert found.check().scheme.name == "full"
+
+
+def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
+    monkeypatch.setattr(asked, "schemes", lambda: {"full": dt.full})
+    monkeypatch.setattr(asked, "settings", lambda name: [{}])
+    sets = ["--set", "scheme.name=auto", "train.accumulate=4", "train.batch_size=1", "train.steps=2"]
+    out = tmp_path / "run"
+    assert run_command(["train", str(recipe), "--link", "20mbit,1ms", *sets, "--out", str(out)]) == 0
+    plan, config = (
+        json.loads((out / "plan.json").read_text()),
+        from_table(tomllib.loads((out / "config.toml").read_text())),
+    )
+    lines = plan["link"]["operations"]
+    network = Network(2, 1, {k: Operation(v["latency_s"], v["rate_bits_per_s"], 0.0) for k, v in lines.items()})
+    work = Work(shard_shapes(config), plan["compute_s"], accumulate=4)
+    one = replace(work, accumulate=1)
+    assert plan["chosen"]["exposed_s"] == pytest.approx(cost(dt.full(), work, network).exposed_s)
+    assert plan["chosen"]["exposed_s"] > cost(dt.full(), one, network).exposed_s
+
+
 def test_levels_name_their_schemes(tmp_path, capsys):
     path = tmp_path / "levels.toml"
     path.write_text(tomli_w.dumps({**RECIPE, "scheme": LEVELS, "mesh": {"shards": 1}}))
@@ -110,3 +145,14 @@ def test_a_recipe_that_leaves_the_choice_open_can_be_planned_for(recipe, capsys)
     assert run_command(plan) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["first"] == found["options"][0] and found["first"]["scheme"] != "auto"
+
+
+def test_a_plan_hides_messages_behind_the_last_micro_batch_alone(recipe, capsys, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 2**10)
+    waits = []
+    for accumulate in (1, 8):
+        sets = ["--set", "scheme.name=full", f"train.accumulate={accumulate}"]
+        assert run_command(["plan", str(recipe), *sets, "--link", "20mbit", "--step-time", "0.1", "--json"]) == 0
+        options = json.loads(capsys.readouterr().out)["options"]
+        waits.append(next(option["exposed_s"] for option in options if option["spelled"] == "full()"))
+    assert waits[1] > 1.5 * waits[0] > 0

@@ -31,6 +31,16 @@ def test_a_recipe_is_probed_with_every_scheme(tiny, tiny_recipe):
     assert {name: axis.size for name, axis in profile.axes.items()} == {"replicate": 2, "shard": 2}
 
 
+def test_a_recipe_that_logs_publishes_and_is_elastic_is_probed_without_that(tmp_path, capsys, tiny_recipe):
+    """Such a recipe allows no scheme in which replicas never agree; the profile says what was measured."""
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "profile.json"
+    train = {**tiny_recipe["train"], "log_updates": True, "publish": "127.0.0.1:0"}
+    recipe.write_text(tomli_w.dumps({**tiny_recipe, "train": train, "mesh": {**tiny_recipe["mesh"], "elastic": True}}))
+    assert run_command(["probe", str(recipe), "--out", str(out), "--set", "train.accumulate=2"]) == 0
+    compute = Profile.read(out).compute
+    assert {"none", "full"} < compute.steps.keys() and compute.examples == 2 * train["batch_size"]
+
+
 def test_the_verb_measures_a_world_without_a_recipe(tmp_path, capsys):
     out = tmp_path / "profile.json"
     assert run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(out), "--json"]) == 0
@@ -46,10 +56,14 @@ def test_a_profile_counts_for_the_model_that_was_measured_alone(tmp_path, capsys
     capsys.readouterr()
     measured = Profile.read(out).compute
     seconds, larger = measured.forward_backward_s, ["--set", "model.layers=2"]
-    for about, code in (([str(recipe)], 0), (["--parameters", "27k"], 0), ([str(recipe), *larger], 2)):
-        assert run_command(["plan", *about, "--profile", str(out), "--json"]) == code
+    twice, half = (["--set", f"train.{key}"] for key in ("accumulate=2", "batch_size=2"))
+    known = [([str(recipe)], 1), (["--parameters", "27k"], 1), ([str(recipe), *twice], 2), ([str(recipe), *half], 0.5)]
+    for about, times in known:
+        assert run_command(["plan", *about, "--profile", str(out), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert code or {option["compute_s"] for option in found["options"]} == {seconds}
+        assert {option["compute_s"] for option in found["options"]} == {times * seconds}
+    assert run_command(["plan", str(recipe), *larger, "--profile", str(out), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
     was = f"{out} is of the recipe tiny with {measured.parameters:,} parameters, and this model has "
     assert found["error"].startswith(was) and found["error"].endswith(": probe again, or say --step-time")
     assert run_command(["plan", "--parameters", "1b", "--profile", str(out), "--json"]) == 2

@@ -16,11 +16,12 @@ from detonation.cluster.network.profile import AxisProfile, Compute, Operation, 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.handshake import Mismatch
 from detonation.core.link.link import Link
+from detonation.core.schemes import buckets
 from detonation.plan.cost import Network
-from detonation.train.auto.predict import among
+from detonation.train.auto.predict import among, predict
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import metrics
-from detonation.train.verbs.simulate import Simulation, batch_share, simulate, train_virtual, virtual
+from detonation.train.verbs.simulate import Simulation, batch_share, configured, simulate, train_virtual, virtual
 
 EXACT = {
     "full": ["scheme.name=full"],
@@ -144,16 +145,39 @@ def profile(recipe, tmp_path):
     return path
 
 
-def test_seconds_are_those_that_a_profile_predicts(recipe, profile, tmp_path):
+def measured_with(profile, examples):
+    """Says how many examples per rank and step the profile is of, or as an older one nothing."""
+    table = json.loads(profile.read_text())
+    del table["compute"]["examples"]
+    table["compute"] |= {} if examples is None else {"examples": examples}
+    profile.write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(("examples", "share"), [(None, 2 / 4), (4, 2 / 4), (16, 2 / 16)])
+def test_seconds_are_those_that_a_profile_predicts(recipe, profile, tmp_path, examples, share):
+    measured_with(profile, examples)
     out = tmp_path / "run"
     sets = ("scheme.name=local_sgd", "scheme.every=1", "train.steps=2")  # parameters are sent after backward
     request = Simulation(recipe, sets, replicas=4, total_batch=8, profile=profile, out=out, to_stderr=True)
     summary = simulate(request)
-    # half the batch; a ring all-reduce of four has 6 messages in a row where one of two has 2
-    expected = 0.5 / 2 + 0.1 + 3 * 0.02 + 8 * summary["bytes_sent_per_step"] / 1e6
+    # two examples; a ring all-reduce of four has 6 messages in a row where one of two has 2
+    expected = 0.5 * share + 0.1 + 3 * 0.02 + 8 * summary["bytes_sent_per_step"] / 1e6
     assert summary["seconds_predicted"] and summary["median_step_seconds"] == pytest.approx(expected)
     first = metrics.read_metrics(out / "metrics.jsonl")[0]
     assert first.seconds == pytest.approx(expected) and first.step_s - first.waited_s == pytest.approx(0.1)
+
+
+def test_micro_batches_take_as_long_as_one_batch_and_hide_less(recipe, profile, monkeypatch):
+    monkeypatch.setattr(buckets, "SMALLEST", 2**10)
+    measured_with(profile, 4)
+
+    def predicted(*sets):
+        asked = Simulation(recipe, ("scheme.name=full", *sets))
+        return predict(configured(asked), recipe, profile)
+
+    whole, parts = predicted(), predicted("train.batch_size=1", "train.accumulate=4")
+    assert parts.compute_s == whole.compute_s == 0.5
+    assert parts.exposed_s > whole.exposed_s + 0.1
 
 
 def test_as_many_replicas_as_were_measured_are_predicted_as_measured(profile):

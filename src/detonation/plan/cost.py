@@ -80,12 +80,14 @@ class Work:
         compute_s: Seconds of forward and backward.
         steps: Seconds of the optimizer's step by scheme, as it is `spelled` or by its name; 0 for a missing scheme.
         overlap: Gradients are sent while backward still runs.
+        accumulate: Equal micro-batches that `compute_s` is of; gradients are sent in the last one's backward.
     """
 
     shards: Sequence[Shapes]
     compute_s: float
     steps: Mapping[str, Step] = field(default_factory=dict)
     overlap: bool = True
+    accumulate: int = 1
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -175,7 +177,7 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
             rows = [bucket.layout.rows for bucket in reversed(traffic.buckets_of(scheme, fragment, network.replicas))]
             sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]
             parts = [(n / sum(rows), network.seconds(kind, b) - latency) for n, b in zip(rows, sizes, strict=True)]
-            waits += latency + _overlapped_wait_s(parts, work.compute_s)
+            waits += latency + _overlapped_wait_s(parts, work.compute_s / work.accumulate)
         else:
             waits += network.seconds(kind, nbytes)
     return waits
@@ -196,6 +198,7 @@ def _overlapped_wait_s(parts: Sequence[tuple[float, float]], compute_s: float) -
 
     Args:
         parts: In sending order, the share of all gradients in each message, and the seconds that it takes.
+        compute_s: Seconds of forward and backward of the micro-batch.
 
     Example:
         >>> _overlapped_wait_s([(1, 2.0)], 3.0), _overlapped_wait_s([(0.5, 1.0)] * 2, 3.0)

@@ -69,7 +69,8 @@ class Compute:
     """One training step of a recipe on this machine, without the network.
 
     parameters: that are trained. forward_backward_s: median. spread: its IQR / median. steps: the times of the
-    optimizer's step by scheme, each with the base optimizer that the recipe has for it.
+    optimizer's step by scheme, each with the base optimizer that the recipe has for it. examples: per rank and step,
+    over all micro-batches; None in a profile that does not say.
     """
 
     recipe: str
@@ -77,6 +78,7 @@ class Compute:
     forward_backward_s: float
     spread: float
     steps: Mapping[str, Step] = field(default_factory=dict)
+    examples: int | None = None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Adapter:
         self._world = world_link(session.device)
         shapes = shard_shapes(session.config)
         steps = {self._first.name: followed.step}
-        self._work = Work(shapes, followed.compute_s, steps)
+        self._work = Work(shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate)
         self._waits: list[float] = []
 
     def after(self, record: Record) -> list[str]:

@@ -58,9 +58,14 @@ class Asked:
     layers: Layers
 
     def candidates(self) -> dict[str, Config]:
-        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go with that."""
+        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go with that.
+
+        `none` is left out where the recipe's replicas must agree.
+        """
         made: dict[str, Config] = {}
-        for name in schemes():
+        full = self.layers.under("full", {})
+        agreeing = full.train.log_updates or full.train.publish or full.mesh.elastic
+        for name in [name for name in schemes() if name != "none" or not agreeing]:
             for arguments in settings(name):
                 config = self.layers.under(name, arguments)
                 try:

@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,12 +48,12 @@ def chosen_before(path: Path) -> Table | None:
     return scheme if isinstance(scheme, dict) and "name" in scheme else None
 
 
-def again(asked: Asked, path: Path | None, device: torch.device) -> Config | None:
-    """The configuration that the run in `path` has chosen before; None for a new run. Collective.
+def again(asked: Asked, path: Path, device: torch.device) -> Config | None:
+    """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it. Collective.
 
-    Rank 0 reads it; no other rank needs to see the directory yet.
+    No other rank needs to see the directory yet.
     """
-    mine = chosen_before(path) if path is not None and dist.get_rank() == 0 else None
+    mine = chosen_before(path) if dist.get_rank() == 0 else None
     scheme: Table | None = world_link(device).send_to_all(mine, device)[0]
     if scheme is None:
         return None
@@ -69,7 +69,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     measured = probe_axis(axis, device, PROBE_S)
     network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
     compute_s, _ = forward_backward(session)
-    work = Work(shard_shapes(session.config), compute_s, {})
+    work = Work(shard_shapes(session.config), compute_s, accumulate=session.config.train.accumulate)
     trained = {name: trained_by(each.optimizer.name, each.optimizer.arguments) for name, each in candidates.items()}
     best, found, work = _search(asked.auto.budget, candidates, trained, session, network, work)
     line = why(best, found, network, asked.auto.budget)
@@ -103,7 +103,7 @@ def _search(
     schemes = {name: scheme_of(config.levels[-1]) for name, config in candidates.items()}
     steps: dict[str, Step] = {}
     while True:
-        work = Work(work.shards, work.compute_s, dict(steps), work.overlap)
+        work = replace(work, steps=dict(steps))
         found = options(list(schemes.values()), work, network, budget, trained)
         name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
         if name in steps:

@@ -10,14 +10,14 @@ from detonation.core.schemes.traffic import CollectiveKind
 from detonation.plan.cost import Cost, Network, Work, cost
 from detonation.train.loop.session import scheme_of
 from detonation.train.recipe.layers import read_layers
-from detonation.train.recipe.schema import Config
+from detonation.train.recipe.schema import Config, TrainConfig
 from detonation.train.recipe.sizes import shard_shapes
 
 RINGS: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
 
 
 def predict(config: Config, recipe: Path, path: Path) -> Cost:
-    """The cost of one step of `config` by the profile at `path`, which was measured with `recipe` as it stands.
+    """The cost of one step of `config` by the profile at `path`, which was measured with `recipe`.
 
     Forward and backward are assumed to be in proportion to the batch.
 
@@ -37,11 +37,16 @@ def predict(config: Config, recipe: Path, path: Path) -> Cost:
     if parameters != compute.parameters:
         was = f"{path} is of {compute.parameters:,} parameters, and this model has {parameters:,}"
         raise ValueError(f"{was}: measure with detonation probe {recipe} --shards 1, and the same --set")
-    measured = read_layers(recipe, (), mesh={}).config().train
-    examples = config.train.batch_size * config.train.accumulate / (measured.batch_size * measured.accumulate)
-    seconds = compute.forward_backward_s * examples
-    work = Work(shapes, seconds, compute.steps)
+    # a profile that does not say is of the recipe as it stands
+    measured = compute.examples or _examples(read_layers(recipe, (), mesh={}).config().train)
+    seconds = compute.forward_backward_s * _examples(config.train) / measured
+    work = Work(shapes, seconds, compute.steps, accumulate=config.train.accumulate)
     return cost(scheme_of(config.levels[-1]), work, among(Network.of_profile(profile), config.mesh.replicas))
+
+
+def _examples(train: TrainConfig) -> int:
+    """Examples per rank and step."""
+    return train.batch_size * train.accumulate
 
 
 def among(network: Network, replicas: int) -> Network:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tomli_w
 
+from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.load.newest import Loaded
 from detonation.checkpoint.load.views import candidates
@@ -133,9 +134,12 @@ def _chosen(task: RunTask) -> tuple[Config, Chosen | None]:
     """The configuration, and the choice of its scheme where the run makes one now."""
     if task.asked is None:
         return task.config, None
-    before = again(task.asked, task.request.out if task.resume else None, local_device())
-    if before is not None:
-        return before, None
+    out = task.request.out if task.resume else None
+    # Without a checkpoint the run begins anew, and measures what its adapter begins with.
+    if out is not None and candidates(out / directory.CHECKPOINTS, Texts(local_device())):
+        before = again(task.asked, out, local_device())
+        if before is not None:
+            return before, None
     chosen = decide(task.asked, local_device())
     return chosen.config, chosen
 

@@ -138,16 +138,24 @@ def _work(question: Question, profile: Profile | None, config: Config | None, ne
     measured = profile.compute if profile and question.step_time is None else None
     if measured is not None:
         _same_model(question, measured, sum(math.prod(shape) for shard in shapes for shape in shard.values()))
-    seconds = measured.forward_backward_s if measured else question.step_time
+    seconds = _measured_s(measured, config) if measured else question.step_time
     if seconds is None:
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
+    accumulate = config.train.accumulate if config else 1
     if question.device is None:
-        return Work(shapes, seconds, measured.steps if measured else {})
+        return Work(shapes, seconds, measured.steps if measured else {}, accumulate=accumulate)
     spec = device_spec(question.device)
     if measured is not None:
         raise ValueError(f"{question.profile} has measured the optimizer's step: leave out --device {question.device}")
-    return Work(shapes, seconds, predicted_steps(spec, shapes, network.replicas))
+    return Work(shapes, seconds, predicted_steps(spec, shapes, network.replicas), accumulate=accumulate)
+
+
+def _measured_s(measured: Compute, config: Config | None) -> float:
+    """Seconds of forward and backward in proportion to the examples of the recipe, where both numbers are known."""
+    if config is None or not measured.examples:
+        return measured.forward_backward_s
+    return measured.forward_backward_s * (config.train.batch_size * config.train.accumulate / measured.examples)
 
 
 def _same_model(question: Question, measured: Compute, parameters: int) -> None:

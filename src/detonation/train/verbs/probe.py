@@ -19,11 +19,17 @@ from detonation.train.loop.session import Session, between_replicas, check_confi
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output.environment import environment
 from detonation.train.recipe.layers import Layers, fill_mesh, read_layers
+from detonation.train.recipe.resolve import merge
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
 from detonation.train.run.request import from_plain, to_plain
 from detonation.train.run.start import check_namespaces, compute_with_one_thread, on_ranks
 
 _AXIS_S = 4.0
+_OFF: Table = {
+    "train": {"log_updates": False, "publish": ""},
+    "mesh": {"elastic": False, "min_replicas": 1, "meet": ""},
+}
+"""Settings that are not measured, and with which a recipe allows no scheme `none`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
         given = {key: value for key, value in flags.items() if value is not None}
         return ProbeTask(MeshConfig(**fill_mesh(given, place)))
     layers = read_layers(request.recipe, request.overrides, place, mesh=flags)
-    config = check_config(standing(layers))
+    config = check_config(standing(Layers(layers.tables, merge(layers.overrides, _OFF))))
     require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
     check_namespaces(config.mesh, place)
     return ProbeTask(config.mesh, request.recipe.stem, layers, config)
@@ -113,9 +119,10 @@ def probe_on_rank(task: ProbeTask) -> Table:
 def _compute(session: Session, name: str, layers: Layers) -> Compute:
     median, spread = forward_backward(session)
     # Each scheme as the recipe has tuned it, without `--set`.
-    plain = Layers(layers.tables, {"mesh": asdict(session.config.mesh)})
+    plain = Layers(layers.tables, {**_OFF, "mesh": asdict(session.config.mesh)})
     names = dict.fromkeys([*schemes(), session.config.scheme.name])
     every = {scheme: optimizer_step(session, plain.under(scheme, {})) for scheme in names}
     steps = {scheme: step for scheme, step in every.items() if step is not None}
     numel = sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad)
-    return Compute(name, numel, median, spread, steps)
+    train = session.config.train
+    return Compute(name, numel, median, spread, steps, train.batch_size * train.accumulate)
