@@ -174,6 +174,41 @@ def test_micro_batches_are_one_message():
     assert steps == same_steps == 2
 
 
+class Skipping(nn.Module):
+    """Uses its second part where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, use):
+        return self.second(self.first(x)) if use else self.first(x)
+
+
+def unused(mesh):
+    """The gradients of a part that is used in the first step alone, by how gradients are kept."""
+    found = {}
+    for as_views in (False, True):
+        for to_none in (True, False):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(Skipping(), find_unused_parameters=True, gradient_as_bucket_view=as_views)
+            dt.comm_hook(model, dt.demo(topk=1, chunk=16, decay=1.0))
+            found[as_views, to_none] = []
+            for step in range(3):
+                model(data(mesh.get_rank(), step)[:, :16], step == 0).square().mean().backward()
+                found[as_views, to_none].append(model.module.second.weight.grad.clone())
+                model.zero_grad(set_to_none=to_none)
+    return found
+
+
+def test_an_unused_parameter_gets_what_the_memory_has_however_gradients_are_zeroed():
+    for found in worlds.run(unused, 2, 1):
+        expected = found[False, True]
+        assert all(gradient.any() for gradient in expected)
+        for kept in found.values():
+            assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+
+
 def faulty(mesh):
     model = DistributedDataParallel(net(), find_unused_parameters=True)
     hook = dt.comm_hook(model, dt.demo(topk=1, chunk=16))

@@ -214,6 +214,42 @@ def test_the_best_model_stays_as_it_was_saved(tmp_path):
     assert best.endswith("checkpoint-2") and all(torch.equal(file[name], tensor) for name, tensor in model.items())
 
 
+class Stop(TrainerCallback):
+    """Ends training after four steps, and asks for a checkpoint."""
+
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == 4:
+            control.should_training_stop = control.should_save = True
+
+
+class StopAtEvaluation(TrainerCallback):
+    """Ends training at the evaluation after four steps, as early stopping does."""
+
+    def on_evaluate(self, args, state, control, **others):
+        if state.global_step == 4:
+            control.should_training_stop = True
+
+
+def stopped(mesh, folder):
+    """Whether replicas and the last checkpoint hold one model where a callback stops in the middle of a round."""
+    changed = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    found = []
+    for stop in (Stop(), StopAtEvaluation()):
+        own = Path(folder, type(stop).__name__)
+        trainer = trained(own, [Replicate(dt.diloco(every=3)), stop], **changed)
+        shards = of_all_ranks(weights(trainer.model))
+        whole = {name: p.full_tensor() for name, p in trainer.model.named_parameters()}
+        dist.barrier()
+        file = load_file(own / "checkpoint-4" / "model.safetensors")
+        equal = all(torch.equal(file[name], tensor) for name, tensor in whole.items())
+        found.append((trainer.state.global_step, torch.equal(shards[0], shards[2]), equal))
+    return found
+
+
+def test_where_a_callback_stops_training_the_last_checkpoint_is_the_agreed_model(tmp_path):
+    assert worlds.run(stopped, 2, 2, tmp_path) == [[(4, True, True)] * 2] * 4
+
+
 def adapter_resumes(mesh, folder):
     def adapter():
         return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -312,6 +348,48 @@ def test_accelerates_saved_state_resumes_bit_for_bit(tmp_path, scheme, settings,
     assert outcome == [([True] * 6, steps)] * 4
 
 
+def two_models(mesh, folder):
+    """Two models on one accelerator, each with an optimizer, saved and resumed; and once more after `free_memory`."""
+
+    def made(accelerator):
+        pairs = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            model = torch.nn.Linear(16, 16)
+            pairs.append(prepare(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2), scheme="loco"))
+        return pairs
+
+    def train(accelerator, pairs):
+        for model, optimizer in pairs:
+            torch.manual_seed(dist.get_rank())
+            accelerator.backward(model(torch.randn(4, 16)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [everything(optimizer, model) for model, optimizer in pairs]
+
+    found = []
+    accelerator = accelerated("loco")[0]
+    for again in (False, True):
+        accelerator.free_memory()  # and forgets a model that was prepared before
+        pairs = made(accelerator)
+        train(accelerator, pairs)
+        own = Path(folder, str(again))
+        accelerator.save_state(str(own))
+        expected = train(accelerator, pairs)
+        if not again:
+            accelerator = accelerated("loco")[0]
+            accelerator.free_memory()
+            pairs = made(accelerator)
+        accelerator.load_state(str(own))
+        found += [same(*each) for each in zip(train(accelerator, pairs), expected, strict=True)]
+        found.append(sorted(path.name for path in own.glob("detonation*")) == ["detonation", "detonation_1"])
+    return found
+
+
+def test_two_models_of_one_accelerator_each_keep_their_state(tmp_path):
+    assert worlds.run(two_models, 2, 2, tmp_path) == [[True] * 6] * 4
+
+
 def odd_uses(mesh, folder):
     """Clipping in a loop, a replica on one GPU, one replica, and checkpoints of other worlds and of others."""
     accelerator, model, optimizer, *rest = accelerated(dt.demo(), clip=0.5)
@@ -379,6 +457,24 @@ def test_without_a_shared_file_system_a_line_says_what_to_copy_and_resuming_is_e
     (_, first, said), _, (_, second, _), _ = outcome
     assert "trainer_state.json" in first and "trainer_state.json" not in second
     assert any("(ranks 0-1; ranks 2-3)" in line and "copy to each node what it lacks" in line for line in said)
+
+
+def rotating_on_own_disks(mesh, scratch):
+    """On two nodes that share no file system: what each has where the Trainer keeps one checkpoint."""
+    own_disks.mount(scratch, dist.get_rank())
+    kept = ["checkpoint-900/detonation", "checkpoint-best/detonation", "my-checkpoint-2/detonation"]
+    for name in kept if dist.get_rank() == 2 else []:  # checkpoint-900 was never on the first node
+        (scratch / "out" / name).mkdir(parents=True)
+    dist.barrier()
+    trained(scratch / "out", [Replicate(dt.full())], save_steps=1, save_total_limit=1)
+    dist.barrier()
+    return sorted(path.name for path in (scratch / "out").iterdir())
+
+
+def test_without_a_shared_file_system_old_checkpoints_and_nothing_else_are_removed_on_every_node(tmp_path):
+    outcome = worlds.run_alone(rotating_on_own_disks, 2, 2, own_disks.make(tmp_path))
+    assert outcome[:2] == [["checkpoint-5"]] * 2
+    assert outcome[2:] == [["checkpoint-5", "checkpoint-900", "checkpoint-best", "my-checkpoint-2"]] * 2
 
 
 class State:

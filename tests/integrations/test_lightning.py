@@ -1,5 +1,6 @@
 """`ReplicaStrategy` in a real world of 2 x 2 ranks: Lightning's own loop, checkpoints, logs and clipping."""
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ import worlds
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 from detonation.integrations.lightning import ReplicaStrategy  # noqa: E402
 
@@ -68,16 +70,16 @@ def loader(ranks=4):
     return DataLoader(TensorDataset(*made), batch_size=8)
 
 
-def trainer(scheme, steps, folder=None, replicas=2, shards=2, **options):
+def trainer(scheme, steps, folder=None, replicas=2, shards=2, strategy=None, keep=-1, **options):
     warnings.simplefilter("ignore")  # Lightning's own, about workers and loggers
     rank = torch.distributed.get_rank()
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 0}
     os.environ |= {name: str(value) for name, value in world.items()} | {"TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens: the group is there
-    saving = [] if folder is None else [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=BATCHES)]
+    saving = [] if folder is None else [ModelCheckpoint(folder, save_top_k=keep, every_n_train_steps=BATCHES)]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     quiet |= {"enable_checkpointing": bool(saving), "callbacks": saving, "num_sanity_val_steps": 0}
-    strategy = ReplicaStrategy(scheme, replicas, shards)
+    strategy = strategy or ReplicaStrategy(scheme, replicas, shards)
     defaults = {
         "accelerator": "cpu",
         "devices": 4,
@@ -159,6 +161,56 @@ def test_without_a_shared_file_system_each_node_keeps_its_own_part_and_resumes_e
         assert same and files == [f"replica{rank // 2}-shard{shard}.safetensors" for shard in range(2)]
 
 
+def rotating_on_own_disks(mesh, scratch):
+    """On two nodes that share no file system: the checkpoints that each has where the Trainer keeps one."""
+    own_disks.mount(scratch, torch.distributed.get_rank())
+    (scratch / "saved" / "other=1.ckpt").mkdir(parents=True, exist_ok=True)
+    fit("loco", 3 * BATCHES, str(scratch / "saved"), keep=1)
+    torch.distributed.barrier()
+    return sorted(path.name for path in (scratch / "saved").iterdir())
+
+
+def test_without_a_shared_file_system_old_checkpoints_are_removed_on_every_node(tmp_path):
+    for names in worlds.run_alone(rotating_on_own_disks, 2, 2, own_disks.make(tmp_path)):
+        assert names == [f"epoch=2-step={3 * BATCHES}.ckpt", "other=1.ckpt"]
+
+
+class Sharded(Module):
+    """Is sharded by its own hand, in Lightning's strategy over all ranks and in ours inside a replica."""
+
+    def configure_model(self):
+        fully_shard(
+            self, mesh=self.device_mesh["shard" if "shard" in self.device_mesh.mesh_dim_names else "data_parallel"]
+        )
+
+    def on_train_batch_end(self, *arguments):
+        pass
+
+
+def from_another_strategy(mesh, folder, schemes):
+    theirs = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    fit(None, BATCHES, folder, module=Sharded(), strategy=theirs)
+    (path,) = Path(folder).glob("*.ckpt")
+    found = {}
+    for name, scheme in schemes.items():
+        lines = []
+        logging.getLogger("detonation").addHandler(handler := logging.Handler())
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())
+        made, module = fit(scheme, 2 * BATCHES, path=str(path), module=Sharded())
+        logging.getLogger("detonation").removeHandler(handler)
+        found[name] = made.strategy.replicated[0].step_count, weights(module)[1], lines
+    return found
+
+
+def test_a_checkpoint_of_another_strategy_loads_with_a_warning(tmp_path):
+    schemes = {"demo": dt.demo(), "diloco": dt.diloco(every=3)}
+    ranks = worlds.run(from_another_strategy, 2, 2, str(tmp_path), schemes)
+    for name in schemes:
+        assert all(rank[name][0] == BATCHES for rank in ranks)  # those of the other strategy do not count
+        assert all(torch.equal(rank[name][1], ranks[0][name][1]) for rank in ranks)
+        assert any('no part "replication"' in line for line in ranks[0][name][2])
+
+
 def by_hand(mesh, scheme, accumulate, clip):
     """The weights after the same training in a loop of one's own."""
     module, data = plain(), loader().dataset
@@ -231,6 +283,11 @@ class Clipping(Module):
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
+class ClippingValues(Module):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+
+
 class Replicating(Module):
     def configure_optimizers(self):
         return dt.replicate(torch.optim.SGD(self.parameters(), lr=0.1), self, self.device_mesh["replicate"], "demo")
@@ -263,6 +320,7 @@ def refused(mesh):
         "value": worlds.caught(lambda: fit("demo", 1, gradient_clip_val=1.0, gradient_clip_algorithm="value")),
         "fp16": worlds.caught(lambda: fit("demo", 1, plugins=[Scaled()])),
         "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
+        "values by itself": worlds.caught(lambda: fit("demo", 1, module=ClippingValues())),
         "twice": worlds.caught(lambda: fit("demo", 1, module=Replicating())),
         "sizes": worlds.caught(lambda: fit("demo", 1, replicas=3)),
         "HSDP": worlds.caught(lambda: fit("demo", 1, module=Sharding())),
@@ -277,6 +335,7 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
         "value": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "fp16": ("ValueError", 'use "bf16-mixed"'),
         "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),
+        "values by itself": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "twice": ("ValueError", "give the plain one"),
         "sizes": ("ValueError", "3 replicas x 2 shards are 6 ranks, the world has 4"),
         "HSDP": ("ValueError", "replicas share it (by hybrid sharding (HSDP))"),

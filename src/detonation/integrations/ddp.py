@@ -172,9 +172,12 @@ class CommHook:
             for parameter, view, _ in found:
                 parameter.grad = view
             self._replicated.step()
+            for _, view, own in found:
+                # DDP leaves the gradient of a parameter that no rank used; the memory may have had something for it
+                if own is not None and own.data_ptr() != view.data_ptr():
+                    own.copy_(view)
         finally:
             for parameter, view, own in found:
-                # a parameter that no rank used keeps its gradient, and the memory may have had something for it
                 parameter.grad = own if own is not None else view if self._as_views else view.clone()
         for bucket in arrived:
             bucket.future.set_result(bucket.buffer)

@@ -25,11 +25,11 @@ from detonation.core.schemes.scheme import Scheme
 try:
     from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-    from lightning.fabric.utilities.load import _METADATA_FILENAME
+    from lightning.fabric.utilities.load import _METADATA_FILENAME, _move_state_into
 except ImportError as error:
     raise ImportError(f"{error}: the strategies need pip install 'detonation-torch[lightning]'") from error
 
-_PART = "detonation"
+PART = "detonation"
 """The part of a checkpoint with the exact state of every rank; the rest is Lightning's own."""
 
 
@@ -66,25 +66,42 @@ class ReplicatedWorld:
     def save_exactly(self: Any, path: Path, model: nn.Module, optimizers: Sequence[Replicated]) -> None:
         """Saves the state of every rank into the checkpoint `path`. Collective."""
         if self.local_rank == 0:  # of another run, which may have come further
-            shutil.rmtree(path / _PART, ignore_errors=True)
+            shutil.rmtree(path / PART, ignore_errors=True)
         self.barrier()
         for number, optimizer in enumerate(optimizers):
-            save_checkpoint(path / _PART / str(number), model, optimizer, {"bytes_sent": self.bytes_sent}, keep=1)
+            save_checkpoint(path / PART / str(number), model, optimizer, {"bytes_sent": self.bytes_sent}, keep=1)
 
     def load_exactly(
         self: Any, path: Path, model: nn.Module, optimizers: Sequence[Replicated], weights_only: bool | None
     ) -> dict[str, Any] | None:
         """Loads the state of every rank, and returns the rest; None where `path` has no such state. Collective."""
-        if not optimizers or not self.broadcast((path / _PART).is_dir()):
+        if not optimizers or not self.broadcast((path / PART).is_dir()):
             return None
         for number, optimizer in enumerate(optimizers):
-            loaded = load_checkpoint(path / _PART / str(number), model, optimizer)
+            loaded = load_checkpoint(path / PART / str(number), model, optimizer)
             if loaded is None:
                 raise ValueError(f"{path} was written with {number} optimizers, there are {len(optimizers)}")
             self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent  # as if it had not stopped
-        own = torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}
-        rest: dict[str, Any] = self.broadcast(own)  # nodes may share no file system
+        rest: dict[str, Any]
+        rest, problem = self.broadcast(self._rest(path, weights_only))  # nodes may share no file system
+        if problem:
+            raise ValueError(f"{path / _METADATA_FILENAME} cannot be loaded: {problem}")
         return rest
+
+    def _rest(self: Any, path: Path, weights_only: bool | None) -> tuple[dict[str, Any], str]:
+        """What rank 0 reads beside the state of the ranks, and why it cannot: the others wait for either."""
+        try:
+            return (torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}), ""
+        except Exception as error:  # the file may hold anything
+            return {}, f"{type(error).__name__}: {error}"
+
+
+def forget_replicas(optimizers: Sequence[Replicated]) -> None:
+    """Drops what `optimizers` remember, after their base optimizers were loaded from elsewhere; the next step warns."""
+    for optimizer in optimizers:
+        state = optimizer.state_dict()
+        del state["replication"]
+        optimizer.load_state_dict(state)
 
 
 def refuse_scaler(precision: object) -> None:
@@ -168,9 +185,8 @@ class FabricReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         """Saves the weights of replica 0, the exact state of every rank, and the rest of `state`. Collective."""
         if storage_options is not None or filter is not None:
             raise ValueError("storage_options and filter are not supported: the checkpoint is a directory of all ranks")
-        path, options = Path(self.broadcast(path)), StateDictOptions(cpu_offload=True)
+        key, path, options = _key_of_model(state), Path(self.broadcast(path)), StateDictOptions(cpu_offload=True)
         path.mkdir(parents=True, exist_ok=True)
-        (key,) = [key for key, each in state.items() if isinstance(each, nn.Module)]
         first = self.device_mesh["replicate"].get_local_rank() == 0
         _distributed_checkpoint_save({key: get_model_state_dict(state[key], options=options)} if first else {}, path)
         if self.is_global_zero:
@@ -184,11 +200,32 @@ class FabricReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the exact state of every rank, or what another strategy saved. Collective."""
+        """Loads the exact state of every rank, or what another strategy saved, in place. Collective.
+
+        Raises:
+            ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it cannot be read.
+        """
         path, found = Path(self.broadcast(path)), state if isinstance(state, dict) else {}
         optimizers = [each for each in found.values() if isinstance(each, Replicated)]
         rest = self.load_exactly(path, self._trained, optimizers, weights_only)
-        if rest is None:
+        if rest is not None:
+            _move_state_into(source=rest, destination=found, keys={*found})
+            return rest
+        if not optimizers:
             return super().load_checkpoint(path, state, strict, weights_only)
-        state |= {key: rest.pop(key) for key in [*rest] if key in state}
+        # Lightning loads optimizers by the keys of their states, which replicas under schemes of parameters mark
+        plain = {key: each.base if isinstance(each, Replicated) else each for key, each in found.items()}
+        read = dict(plain)
+        rest = super().load_checkpoint(path, read, strict, weights_only)
+        _move_state_into(source=read, destination=found, keys={key for key in plain if read[key] is not plain[key]})
+        forget_replicas(optimizers)
         return rest
+
+
+def _key_of_model(state: dict[str, Any]) -> str:
+    """The key of the model in a state of Fabric."""
+    keys = [key for key, each in state.items() if isinstance(each, nn.Module)]
+    if len(keys) != 1:
+        found = f"models under {', '.join(keys)}" if keys else "no model"
+        raise ValueError(f"the state has {found}, must have the one that fabric.setup returned")
+    return keys[0]

@@ -4,10 +4,7 @@ Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. 
 inside the wrapper. A directory `detonation` beside the libraries' own files holds the state that differs.
 """
 
-import math
-import shutil
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from detonation.checkpoint.load.newest import load_checkpoint
-from detonation.checkpoint.save.async_save import save_checkpoint
-from detonation.cluster.init import watch_waiting
-from detonation.core.optim.wrapper import OptimizerWrapper
-from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
-from detonation.integrations.shared_files import warn_unless_shared
+from detonation.integrations.shared_files import CheckpointsElsewhere
 
 try:
     from accelerate import Accelerator
@@ -31,6 +23,15 @@ try:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
     from transformers.trainer_callback import TrainerCallback
+
+    from detonation.integrations.inside_accelerate import (
+        PART_OF_REPLICAS,
+        ReplicatedStep,
+        keep_with_states,
+        load_part,
+        replicate_inside,
+        save_part,
+    )
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'detonation-torch[hf]'") from error
 
@@ -107,10 +108,8 @@ def prepare(
     check_setup(accelerator.state, model)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
     sharded, wrapper = prepared[:2]
-    inside = _replicate_inside(wrapper, accelerator, sharded, scheme, {"clip": clip, **settings})
-
-    accelerator.register_save_state_pre_hook(lambda models, weights, path: _save(Path(path), sharded, inside))
-    accelerator.register_load_state_pre_hook(lambda models, path: _load(Path(path), sharded, inside))
+    replicate_inside(wrapper, accelerator, sharded, scheme, {"clip": clip, **settings})
+    keep_with_states(accelerator, wrapper, sharded)
     return prepared
 
 
@@ -125,7 +124,7 @@ def replicated(optimizer: Optimizer) -> Replicated:
         accelerator.log({"loss": loss.item(), "bytes_sent": replicated(optimizer).stats.bytes_sent}, step)
     """
     inside = getattr(optimizer, "optimizer", None)
-    if not isinstance(inside, _Step):
+    if not isinstance(inside, ReplicatedStep):
         raise TypeError(f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare returned")
     return inside.replicated
 
@@ -159,6 +158,7 @@ class Replicate(TrainerCallback):
         self.optimizer: Replicated | None = None
         self._scheme, self._settings = scheme, settings
         self._sent_before = 0  # bytes, in the runs that this one resumes
+        self._elsewhere: CheckpointsElsewhere | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Refuses a set-up before data is prepared."""
@@ -168,31 +168,32 @@ class Replicate(TrainerCallback):
         """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the replicas."""
         trainer, checkpoint = _training()
         check_setup(trainer.accelerator.state, trainer.model)  # the callback may have come after `on_init_end`
-        if isinstance(trainer.optimizer.optimizer, _Step):  # train() was called before
+        if isinstance(trainer.optimizer.optimizer, ReplicatedStep):  # train() was called before
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
             self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
-            self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
+            self.optimizer = replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
+        self._elsewhere = None
         if args.save_strategy != "no" and not args.save_only_model:
-            warn_unless_shared(Path(args.output_dir), trainer.model)
+            self._elsewhere = CheckpointsElsewhere(Path(args.output_dir), trainer.model, PART_OF_REPLICAS)
         if checkpoint is not None:
-            extra = _load(Path(checkpoint), trainer.model, self.optimizer)
+            extra = load_part(Path(checkpoint, PART_OF_REPLICAS), trainer.model, self.optimizer)
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
-        # trackers come first otherwise, and would see logs without bytes_sent
-        trainer.callback_handler.callbacks.sort(key=lambda each: each is not self)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Ends open rounds after the last step, before the Trainer evaluates, saves or loads the best model."""
-        if self.optimizer and (control.should_training_stop or state.global_step >= state.max_steps):
-            self.optimizer.synchronize()
-
-    on_epoch_end = on_step_end  # a callback may have stopped training since the step
+        callbacks = trainer.callback_handler.callbacks
+        rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
+        # trackers come first otherwise, and would see logs without bytes_sent; and any callback may stop training
+        callbacks[:] = [self, *rest, _LastRound(self.optimizer)]
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Adds the state of the replicas to the checkpoint that the Trainer has written."""
         if self.optimizer and not args.save_only_model:
-            directory = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            _save(directory, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
+            part = Path(args.output_dir, f"checkpoint-{state.global_step}", PART_OF_REPLICAS)
+            save_part(part, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
+        self._remove_elsewhere(args)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Removes what the Trainer has removed at the end."""
+        self._remove_elsewhere(args)
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Adds bytes to the logs, and puts the norm of the agreed gradients in the place of this replica's."""
@@ -204,30 +205,32 @@ class Replicate(TrainerCallback):
             logs.update(found)
             state.log_history[-1].update(found)
 
+    def _remove_elsewhere(self, args: Any) -> None:
+        if self._elsewhere and args.save_total_limit:  # otherwise it was not the Trainer that removed checkpoints
+            self._elsewhere.follow()
+
     @property
     def _bytes_sent(self) -> int:
         return self._sent_before + (self.optimizer.stats.bytes_sent if self.optimizer else 0)
 
 
-class _Step(OptimizerWrapper):
-    """Steps with the replicas, and is the base optimizer in all else.
+class _LastRound(TrainerCallback):
+    """Ends open rounds where training stops, before the Trainer saves or loads the best model.
 
-    So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would copy the memory, and
-    then drop it or mix the replicas.
+    The last of all callbacks, because each of the others may stop training.
     """
 
-    def __init__(self, inside: Replicated) -> None:
-        super().__init__(inside.base)
-        self.replicated = inside
+    def __init__(self, optimizer: Replicated) -> None:
+        self._optimizer: Replicated | None = optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return self.replicated.step(closure)
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._optimizer and (control.should_training_stop or state.global_step >= state.max_steps):
+            self._optimizer.synchronize()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
+    on_epoch_end = on_evaluate = on_step_end
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.base.load_state_dict(state_dict)
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._optimizer = None  # `evaluate` calls `on_evaluate` later, too
 
 
 def check_setup(state: AcceleratorState, model: nn.Module) -> None:
@@ -252,26 +255,6 @@ def check_setup(state: AcceleratorState, model: nn.Module) -> None:
         raise ValueError("fp16 scales the loss on each replica apart, and replicas would skip other steps: use bf16")
 
 
-def _replicate_inside(
-    wrapper: Any, accelerator: Accelerator, model: nn.Module, scheme: Scheme | str, settings: dict[str, Any]
-) -> Replicated:
-    """Replicates the optimizer inside Accelerate's `wrapper`, over the sharded `model`."""
-    watch_waiting()
-    inside = replicate(wrapper.optimizer, model, accelerator.torch_device_mesh["dp_replicate"], scheme, **settings)
-    wrapper.optimizer = _Step(inside)
-    measure, clip = accelerator.clip_grad_norm_, settings["clip"]
-
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clipping comes after the exchange, in `step`; before it, each replica would scale by a norm of its own."""
-        if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
-            remedy = f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas agreed on"
-            raise ValueError(f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}")
-        return measure(parameters, math.inf, norm_type)
-
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    return inside
-
-
 def _training() -> tuple[Any, str | None]:
     """The Trainer whose `train` calls, and the checkpoint that it resumes from. It tells its callbacks neither."""
     frame = sys._getframe(1)
@@ -281,20 +264,3 @@ def _training() -> tuple[Any, str | None]:
         if "resume_from_checkpoint" in frame.f_locals and hasattr(trainer, "callback_handler"):
             return trainer, frame.f_locals["resume_from_checkpoint"]
     raise RuntimeError("Replicate is a callback of the Trainer: Trainer(..., callbacks=[Replicate(...)])")
-
-
-def _save(directory: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None) -> None:
-    """Saves what the library's own files in `directory` do not hold exactly. Collective."""
-    state, own = AcceleratorState(), directory / "detonation"
-    if state.is_local_main_process:  # on each node, as they may share no file system
-        shutil.rmtree(own, ignore_errors=True)  # of an earlier run: a later step of it would be loaded in our place
-    state.wait_for_everyone()
-    save_checkpoint(own, model, optimizer, extra, keep=1, frozen=False)
-
-
-def _load(directory: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
-    """Loads the result of `_save` over what the library has loaded from `directory`; returns `extra`. Collective."""
-    loaded = load_checkpoint(directory / "detonation", model, optimizer)
-    if loaded is None:
-        raise ValueError(f"{directory} has no directory detonation, the state of the replicas: was it saved with them?")
-    return loaded.extra

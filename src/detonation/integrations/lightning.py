@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from detonation.checkpoint.gather import Texts, device_of
+from detonation.checkpoint.volumes import Volumes, survey
 from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import shard
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
-from detonation.integrations.fabric import ReplicatedWorld, refuse_scaler
+from detonation.integrations.fabric import PART, ReplicatedWorld, forget_replicas, refuse_scaler
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -84,6 +86,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     ) -> None:
         super().__init__(replicas, shards, process_group_backend=process_group_backend, timeout=timeout)
         self._scheme, self._clip = scheme, 0.0
+        self._volumes: dict[Path, Volumes] = {}  # of the directories that checkpoints were saved to
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
     @property
@@ -105,7 +108,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         refuse_scaler(self.precision_plugin)
         self._clip = trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
-            raise ValueError('gradients are clipped after the exchange, by norm: gradient_clip_algorithm="norm"')
+            _refuse_value(None, self._clip)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -120,6 +123,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         """Takes clipping over from Lightning, which would clip each replica's gradients before the exchange."""
         super().setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._leave_clipping  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign]
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the step, and logs what it sent."""
@@ -158,23 +162,35 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         super().save_checkpoint(checkpoint, path, storage_options)
         assert self.model is not None
         self.save_exactly(path, self.model, self.replicated if trains else [])
+        if path.parent not in self._volumes:
+            self._volumes[path.parent] = survey(path.parent, Texts(device_of(self.model)))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint from each disk that it was saved to: nodes may share no file system."""
+        path = Path(filepath)
+        volumes = self._volumes.get(path.parent)
+        if self.is_global_zero or (volumes and volumes.leads(self.global_rank) and (path / PART).is_dir()):
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads the state of training, or for evaluation the weights alone. Collective.
 
         Raises:
-            ValueError: The checkpoint is of another model, optimizer or scheme.
+            ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it cannot be read.
         """
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None and self.lightning_module is not None
         kept, fits = self._optimizers, self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if fits and (rest := self.load_exactly(path, self.model, self.replicated, weights_only)) is not None:
-            return rest
+        if fits and (own := self.load_exactly(path, self.model, self.replicated, weights_only)) is not None:
+            return own
         try:
-            self._optimizers = kept if fits else []  # those of an earlier fit are no part of an evaluation
-            return super().load_checkpoint(path, weights_only)
+            # those of an earlier fit are no part of an evaluation, and in `fit` the checkpoint is of another strategy
+            self._optimizers = [each.base for each in self.replicated] if fits else []
+            rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
+        forget_replicas(self.replicated if fits else [])
+        return rest
 
     def _shard(self, module: LightningModule) -> None:
         """Shards the whole of a module without a `configure_model` of its own, whose steps are then its forward."""
@@ -196,3 +212,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
             for optimizer in self.replicated:
                 stack.enter_context(optimizer.agreed_weights())
             yield
+
+
+def _refuse_value(optimizer: Optimizer | None, clip_val: float) -> None:
+    raise ValueError('gradients are clipped after the exchange, by norm: gradient_clip_algorithm="norm"')

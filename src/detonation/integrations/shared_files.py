@@ -1,18 +1,22 @@
-"""A warning where nodes share no file system, for libraries that save their own files once and need them everywhere."""
+"""Libraries that save, need and remove their own files on one node alone, where nodes share no file system."""
 
 import logging
+import re
+import shutil
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
 
 from detonation.checkpoint.gather import Texts, device_of
-from detonation.checkpoint.volumes import survey
+from detonation.checkpoint.volumes import Volumes, survey
 
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
+"""The name of a checkpoint of the Trainer."""
 _log = logging.getLogger("detonation")
 
 
-def warn_unless_shared(directory: Path, model: nn.Module) -> bool:
+def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
     """Logs a warning where `directory` is not one for all ranks, before the first checkpoint. Collective.
 
     Each node has its own part of our state. The library's own part is missing somewhere, which it says only when it
@@ -23,7 +27,7 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> bool:
         model: Whose device carries the collectives.
 
     Returns:
-        Whether all ranks see one directory.
+        The ranks that see the same directory.
 
     Raises:
         OSError: A rank cannot write there; raised on all ranks.
@@ -32,7 +36,7 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> bool:
         >>> import tempfile, torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     warn_unless_shared(Path(folder), nn.Linear(1, 1))
+        ...     warn_unless_shared(Path(folder), nn.Linear(1, 1)).shared
         True
         >>> dist.destroy_process_group()
     """
@@ -44,4 +48,45 @@ def warn_unless_shared(directory: Path, model: nn.Module) -> bool:
             directory,
             disks.ranks_text(),
         )
-    return disks.shared
+    return disks
+
+
+class CheckpointsElsewhere:
+    """The checkpoints of the Trainer on disks of other nodes, of which it removes old ones on that of rank 0 alone.
+
+    All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had and has no more is
+    removed, on each other disk once.
+
+    Args:
+        directory: Of the checkpoints.
+        model: Whose device carries the collectives.
+        part: The directory of our own in each of them; nothing without it is removed.
+
+    Example:
+        >>> import tempfile, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     CheckpointsElsewhere(Path(folder), nn.Linear(1, 1), "detonation").follow()
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, directory: Path, model: nn.Module, part: str) -> None:
+        self._directory, self._part, self._texts = directory, part, Texts(device_of(model))
+        self._disks = warn_unless_shared(directory, model)
+        self._before = self._names()
+
+    def follow(self) -> None:
+        """Removes elsewhere what rank 0 has removed since the last call. Collective."""
+        if self._disks.shared:
+            return
+        here = self._names()
+        removed = self._texts.broadcast("\n".join(sorted(self._before - here))).split()
+        self._before, rank = here, self._texts.rank
+        if self._disks.number(rank) and self._disks.leads(rank):
+            for name in here.intersection(removed):
+                if (self._directory / name / self._part).is_dir():
+                    shutil.rmtree(self._directory / name, ignore_errors=True)
+
+    def _names(self) -> set[str]:
+        found = (each for each in self._directory.iterdir() if each.is_dir() and not each.is_symlink())
+        return {each.name for each in found if _CHECKPOINT.fullmatch(each.name)}
