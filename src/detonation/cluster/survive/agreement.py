@@ -86,7 +86,8 @@ def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
     The store may have those of earlier starts, in which not all came.
     """
     mine = str(base.add(f"{_AXES}/made", 1) - 1) if rank == 0 else ""
-    number = name_of_first(PrefixStore(f"{_AXES}/meet", base), rank, world_size, mine, base.timeout.total_seconds())
+    timeout_s = base.timeout.total_seconds()  # type: ignore[attr-defined]
+    number = name_of_first(PrefixStore(f"{_AXES}/meet", base), rank, world_size, mine, timeout_s)
     if rank == 0:
         base.set(f"{_AXES}/latest", number)
     return axis_store(base, int(number))
