@@ -8,6 +8,7 @@ from torch import nn
 import detonation as dt
 import worlds
 from detonation.checkpoint.load.elastic import memory_sources
+from detonation.checkpoint.verify import verify
 from detonation.core.flat.tensors import local
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
@@ -264,3 +265,44 @@ def test_server_residuals_of_one_shard_alone_are_not_dropped(tmp_path):
     assert all(kept["0.server_residual"] > 0 for kept in before)
     for kept, now in zip(before, worlds.run(one_matrix, 3, 1, tmp_path), strict=True):
         assert now == pytest.approx(kept, rel=1e-3)  # but for rows that fill the last owner's share up
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.common = nn.Linear(32, 8)
+        self.experts = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+
+    def forward(self, x, expert):
+        return self.experts[expert](self.common(x))
+
+
+def with_experts(mesh, folder):
+    """The base optimizer's state by parameter; the first replica uses one expert, the second one both."""
+    model, optimizer = start(mesh, dt.diloco(every=4), Experts)
+    replica = mesh.get_local_rank("replicate")
+    if mesh.size(0) == 2 and mesh.size(1) == 1:
+        for step in range(3):
+            model(batch(replica, step, 32), replica and step % 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = verify(dt.save_checkpoint(folder, model, optimizer))
+        assert report.good and report.compared == 12, report.line()
+    else:
+        dt.load_checkpoint(folder, model, optimizer)
+    return {
+        name: {key: whole(p, local(t)) if t.ndim else t for key, t in optimizer.base.state.get(p, {}).items()}
+        for name, p in model.named_parameters()
+    }
+
+
+def test_optimizer_state_that_some_replicas_lack_is_the_mean_of_the_others(tmp_path):
+    first, second = worlds.run(with_experts, 2, 1, tmp_path)
+    assert not first["experts.1.weight"] and second["experts.1.weight"]["step"] == 1
+    for shape in ((1, 1), (3, 1), (2, 2)):
+        for found in worlds.run(with_experts, *shape, tmp_path):
+            for name, state in found.items():
+                having = [saved[name] for saved in (first, second) if saved[name]]
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    mean = torch.stack([saved[key].double() for saved in having]).mean(0)
+                    torch.testing.assert_close(state[key].double(), mean)

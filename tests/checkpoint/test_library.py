@@ -1,5 +1,6 @@
 """`save_checkpoint` and `load_checkpoint` in a loop of one's own: results and refusals."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch import nn
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
+from detonation.checkpoint.load import restore
+from detonation.checkpoint.save import snapshot
 from zoo import Menagerie, Plain, built
 
 DEMO = dt.demo(topk=4, chunk=16)
@@ -76,6 +79,8 @@ def refused(mesh, folder):
         "model": error_of(lambda: load(kind=Menagerie)),
         "keep": error_of(lambda: dt.Checkpoints(folder, model, optimizer, keep=0)),
         "extra": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": float("nan")})),
+        "kind": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": torch.zeros(1)})),
+        "size": error_of(lambda: dt.save_checkpoint(folder, model, optimizer, {"x": "a" * manifest.MOST_BYTES})),
         "state": error_of(lambda: dt.save_checkpoint(folder, *broken)),
     }
 
@@ -88,6 +93,8 @@ MESSAGES = {
     "model": "was written with other parameters or parameter groups",
     "keep": "keep is 0, must be at least 1",
     "extra": "Out of range float values are not JSON compliant",
+    "kind": "extra must hold JSON values: Object of type Tensor is not JSON serializable",
+    "size": " bytes as JSON, more than the 67,108,864 that a manifest may have",
     "state": "optimizer.layers.0.weight.strange is <object object at",
 }
 
@@ -96,6 +103,62 @@ def test_a_wrong_start_is_refused_in_one_line(tmp_path):
     errors = worlds.run(refused, 2, 1, tmp_path)[0]
     for key, message in MESSAGES.items():
         assert errors[key] and message in errors[key] and "\n" not in errors[key], (key, errors[key])
+
+
+def with_numpy(mesh, folder):
+    """The learning rates after loading, where numpy's numbers were saved, are here, or both."""
+    found = []
+    for name, saved, here in (("both", NUMPY, NUMPY), ("saved", NUMPY, PLAIN), ("here", PLAIN, NUMPY)):
+        (lr, seed), (other_lr, other_seed) = saved, here
+        model, other = built(Plain), built(Plain)
+        base, again = torch.optim.AdamW(model.parameters(), lr=lr), torch.optim.AdamW(other.parameters(), lr=other_lr)
+        optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco(), seed=seed)
+        advance(model, optimizer, [0])
+        base.param_groups[0]["lr"] = lr / 2
+        dt.save_checkpoint(folder / name, model, optimizer)
+        dt.load_checkpoint(
+            folder / name, other, dt.replicate(again, other, mesh["replicate"], dt.loco(), seed=other_seed)
+        )
+        found.append(again.param_groups[0]["lr"])
+    return found
+
+
+NUMPY, PLAIN = (np.float64(0.5), np.int64(3)), (0.5, 3)
+
+
+def test_numbers_of_numpy_are_saved_and_loaded_as_numbers(tmp_path):
+    assert worlds.run(with_numpy, 2, 1, tmp_path) == [[0.25] * 3] * 2
+
+
+def test_replicas_that_may_be_lost_need_no_default_group_to_save(tmp_path):
+    assert not dist.is_initialized()
+    axis = dt.elastic(replica=0, replicas=1, store=dist.HashStore(), silence_s=1.1)
+    model = built(Plain)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters()), model, axis, dt.full())
+    with dt.Checkpoints(tmp_path, model, optimizer) as checkpoints:
+        checkpoints.save()
+        assert checkpoints.wait() == tmp_path / "step-000000"
+    axis.close()
+
+
+def on_another_device(mesh, folder, saved, here):
+    """How a checkpoint was loaded, and a number drawn after that, where ranks have other random generators."""
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, [0])
+    torch.manual_seed(7)
+    every = {"generator.cpu": torch.default_generator, "generator.cuda": torch.Generator()}
+    snapshot.generators = lambda model: {key: every[key] for key in saved}
+    dt.save_checkpoint(folder, model, optimizer)
+    drawn = torch.rand(1)
+    restore.generators = lambda model: {key: every[key] for key in here}
+    return dt.load_checkpoint(folder, model, optimizer).merged, torch.equal(torch.rand(1), drawn)
+
+
+def test_a_generator_that_was_not_saved_starts_anew(tmp_path):
+    cpu, both = ["generator.cpu"], ["generator.cpu", "generator.cuda"]
+    anew = "exactly as saved; the random generator of cuda was not saved and starts anew"
+    assert worlds.run(on_another_device, 2, 1, tmp_path / "a", cpu, both) == [(anew, True)] * 2
+    assert worlds.run(on_another_device, 2, 1, tmp_path / "b", both, cpu) == [("exactly as saved", True)] * 2
 
 
 def synchronized_and_saved(mesh, folder):

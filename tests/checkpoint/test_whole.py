@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -12,8 +14,9 @@ from test_exact import BASES, advance, everything, start
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import disk
+from detonation.checkpoint.files.manifest import MOST_BYTES
 from detonation.checkpoint.save import async_save
-from detonation.checkpoint.save.shard_job import NotSaved
+from detonation.checkpoint.save.shard_job import NotSaved, SaveJob
 
 DEMO = dt.demo(topk=4, chunk=16)
 
@@ -130,8 +133,8 @@ def test_where_one_rank_cannot_write_all_ranks_know_and_nothing_is_left(tmp_path
         assert left == ["step-000001"]
 
 
-def one_never_comes(mesh, folder):
-    """The error on rank 0 while rank 1 waits in the middle of its file."""
+def one_is_late(mesh, folder):
+    """What each rank is told where rank 1 stood still in the middle of its file, and the checkpoint after that."""
     go_on = threading.Event()
     async_save.SAVE_TIMEOUT_S = 0.5
     model, optimizer = start(mesh, DEMO, BASES["AdamW"])
@@ -140,15 +143,100 @@ def one_never_comes(mesh, folder):
         disk.observer = lambda operation, path: go_on.wait() if operation == "write" else None
     checkpoints = dt.Checkpoints(folder, model, optimizer)
     checkpoints.save()
-    name, text = worlds.caught(checkpoints.wait) if mesh.get_rank() == 0 else ("", "")
+    told = worlds.caught(checkpoints.wait) if mesh.get_rank() == 0 else None
     dist.barrier()  # the ranks' own group is as it was
     go_on.set()
-    return name, text
+    told, disk.observer = told or worlds.caught(checkpoints.wait), None
+    async_save.SAVE_TIMEOUT_S = 60
+    advance(model, optimizer, range(1, 2))
+    checkpoints.save()
+    return *told, checkpoints.wait().name, checkpoints.news(), sorted(path.name for path in folder.iterdir())
 
 
-def test_a_save_waits_no_longer_than_its_timeout(tmp_path):
-    (name, text), _ = worlds.run(one_never_comes, 2, 1, tmp_path)
-    assert name == "RuntimeError" and "timed out" in text.lower()
+def test_a_save_waits_no_longer_than_its_timeout_and_the_next_one_is_whole(tmp_path):
+    ends = worlds.run(one_is_late, 2, 1, tmp_path)
+    assert "timed out" in ends[0][1].lower()
+    for name, text, *after in ends:
+        assert name == "NotSaved" and text.startswith("checkpoint step-000001 failed: RuntimeError: ")
+        assert text.endswith("; the checkpoints before it are as they were") and "\n" not in text
+        assert after == ["step-000002", [], ["step-000002"]]
+
+
+def one_fails_alone(mesh, folder):
+    """Rank 0 fails once all have agreed, so that rank 1 knows nothing of it; the checkpoint after that."""
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    checkpoints, told = dt.Checkpoints(folder, model, optimizer, keep=1), []
+    for step in range(3):
+        if (step, mesh.get_rank()) == (1, 0):
+            disk.observer = lambda operation, path: no_memory() if path.name == "step-000001" else None
+        advance(model, optimizer, [step])
+        checkpoints.save()
+        try:
+            told.append(checkpoints.wait().name)
+        except NotSaved as error:
+            told.append(str(error))
+        disk.observer = None
+    return told, checkpoints.news()
+
+
+def no_memory():
+    raise MemoryError("no memory")
+
+
+def test_where_one_rank_fails_alone_the_next_checkpoint_is_whole(tmp_path):
+    failed = "checkpoint step-000002 failed: MemoryError: no memory; the checkpoints before it are as they were"
+    first, second = worlds.run(one_fails_alone, 2, 1, tmp_path)
+    assert first == (["step-000001", failed, "step-000003"], [])
+    assert second == (["step-000001", "step-000002", "step-000003"], [])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def without_a_manifest(mesh, folder):
+    """What each rank is told where rank 0 cannot make the manifest, or nobody could read it."""
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, range(1))
+    dt.save_checkpoint(folder, model, optimizer)
+    advance(model, optimizer, range(1, 2))
+
+    def save(extra=None):
+        return worlds.caught(lambda: dt.save_checkpoint(folder, model, optimizer, extra, keep=1))
+
+    told, manifest = [save({"x": "a" * (MOST_BYTES - 50)})], SaveJob.manifest
+    for error in (TypeError("no JSON"), RecursionError("too deep")):
+        SaveJob.manifest = Mock(side_effect=error) if mesh.get_rank() == 0 else manifest
+        told.append(save())
+    return told, sorted(path.name for path in folder.iterdir())
+
+
+def test_where_no_manifest_can_be_made_all_ranks_know_and_nothing_is_retired(tmp_path):
+    for told, left in worlds.run(without_a_manifest, 2, 1, tmp_path):
+        assert {name for name, _ in told} == {"NotSaved"} and left == ["step-000001"]
+        reasons = [text.removeprefix("checkpoint step-000002 failed: ").partition(" (")[0] for _, text in told]
+        assert reasons[1:] == ["no JSON", "too deep"]
+        assert reasons[0].startswith("manifest.json would have 67,1") and "at most 67,108,864" in reasons[0]
+
+
+def beside_leftovers(mesh, folder):
+    model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+    advance(model, optimizer, range(1))
+    return dt.save_checkpoint(folder, model, optimizer).name
+
+
+def test_leftovers_that_this_user_cannot_remove_disturb_no_save(tmp_path, monkeypatch):
+    probe, entry = tmp_path / f"{disk.PROBE}0-0", tmp_path / ".step-000100.gone" / "manifest.json"
+    probe.touch()
+    entry.parent.mkdir()
+    entry.touch()
+    (tmp_path / ".step-000101.gone").symlink_to(entry.parent)
+    unlink = Path.unlink
+
+    def of_another_user(path, missing_ok=False):
+        if path in (probe, entry) or path.is_symlink():
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", of_another_user)
+    assert worlds.run(beside_leftovers, 2, 1, tmp_path) == ["step-000001"] * 2
 
 
 def saved_names(mesh, folder):

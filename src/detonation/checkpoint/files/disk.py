@@ -1,5 +1,6 @@
 """Every change that saving makes to the file system, in small operations, so that a test can stop before each."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -69,12 +70,14 @@ def remove(path: Path) -> None:
     """Removes a directory with its contents, or a link to one without them; entries that cannot be removed stay."""
     if path.is_symlink():
         _about_to("unlink", path)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return
     for entry in sorted(path.glob("*")):
         _about_to("unlink", entry)
-        if not entry.is_dir() or entry.is_symlink():
-            entry.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if not entry.is_dir() or entry.is_symlink():
+                entry.unlink()
     _about_to("rmdir", path)
     shutil.rmtree(path, ignore_errors=True)
 

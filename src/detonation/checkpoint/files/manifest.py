@@ -17,7 +17,8 @@ from detonation.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
-_MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 26
+"""The largest manifest that is written, and read."""
 
 
 class CorruptCheckpoint(DetonationError, ValueError):
@@ -47,12 +48,15 @@ class Manifest:
     volumes: list[int] = field(default_factory=list)
 
     def dumps(self) -> str:
-        """The manifest as JSON, its own checksum last."""
+        """The manifest as JSON, its own checksum last. Raises `ValueError` where nothing would read it again."""
         files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()}
         table = {"format": MANIFEST_FORMAT, **vars(self), "files": files}
         if not self.volumes:
             del table["volumes"]
-        return _signed(table)
+        text = _signed(table)
+        if len(text) > MOST_BYTES:  # JSON is ASCII here
+            raise ValueError(f"{MANIFEST_NAME} would have {len(text):,} bytes, must have at most {MOST_BYTES:,}")
+        return text
 
     def elsewhere(self, present: Callable[[str], bool]) -> list[str]:
         """The files of directories of which nothing is `present` here: they are on other nodes, not missing.
@@ -82,15 +86,15 @@ def manifest_bytes(checkpoint: Path) -> bytes:
     """The content of the manifest of the directory `checkpoint`. Raises `CorruptCheckpoint` where it cannot be read."""
     try:
         with (checkpoint / MANIFEST_NAME).open("rb") as file:
-            return file.read(_MOST_BYTES + 1)
+            return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from error
 
 
 def parse_manifest(content: bytes) -> Manifest:
     """The inverse of `dumps`, byte for byte. Raises `CorruptCheckpoint` for anything else."""
-    if len(content) > _MOST_BYTES:
-        raise CorruptCheckpoint(f"{MANIFEST_NAME} is larger than {_MOST_BYTES:,} bytes")
+    if len(content) > MOST_BYTES:
+        raise CorruptCheckpoint(f"{MANIFEST_NAME} is larger than {MOST_BYTES:,} bytes")
     try:
         text = content.decode()
         table = json.loads(text)

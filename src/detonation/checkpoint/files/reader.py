@@ -63,22 +63,39 @@ class ShardReader:
         self.groups: list[Any] = rest["groups"]
         self._path = path
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._file.entries
+
     def tensor(self, key: str) -> Tensor:
         """The tensor `key`, as it was saved. Raises `ValueError` where the file has none."""
-        if key not in self.keys:
+        if key not in self:
             raise ValueError(f"{self._path} has no {key}: it was written by another model, optimizer or scheme")
         return self._file.read(key)
 
     def piece(self, key: str) -> TensorPart:
         """This rank's part of the tensor `key`, which must be sharded."""
         box = self.boxes[key]
-        if not box.shape or key not in self.keys:
+        if not box.shape or key not in self:
             scalar = self.tensor(key)
             return TensorPart(box, scalar.dtype, scalar.__getitem__)
         entry = self._file.entries[key]
         if entry.shape != box.shape:
             raise CorruptCheckpoint(f"{key} in {self._path.name} does not have the shape of its box")
         return TensorPart(box, entry.dtype, lambda part: self._file.read(key, part[0])[:, *part[1:]])
+
+
+class ReplicaFiles:
+    """What the files of several replicas hold, taken together, but for the tensors themselves.
+
+    A replica may lack optimizer state that others have, of a parameter that has had no gradient there.
+    """
+
+    def __init__(self, files: Sequence[ShardReader]) -> None:
+        self.keys = sorted({key for file in files for key in file.keys})
+        self.boxes = {key: box for file in reversed(files) for key, box in file.boxes.items()}
+        self.values = {key: value for file in reversed(files) for key, value in file.values.items()}
+        self.wrapped = {key for file in files for key in file.wrapped}
+        self.on_host = {key for file in files for key in file.on_host}
 
 
 def assemble(pieces: Sequence[TensorPart], box: Box, key: str) -> Tensor:

@@ -1,5 +1,6 @@
 """The directory that retains a run's newest checkpoints. Only one process of those that see it changes it."""
 
+import contextlib
 import logging
 import re
 from collections.abc import Collection, Iterable
@@ -56,7 +57,8 @@ def begin(directory: Path, step: int) -> None:
     """
     if directory.is_dir():
         for probe in directory.glob(f"{disk.PROBE}*"):
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it may be another user's
+                probe.unlink()
         for path in sorted(directory.glob(".step-*")):
             if step_of(path) >= 0 and (path / MANIFEST_NAME).is_file():
                 _give_name(path, directory / checkpoint_name(step_of(path)))

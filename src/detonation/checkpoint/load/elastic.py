@@ -4,7 +4,7 @@ R replicas saved, R' go on. State that differs between replicas becomes, for rep
 
     memory         r'_j = R'/R * sum of r_i over the i with target(i) = j
                    target(i) = i if R <= R' else floor(i * R' / R)
-    everything else   the mean over all i (where they are bitwise equal: that tensor)
+    everything else   the mean over all i that have it (where they are bitwise equal: that tensor)
 
 The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once all is sent:
 neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the mean of the weights, and so the
@@ -39,15 +39,18 @@ class Elastic:
         self._among = range(saved.manifest.replicas) if among is None else among
         self._before = saved.manifest.replicas
 
-    def agreed(self, key: str, box: Box | None, alike: bool = False) -> Tensor:
+    def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
         """The part `box` of a tensor that all replicas share from now on.
 
         Args:
             box: None for a tensor that is not sharded.
             alike: the replicas are known to be equal, so that reading one of them is enough.
+            some: replicas may lack it, and do not count then.
         """
         like = self._own.replica * self._before // self._own.replicas
         replicas = [like if like in self._among else self._among[0]] if alike else self._among
+        if some:
+            replicas = [replica for replica in replicas if key in self._saved.file(replica, 0)]
         if box is not None:
             return _merge([self._saved.part(replica, key, box) for replica in replicas], key)
         tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]

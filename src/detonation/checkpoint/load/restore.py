@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
-from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
+from detonation.checkpoint.files.reader import CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.load.elastic import Elastic, owned_rows
 from detonation.checkpoint.load.shard_residuals import SHARD, merge_shard_state
 from detonation.checkpoint.rank_state import frozen_weights, generators, groups, run_identity, weights
@@ -52,15 +52,10 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
             box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
             read = source.agreed(key, box, manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
+    replicas = range(1 if manifest.alike else manifest.replicas)
+    described = ReplicaFiles([saved.file(r, 0) for r in replicas]) if isinstance(source, Elastic) else source
     for name, parameter in parameters.items():
-        load_base_state(
-            saved.file(0, 0) if isinstance(source, Elastic) else source,
-            source,
-            optimizer,
-            name,
-            parameter,
-            manifest.alike,
-        )
+        load_base_state(described, source, optimizer, name, parameter, manifest.alike)
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
         group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
@@ -71,9 +66,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     if isinstance(source, ShardReader):
         _load_local_state(source, optimizer)
         load_shard_state(model, {k.removeprefix(SHARD): source.tensor(k) for k in source.keys if k.startswith(SHARD)})
-        for key, generator in generators(model).items():
-            generator.set_state(source.tensor(key))
-        return "exactly as saved"
+        return "exactly as saved" + _load_generators(source, model)
     dropped = _merge_local_state(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
     dropped += merge_shard_state(saved, model, own)
     return _merge_policy(manifest.replicas, manifest.shards, own) + dropped
@@ -109,15 +102,28 @@ def _option(key: str, current: Any, saved: Any) -> Any:
     """A saved option of a parameter group. Raises `CorruptCheckpoint` where it is of another kind than `current`."""
     if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
         return type(current)(_option(key, inner, other) for inner, other in zip(current, saved, strict=True))
-    number = type(current) in (int, float) and type(saved) in (int, float)
+    number = _is_number(current) and _is_number(saved)
     switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
         raise CorruptCheckpoint(f"the option {key} was saved as {str(saved)[:60]!r}, is {current!r} here")
     return saved
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _load_generators(source: ShardReader, model: nn.Module) -> str:
+    """Sets the random generators of this rank; returns in words those that start anew, on another kind of device."""
+    found = generators(model)
+    for key in found.keys() & source.keys:
+        found[key].set_state(source.tensor(key))
+    anew = [key.removeprefix("generator.") for key in found if key not in source]
+    return f"; the random generator of {', '.join(anew)} was not saved and starts anew" if anew else ""
+
+
 def load_base_state(
-    file: ShardReader,
+    file: ShardReader | ReplicaFiles,
     source: Elastic | ShardReader,
     optimizer: Replicated,
     name: str,
@@ -146,7 +152,7 @@ def load_base_state(
             sharded = key in file.boxes
             if sharded and file.boxes[key].whole != tuple(parameter.shape):
                 raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
-            tensor = source.agreed(key, Box.of(parameter) if sharded else None, alike)
+            tensor = source.agreed(key, Box.of(parameter) if sharded else None, alike, some=True)
             whole = tuple(parameter.shape)
         tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
         # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded since it was saved

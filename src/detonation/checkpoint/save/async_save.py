@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from detonation.checkpoint.gather import Texts, elastic_axis, texts_between
-from detonation.checkpoint.save.shard_job import SaveJob, make_save_job
+from detonation.checkpoint.files.retention import checkpoint_name
+from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
+from detonation.checkpoint.save.shard_job import NotSaved, SaveJob, make_save_job
 from detonation.checkpoint.save.shard_saver import ShardSaver
 from detonation.core.optimizer.replicated import Replicated
 
@@ -66,7 +67,8 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         self._saver: ShardSaver | None = None
         self._thread: threading.Thread | None = None
-        self._outcome: Path | Exception | None = None
+        self._outcome: Path | NotSaved | None = None
+        self._broken = False
         self._news: list[str] = []
 
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
@@ -80,9 +82,8 @@ class Checkpoints:
         """
         self._join()
         elastic = elastic_axis(self._optimizer)
-        if self._group is None and dist.get_world_size() > 1 and elastic is None:
-            # collectives of the writing thread must not mix with those of training
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
+        if elastic is None:
+            self._open_group()
         job = make_save_job(self._model, self._optimizer, extra)
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
@@ -98,11 +99,11 @@ class Checkpoints:
         """Waits for the save that is under way; returns the checkpoint, the same path on all ranks.
 
         Raises:
-            NotSaved: one of the ranks could not write; raised on all ranks.
+            NotSaved: one of the ranks could not write, or was too late for the others; raised on all ranks.
         """
         self._join()
         outcome, self._outcome = self._outcome, None
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, NotSaved):
             self._news = [line for line in self._news if line != str(outcome)]
             raise outcome
         return outcome
@@ -126,13 +127,33 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
+    def _open_group(self) -> None:
+        """Makes the writing thread's group, and another one once a save has broken it on any rank. Collective."""
+        if dist.get_world_size() == 1:
+            return
+        if self._group is not None:
+            # the rank that was late, or done before another one gave up, does not know by itself
+            if not any(Texts(device_of(self._model)).gather("broken" if self._broken else "")):
+                return
+            dist.destroy_process_group(self._group)
+        # collectives of the writing thread must not mix with those of training
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
+        self._saver, self._broken = None, False
+
     def _write(self, saver: ShardSaver, job: SaveJob) -> None:
         try:
             self._outcome = saver.save(job)
-        except Exception as error:
+            return
+        except NotSaved as error:  # agreed on by all ranks
             self._outcome = error
-            self._news.append(str(error))
-            _log.warning("%s", error)
+        except Exception as error:  # of this rank: gloo gives up for good once a rank is late or gone
+            self._broken = True
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            still = "the checkpoints before it are as they were"
+            self._outcome = NotSaved(f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}")
+            self._outcome.__cause__ = error
+        self._news.append(str(self._outcome))
+        _log.warning("%s", self._outcome)
 
 
 def save_checkpoint(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from detonation.checkpoint.files import shard_file
-from detonation.checkpoint.files.manifest import Manifest, file_name, versions
+from detonation.checkpoint.files.manifest import MOST_BYTES, Manifest, file_name, versions
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.rank_state import run_identity
 from detonation.checkpoint.save.snapshot import Snapshot, take_snapshot
@@ -19,7 +19,7 @@ from detonation.core.optimizer.replicated import Replicated
 
 
 class NotSaved(DetonationError, OSError):
-    """A checkpoint could not be written. The message names it, the reason, and the checkpoint that is still whole."""
+    """A checkpoint could not be written. The message names it, the reason, and what is still whole."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def make_save_job(
     model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None, frozen: bool = True
 ) -> SaveJob:
     """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
-    copied_extra = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
+    copied_extra = _copied(dict(extra or {}))
     snapshot = take_snapshot(model, optimizer, frozen)
     return SaveJob(
         optimizer.step_count,
@@ -68,3 +68,16 @@ def make_save_job(
         run_identity(optimizer),
         copied_extra,
     )
+
+
+def _copied(extra: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `extra` by way of JSON. Raises `ValueError` where a manifest cannot hold it."""
+    try:
+        text = json.dumps({"extra": extra}, indent=1, allow_nan=False)  # as in the manifest
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"extra must hold JSON values: {error}") from error
+    if len(text) > MOST_BYTES:
+        more = f"more than the {MOST_BYTES:,} that a manifest may have"
+        raise ValueError(f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of your own")
+    copied: dict[str, Any] = json.loads(text)["extra"]
+    return copied

@@ -55,9 +55,9 @@ class ShardSaver:
         leads = volumes.leads(self._texts.rank)
         self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
         reports = self._agree(job, volumes, True, lambda: self._write_shard(job))
-        manifest = job.manifest(reports, volumes).dumps() if self._texts.rank == 0 else ""
-        if not volumes.shared:
-            manifest = self._texts.broadcast(manifest)
+        made: list[str] = []
+        self._agree(job, volumes, self._texts.rank == 0, lambda: made.append(job.manifest(reports, volumes).dumps()))
+        manifest = "".join(made) if volumes.shared else self._texts.broadcast("".join(made))
         self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
         reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
         if leads:
@@ -92,7 +92,7 @@ class ShardSaver:
         report: dict[str, Any] = {"need": job.bytes}
         try:
             report |= (act() if acts else None) or {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             where = "" if volumes.shared else f" on {platform.node()}"
             text = f"{getattr(error, 'strerror', None) or error}{where}"
             report |= {"failure": text, "free": _free(self._directory)}

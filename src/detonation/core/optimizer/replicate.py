@@ -1,5 +1,6 @@
 """`replicate`: makes any torch optimizer train together with its replicas."""
 
+import operator
 from collections.abc import Sequence
 
 from torch import nn
@@ -113,7 +114,7 @@ def replicate(
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
     warn_of_momentum(optimizer, checked)
-    settings = Settings(intra_node, seed, kernels, safety or Safety(), clip, balance, patience)
+    settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance, patience)
     return Replicated(optimizer, model, checked, settings)
 
 
