@@ -161,7 +161,7 @@ def votes() -> Iterator[Method]:
     yield _votes("mean of signs", f"scheme.name=random scheme.rate=0.125 {signs} {SIGNSGD}")
     comb = f"scheme.name=striding scheme.rate=0.125 {signs} scheme.aggregate=majority_vote {SIGNSGD}"
     yield _votes("a comb instead of random subsets", comb)
-    yield _votes("no cycle", f"scheme.name=variants:independent_votes {SIGNSGD}")
+    yield _votes("no cycle", f"scheme.name=variants:independent_votes {SIGNSGD}", seeds=8)
     values = "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
     for decay in (0.9, 0.999):  # a 128th in bf16 is an eighth in signs
         yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay))
@@ -169,8 +169,8 @@ def votes() -> Iterator[Method]:
     yield _votes("1/2, after 43 steps 1/16", vote(2) + " later:43:scheme.rate=0.0625")
 
 
-def _votes(name: str, sets: str) -> Method:
-    return text(name, sets, VOTE_RATES, 8, study="votes")
+def _votes(name: str, sets: str, seeds: int = 3) -> Method:
+    return text(name, sets, VOTE_RATES, 8, seeds, study="votes")
 
 
 def support() -> Iterator[Method]:

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
-from detonation.cluster.survive.agreement import next_axis_store
+from detonation.cluster.survive.agreement import ReplicaLost, next_axis_store
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
@@ -41,7 +41,8 @@ def steps(model, optimizer, axis, door):
 
 
 def member(store, replica, scheme):
-    membership = Membership(next_axis_store(store, replica, REPLICAS), replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
+    own = next_axis_store(store, replica, REPLICAS)
+    membership = Membership(own, replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
     axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
     safety = dt.Safety(verify_every=1)
     optimizer = dt.replicate(bases(scheme, model.parameters()), model, axis, scheme, clip=0.5, safety=safety)
@@ -56,6 +57,35 @@ def newcomer(store, scheme):
     safety = dt.Safety(verify_every=1)
     optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN, safety=safety)
     return steps(model, optimizer, axis, dt.Admission(model, optimizer, token=TOKEN))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatch):
+    """The others agree on no step, as another shard of the newcomer never has its state; or training ends."""
+    monkeypatch.setattr(dt.Guest, "ready", lambda _: None)
+    store, model = HashStore(), copy.deepcopy(MODEL)
+    axis = dt.elastic(replica=0, replicas=1, store=store)
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.loco())
+    door, came = dt.Admission(model, optimizer, token=TOKEN), []
+
+    def come_in():
+        with pytest.raises(ReplicaLost) as raised:
+            dt.admitted(copy.deepcopy(MODEL), dt.Guest(store), token=TOKEN, timeout_s=TIMEOUT_S if ended else 2.0)
+        came.append(str(raised.value))
+
+    newcomer = threading.Thread(target=come_in, daemon=True)
+    newcomer.start()
+    while door._feed is None or not door._feed._subscribed:
+        model(batch(0, optimizer.step_count, 32)).mean().backward()
+        optimizer.step()
+        door.after_step()
+    if ended:
+        door._feed.close()
+    newcomer.join(TIMEOUT_S / 2)
+    door._feed.close()
+    axis.close()
+    what = f"training ended after {optimizer.step_count} steps, before replica 1 came in"
+    assert came == [what if ended else "the others did not agree within 2 s when to let replica 1 in"]
 
 
 def left_behind(store):

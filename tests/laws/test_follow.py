@@ -1,5 +1,6 @@
 """The law of following: a process that is no replica holds what the replicas agree on, bit for bit, at every step."""
 
+import copy
 import socket
 import time
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.feed import publisher, stream
@@ -65,6 +67,71 @@ def test_a_follower_holds_the_weights_of_each_step(name):
     scheme = LOGGED[name]
     seen = simulate_replicas(lambda c: followed(c, scheme), 2)[0]
     assert seen == [True] * (STEPS - JOINED_AFTER + 2)
+
+
+def went_back(communicator, scheme):
+    """Whether a follower has the weights of each step after training went back, and the copies that came."""
+    model, optimizer = started(communicator, scheme)
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 0 else None
+    optimizer.record(feed)
+    served, seen = built(Plain), []
+    follower = dt.follow(served, feed.address, token=TOKEN, wait=False) if feed else None
+
+    def train(steps):
+        for step in steps:
+            while feed and not feed.followers:
+                follower.update(wait_s=0.01)
+            advance(model, optimizer, communicator.replica, [step])
+            while feed and follower.step != optimizer.step_count:
+                follower.update(wait_s=0.01)
+            seen.append(not feed or held(served) == agreed_weights(optimizer))
+
+    train(range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(range(3, 6))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    advance(model, optimizer, 1 - communicator.replica, [3])  # other data; the feed tells that training went back
+    train(range(4, STEPS))
+    if feed:
+        feed.close()
+        follower.close()
+    return seen, follower and follower.joins
+
+
+@pytest.mark.parametrize("name", ["full", "demo", "random-late", "streaming"])
+def test_a_follower_goes_back_with_training(name, monkeypatch):
+    monkeypatch.setattr(publisher, "REST", 0.0)
+    seen, joins = simulate_replicas(lambda c: went_back(c, LOGGED[name]), 2)[0]
+    assert seen == [True] * (STEPS + 2) and joins == 2
+
+
+def test_a_step_before_a_return_is_another_moment_than_the_same_step_after_it(monkeypatch):
+    """A shard that comes again before another must not meet it at a step of the training before."""
+    monkeypatch.setattr(publisher, "REST", 0.0)
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, run="first")
+    optimizer.record(feed)
+    advance(model, optimizer, 0, [0])
+    saved, moments = copy.deepcopy((model.state_dict(), optimizer.state_dict())), []
+
+    def again():
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        advance(model, optimizer, 0, [1])
+
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as follower:
+        for joins in (1, 2):
+            while not feed.followers:
+                follower.update(wait_s=0.01)
+            again()
+            while follower.joins < joins:
+                follower.update(wait_s=0.01)
+            follower.update()
+            moments.append(follower._shards[0].moment)
+            again()  # the follower is dropped
+    feed.close()
+    assert [moment[1] for moment in moments] == [2, 2] and moments[0] != moments[1]
 
 
 def followed_shards(mesh, name):

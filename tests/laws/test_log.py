@@ -167,6 +167,62 @@ def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
     assert digest(again.parameters()) == digest(model.parameters())
 
 
+@pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.parametrize("before", [5, 7])
+def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_path):
+    """In the same process, by two steps and by four; from the beginning, and from the state to which it went back."""
+    model, optimizer = started(LoopbackCommunicator(2), LOGGED[name])
+    optimizer.record(dt.UpdateLog(tmp_path))
+    advance(model, optimizer, 0, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    advance(model, optimizer, 0, range(3, before))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    advance(model, optimizer, 1, range(3, STEPS))  # on other data
+    optimizer.synchronize()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 3)]
+    for state in (None, saved):
+        again, replaying = started(LoopbackCommunicator(2), LOGGED[name])
+        if state:
+            again.load_state_dict(state[0])
+            replaying.load_state_dict(state[1])
+        assert dt.replay(tmp_path, replaying) == STEPS
+        assert agreed(again, replaying) == agreed(model, optimizer)
+
+
+def test_files_of_steps_that_training_went_back_from_are_removed(tmp_path):
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    log, states = dt.UpdateLog(tmp_path), []
+    optimizer.record(log)
+    for step in range(7):
+        states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+        advance(model, optimizer, 0, [step])
+        if step % 3 == 2:
+            log.rotate()
+    model.load_state_dict(states[3][0])
+    optimizer.load_state_dict(states[3][1])
+    advance(model, optimizer, 1, range(3, STEPS))
+    again, replaying = started(LoopbackCommunicator(2), dt.full())
+    assert dt.replay(tmp_path, replaying) == STEPS and digest(again.parameters()) == digest(model.parameters())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"replica0-shard0-{n}.updates" for n in (0, 3)]
+
+
+def test_a_log_goes_from_one_optimizer_to_another(tmp_path):
+    """As where a loop makes its optimizer anew; the log then begins another file."""
+    log, saved = dt.UpdateLog(tmp_path), None
+    for data, steps in ((0, range(5)), (1, range(3, STEPS))):
+        model, optimizer = started(LoopbackCommunicator(2), dt.demo())
+        if saved:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        optimizer.record(log)
+        for step in steps:
+            advance(model, optimizer, data, [step])
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict())) if step == 2 else saved
+    again, replaying = started(LoopbackCommunicator(2), dt.demo())
+    assert dt.replay(tmp_path, replaying) == STEPS and digest(again.parameters()) == digest(model.parameters())
+
+
 def test_other_parameters_begin_another_file_and_end_a_replay(tmp_path):
     model, optimizer = started(LoopbackCommunicator(2), dt.demo())
     optimizer.record(dt.UpdateLog(tmp_path))
@@ -277,6 +333,5 @@ def test_several_levels_are_refused(tmp_path):
     model = nn.Linear(4, 4)
     levels = [(LoopbackCommunicator(2), dt.full()), (LoopbackCommunicator(2), dt.demo())]
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, levels=levels)
-    optimizer.record(dt.UpdateLog(tmp_path))
-    with pytest.raises(ValueError, match="one level of replication"):
-        optimizer.step()
+    with pytest.raises(ValueError, match="one level of replication can be recorded, this optimizer has 2"):
+        optimizer.record(dt.UpdateLog(tmp_path))  # on all ranks, and before anything moves

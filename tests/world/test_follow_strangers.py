@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
@@ -206,6 +207,24 @@ def test_a_token_is_long_and_its_file_private(tmp_path):
     for env, said in (({}, "need a token"), ({"DETONATION_TOKEN": "short"}, "at least 16")):
         with pytest.raises(ValueError, match=said):
             read_token(env)
+
+
+@pytest.mark.parametrize("token", [b"", b"15 bytes, short"])
+def test_a_token_that_is_given_is_long_too(token, monkeypatch):
+    monkeypatch.setenv("DETONATION_TOKEN", TOKEN.decode())  # not taken in its place
+    said = f"the token has {len(token)} bytes, must have at least 16"
+    model = nn.Linear(8, 8)
+    axis = dt.elastic(replica=0, replicas=1, store=HashStore())
+    optimizer = dt.replicate(torch.optim.AdamW(model.parameters()), model, axis, dt.full())
+    for opens in (
+        lambda: dt.Feed(model, optimizer, "127.0.0.1:0", token=token),
+        lambda: dt.Admission(model, optimizer, token=token),
+        lambda: dt.follow(model, "127.0.0.1:1", token=token, wait=False),
+        lambda: dt.admitted(model, None, token=token),
+    ):
+        with pytest.raises(ValueError, match=said):
+            opens()
+    axis.close()
 
 
 def test_who_cannot_be_followed_is_told_so():

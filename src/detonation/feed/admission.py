@@ -7,11 +7,12 @@ import time
 
 from torch import nn
 
+from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.guests import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.connection.token import read_token
+from detonation.feed.connection.token import checked_token
 from detonation.feed.follower import Follower, LostFeed, follow
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
@@ -33,7 +34,7 @@ class Admission:
         token: As in `Feed`.
 
     Raises:
-        ValueError: The axis is not elastic.
+        ValueError: The axis is not elastic, or the token is shorter than 16 bytes.
 
     Example:
         >>> import torch, torch.distributed as dist, detonation as dt
@@ -52,7 +53,7 @@ class Admission:
         if not isinstance(axis, SurvivingCommunicator):
             raise ValueError("only an elastic axis lets replicas in: make it with detonation.elastic")
         self._model, self._optimizer, self._axis = model, optimizer, axis
-        self._host, self._token = host, token
+        self._host, self._token = host, None if token is None else checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
 
@@ -108,9 +109,9 @@ def admitted(
         The optimizer, at the step at which this replica came in (`step_count`), and the axis.
 
     Raises:
-        ReplicaLost: Nobody has let this replica in, or the others went on without it.
+        ReplicaLost: Nobody has let this replica in in time, training ended before, or the others went on without it.
         LostFeed: The state did not come.
-        ValueError: The training is of another model or number of shards, or there is no token.
+        ValueError: The training is of another model or number of shards, or there is no token or a shorter one.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt
@@ -122,7 +123,7 @@ def admitted(
         detonation.cluster.survive.agreement.ReplicaLost: no replica has let replica 1 in within 0.1 s
         >>> axis.close()
     """
-    token = read_token() if token is None else token
+    token = checked_token(token)
     with contextlib.ExitStack() as undo:
         undo.callback(guest.membership.stop)
         addresses = guest.addresses(timeout_s)
@@ -147,7 +148,13 @@ def _await_complete(follower: Follower, timeout_s: float) -> None:
 
 
 def _agreed_step(guest: Guest, follower: Follower, timeout_s: float) -> int:
+    """The step at which all let `guest` in. Raises `ReplicaLost` where there is none in time, or training ends."""
+    deadline = time.monotonic() + timeout_s
     guest.ready()
     while (step := guest.step()) is None:
+        if follower.ended:
+            raise ReplicaLost(f"training ended after {follower.step} steps, before replica {guest.number} came in")
+        if time.monotonic() > deadline:
+            raise ReplicaLost(f"the others did not agree within {timeout_s:g} s when to let replica {guest.number} in")
         follower.update(wait_s=0.05)
     return step

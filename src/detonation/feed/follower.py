@@ -16,7 +16,7 @@ from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.connection.listener import host_and_port
-from detonation.feed.connection.token import read_token
+from detonation.feed.connection.token import checked_token
 from detonation.feed.newcomer import joined_optimizer
 from detonation.feed.shard import MakeOptimizer, ShardFollower, reachable_moments
 from detonation.feed.stream import Joined, Stepped, Stream
@@ -276,7 +276,8 @@ def follow(
 
     Raises:
         LostFeed: The feed refuses the token, or no weights came in time.
-        ValueError: There is no token, the training is of another model, or this process would round otherwise.
+        ValueError: There is no token or a shorter one, the training is of another model, or this process would round
+            otherwise.
 
     Example:
         >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")
@@ -286,7 +287,7 @@ def follow(
     """
     if most_behind < 1:
         raise ValueError(f"most_behind is {most_behind}, must be at least 1")
-    follower = Follower(model, address, read_token() if token is None else token, optimizer, most_behind)
+    follower = Follower(model, address, checked_token(token), optimizer, most_behind)
     deadline = time.monotonic() + timeout_s
     try:
         while wait and follower.step < 0:

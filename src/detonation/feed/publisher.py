@@ -16,7 +16,7 @@ from detonation.core.integrity.readback import Readback
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.connection.frames import ABOUT, BYE, FrameSocket, encoded
 from detonation.feed.connection.listener import Listener, host_and_port
-from detonation.feed.connection.token import read_token
+from detonation.feed.connection.token import checked_token
 from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
 from detonation.feed.subscription import Subscription
 from detonation.log.records import MESSAGE, LogRecord
@@ -51,7 +51,7 @@ class Feed(StepRecorder):
         run: A name of this start of the training, the same for all shards.
 
     Raises:
-        ValueError: There is no token, the address is none, or the optimizer cannot be followed.
+        ValueError: There is no token or a shorter one, the address is none, or the optimizer cannot be followed.
         OSError: Nobody can listen there.
 
     Example:
@@ -93,6 +93,7 @@ class Feed(StepRecorder):
         require_followable(optimizer)
         self._model, self._most_behind, self._most_followers = model, most_behind, most_followers
         self._about: dict[str, Any] = {"about": dict(about or {}), "run": run}
+        self._run, self._returns = run, 0  # to earlier states
         self._lock = threading.Lock()  # of the two lists
         self._coming: list[Subscription] = []
         self._subscribed: list[Subscription] = []
@@ -106,9 +107,8 @@ class Feed(StepRecorder):
         host, port = host_and_port(address)
         shard = optimizer.coordinates.shard
         self._first_shard = shard == 0
-        token = read_token() if token is None else token
         bracketed = f"[{host}]" if ":" in host else host
-        self._listener = Listener(f"{bracketed}:{port + shard if port else 0}", token, self._admit)
+        self._listener = Listener(f"{bracketed}:{port + shard if port else 0}", checked_token(token), self._admit)
         self.address = f"{bracketed}:{self._listener.port - (shard if port else 0)}"
         """That followers need."""
 
@@ -120,8 +120,12 @@ class Feed(StepRecorder):
 
     def end(self, what: str, optimizer: Replicated) -> None:
         """Ends a step, or a call of `synchronize`."""
-        messages = self.take_messages()
+        messages, goes_on = self.take_messages(what, optimizer)
         self._synchronized = 0 if what == "step" else self._synchronized + 1
+        if not goes_on:  # a name of its own: the same steps of another shard may still be those taken before
+            self._returns += 1
+            self._about["run"] = f"{self._run}, returned {self._returns} times"
+            self._drop_all("training went back to an earlier state")
         if not self._coming and not self._subscribed:
             return
         if optimizer.build() is not self._levels:

@@ -104,7 +104,8 @@ class Playback(Player):
             raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
         self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
         self._identity = identity(optimizer)
-        ((self._axis, _),) = optimizer.levels
+        ((self._axis, scheme),) = optimizer.levels
+        self._delay = scheme.round.delay
         self._records = self._read()
 
     def read(self) -> LogRecord | None:
@@ -119,7 +120,7 @@ class Playback(Player):
     def _read(self) -> Iterator[LogRecord]:
         """All records from `first` on but those that begin files."""
         counts = [begun for begun, _ in self._files[1:]]
-        for (begun, path), following in zip(self._files, [*counts, None], strict=True):
+        for (begun, path), following in zip(self._files, [*counts, math.inf], strict=True):
             waiting = list[LogRecord]()  # until the end of their step
             for number, record in enumerate(whole_records(path)):
                 if (record.kind == START) != (number == 0):
@@ -130,8 +131,10 @@ class Playback(Player):
                 waiting.append(record)
                 if record.kind == MESSAGE:
                     continue
-                if following is not None and record.step > following:
-                    break  # a run that was resumed from before its end wrote the rest anew
+                if record.step > following + self._delay:
+                    break
+                if record.step > following:  # training went back, and wrote the rest anew but for what was on its way
+                    waiting = [each for each in waiting if each.step < following]
                 known = record.step <= self.first if record.kind == STEP or begun < self.first else False
                 yield from waiting if not known else ()
                 waiting.clear()

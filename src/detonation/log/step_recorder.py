@@ -13,8 +13,9 @@ from detonation.core.link.tape import Tape
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import MESSAGE, STEP, SYNCHRONIZE, LogRecord, noted
 
-Copies = list[tuple[int, int, Readback]]
-"""The place, the step and the bytes of messages."""
+Copy = tuple[int, int, Readback]
+"""The place, the step and the bytes of a message."""
+Copies = list[Copy]
 
 
 class StepRecorder(ABC):
@@ -27,11 +28,13 @@ class StepRecorder(ABC):
 
     def __init__(self) -> None:
         self.records = True  # false where there is nobody to record for
-        self._messages: Copies = []
+        self._messages: list[tuple[int, Copy]] = []  # each with the steps that were taken when it came
         self._waiting: list[tuple[Copies, LogRecord]] = []
         self._late = 0  # steps whose messages are on their way to the host
         self._spare: list[Tensor] = []  # buffers that nobody reads any more: fresh memory costs more than the copy
         self._options: list[dict[str, Any]] = []  # of each group, as they were recorded last
+        self._optimizer: Replicated | None = None  # of the last end
+        self._last = -1  # steps that were taken at that end
 
     @abstractmethod
     def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
@@ -55,17 +58,25 @@ class StepRecorder(ABC):
                 copied = copied.clone()
             elif not on_device:
                 copied.view(message.shape).copy_(message)
-            self._messages.append((place, step, Readback(copied)))
+            taken = self._optimizer.step_count if self._optimizer else 0
+            self._messages.append((taken, (place, step, Readback(copied))))
             self._late = int(on_device)
 
     def take(self, place: int, step: int) -> Tensor:
         """Never called: this tape records."""
         raise NotImplementedError
 
-    def take_messages(self) -> list[tuple[int, int, Readback]]:
-        """The messages since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
+    def take_messages(self, what: str, optimizer: Replicated) -> tuple[Copies, bool]:
+        """The messages of a step or call of `synchronize` that ends, and whether it follows the one that ended last.
+
+        Where training went back to an earlier state in between, those that were then on their way are left out: the
+        steps that are taken anew have others.
+        """
+        before, same = optimizer.step_count - (what == "step"), optimizer is self._optimizer
+        messages = [copy for taken, copy in self._messages if taken == before or not same]
+        goes_on = self._last in (-1, before)
+        self._messages, self._optimizer, self._last = [], optimizer, optimizer.step_count
+        return messages, goes_on
 
     def add(self, messages: Copies, what: str, optimizer: Replicated, more: Mapping[str, Any] | None = None) -> None:
         """Ends a step, or a call of `synchronize`, to which `messages` belong.

@@ -46,10 +46,11 @@ class UpdateLog(StepRecorder):
             a process dies, and some seconds when the machine does.
 
     A log that can no longer be written, as on a full disk, ends after its last whole step, with one warning: training
-    goes on.
+    goes on. Where training goes back to an earlier state, in a process or a new one, another file begins there, which
+    takes the place of the steps that were taken from there on.
 
     Raises:
-        ValueError: At a step: the optimizer has several levels, of which the log would need all.
+        ValueError: At `Replicated.record`: the optimizer has several levels, of which the log would need all.
 
     Example:
         >>> import tempfile, torch, detonation as dt
@@ -81,14 +82,15 @@ class UpdateLog(StepRecorder):
         first = optimizer.coordinates.replica == 0
         may_follow = any(isinstance(axis, ElasticCommunicator) for axis, _ in optimizer.levels)
         self.records = self.records and (first or may_follow)
-        messages = self.take_messages()
+        messages, goes_on = self.take_messages(what, optimizer)
         if not self.records:
             return
         with self._forgiving():
+            another = not goes_on or optimizer.build() is not self._levels  # settings or parameters, or the first step
             if not first:
-                self._keep(messages, what, optimizer)
+                self._keep(messages, what, optimizer, another)
                 return
-            if optimizer.build() is not self._levels:  # another setting, other parameters, or the first step
+            if another:
                 self.close()
             if not self.records:  # the last step of that file could not be written
                 return
@@ -101,9 +103,9 @@ class UpdateLog(StepRecorder):
                 self._finish()
                 os.fsync(self._file)
 
-    def _keep(self, messages: Copies, what: str, optimizer: Replicated) -> None:
-        """Keeps the latest steps, which the first replica may not have written when it is lost."""
-        if optimizer.build() is not self._levels:
+    def _keep(self, messages: Copies, what: str, optimizer: Replicated, another: bool) -> None:
+        """Keeps the latest steps of a file, which the first replica may not have written when it is lost."""
+        if another:
             self.flush()
             self._kept.clear()
             self._levels, self._identity = optimizer.build(), identity(optimizer)
@@ -168,6 +170,9 @@ class UpdateLog(StepRecorder):
         rank = optimizer.coordinates
         about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
         self.directory.mkdir(parents=True, exist_ok=True)
+        for _, begun, later in segments(self.directory, rank.name):
+            if begun > first:  # training went back to before them: a replay would take their steps for its own
+                later.unlink(missing_ok=True)
         path = self.directory / f"{rank.name}-{first}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         self._options, self._length = [], 0
@@ -213,7 +218,7 @@ class UpdateLog(StepRecorder):
 def identity(optimizer: Replicated) -> dict[str, Any]:
     """The settings that a run must share with a log, to replay it. Raises `ValueError` for several levels."""
     if len(optimizer.levels) > 1:
-        raise ValueError("an update log takes one level of replication, not several: record without it")
+        raise ValueError("an update log has one level of replication, not several")
     ((axis, scheme),) = optimizer.levels
     rank = optimizer.coordinates
     arguments = {name: str(value) for name, value in scheme.arguments.items()}

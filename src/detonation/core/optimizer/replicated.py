@@ -32,7 +32,6 @@ class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
     It shares `param_groups` and `state` with the base optimizer. `step_count` and `stats` count its steps and bytes.
-
     Parameters may be frozen, unfrozen and added (`add_param_group`) on all ranks between the same two steps; the next
     step makes it and ends open rounds. One that joins begins with an empty memory, and one that leaves loses its own.
 
@@ -51,8 +50,7 @@ class Replicated(OptimizerWrapper):
 
     def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings) -> None:
         super().__init__(base)
-        self.levels, self.settings = tuple(levels), settings
-        self.step_count = 0
+        self.levels, self.settings, self.step_count = tuple(levels), settings, 0
         self.tape: Tape | None = None
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
@@ -191,7 +189,9 @@ class Replicated(OptimizerWrapper):
         compare_replicas(self._replicators, self.settings, self.param_groups)
 
     def record(self, tape: Tape | None) -> None:
-        """Records what the replicas agree on from the next step on, as in a `detonation.UpdateLog`; None ends that."""
+        """Records one level's agreed messages from the next step on, as in a `detonation.UpdateLog`; None ends that."""
+        if tape and len(self.levels) > 1:
+            raise ValueError(f"one level of replication can be recorded, this optimizer has {len(self.levels)}")
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape

@@ -50,9 +50,22 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
             f"a feed and its followers need a token: set {TOKEN}, or {TOKEN_FILE} to a file; make one with "
             "openssl rand -hex 16"
         )
-    if len(token) < SHORTEST:
-        raise ValueError(f"the token in {where} has {len(token)} bytes, must have at least {SHORTEST}")
-    return token
+    return _long_enough(token, f"the token in {where}")
+
+
+def checked_token(token: bytes | None) -> bytes:
+    """The token that was given, or else that of the environment, as `read_token` finds it.
+
+    Raises:
+        ValueError: As `read_token`; the token that was given is shorter than 16 bytes.
+
+    Example:
+        >>> checked_token(b"")
+        Traceback (most recent call last):
+        ...
+        ValueError: the token has 0 bytes, must have at least 16
+    """
+    return read_token() if token is None else _long_enough(token, "the token")
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
@@ -107,6 +120,12 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
             raise ConnectionResetError("the other end has closed the connection")
         found += part
     return found
+
+
+def _long_enough(token: bytes, name: str) -> bytes:
+    if len(token) < SHORTEST:
+        raise ValueError(f"{name} has {len(token)} bytes, must have at least {SHORTEST}")
+    return token
 
 
 def _proof(token: bytes, what: bytes, nonces: bytes) -> bytes:
