@@ -19,7 +19,7 @@ def demo_diloco(
     chunk: int = 64,
     decay: float = 0.95,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     precision: str = "fp32",
     link: LinkKind = "auto",
 ) -> ParameterScheme:

@@ -64,7 +64,7 @@ def outer_sgd(
 def diloco(
     every: int = 100,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     nesterov: bool = True,
     precision: str = "fp32",
 ) -> ParameterScheme:
@@ -77,7 +77,8 @@ def diloco(
     Args:
         every: Local steps per round, at least 1.
         outer_lr: Of the outer SGD, above 0.
-        outer_momentum: Of the outer SGD, from 0 to below 1.
+        outer_momentum: Of the outer SGD, from 0 to below 1. The paper has 0.9, for hundreds of rounds of 500 steps;
+            over a hundred rounds of ten steps that was far worse (docs/findings.md).
         nesterov: Whether that momentum is Nesterov's.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign".
 
@@ -86,7 +87,7 @@ def diloco(
 
     Example:
         >>> diloco(every=20).outer
-        Outer(lr=0.7, momentum=0.9, nesterov=True)
+        Outer(lr=0.7, momentum=0.5, nesterov=True)
 
     Reference: Douillard et al., DiLoCo, arXiv 2311.08105.
     """
@@ -99,8 +100,8 @@ def streaming_diloco(
     fragments: int = 4,
     delay: int = 5,
     keep: float = 0.5,
-    outer_lr: float = 0.4,
-    outer_momentum: float = 0.9,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
     precision: str = "4bit",
     unit: FragmentUnit = "parameter",
     link: LinkKind = "auto",
@@ -138,7 +139,7 @@ def streaming_diloco(
 def eager_diloco(
     every: int = 100,
     outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_momentum: float = 0.5,
     precision: str = "fp32",
     link: LinkKind = "auto",
 ) -> ParameterScheme:
