@@ -28,6 +28,9 @@ def test_costs_are_those_by_hand():
     assert coarse.transfer_s == pytest.approx(coarse.bytes_sent * 8 / 1e9 + 2 * 2 * 0.001)
     assert coarse.total_s == 1 + coarse.transfer_s
     assert coarse.wire_bytes == 2 * SIZE * 4 + SIZE * 4
+    twice, *_, coarse_twice = shard_costs(shapes, 2, 1.0, link, accumulate=2)
+    assert (twice.bytes_sent, twice.transfer_s) == (2 * plain.bytes_sent, pytest.approx(2 * plain.transfer_s))
+    assert coarse_twice.bytes_sent == 1.5 * coarse.bytes_sent  # gradients of each micro-batch, weights of each step
     assert shard_costs(shapes, 2, 1.0, link, itemsize=2)[-1].wire_bytes == 2 * SIZE * 2 + SIZE * 4
 
 

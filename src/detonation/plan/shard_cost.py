@@ -47,18 +47,20 @@ class ShardCost:
 
 
 def shard_costs(
-    shards: Sequence[Shapes], nodes: int, compute_s: float, link: Network, itemsize: int = 4
+    shards: Sequence[Shapes], nodes: int, compute_s: float, link: Network, itemsize: int = 4, accumulate: int = 1
 ) -> list[ShardCost]:
     """The cost of FSDP2 and of each shard wire, for one replica whose `shards` lie on `nodes` nodes.
 
-    FSDP2 gathers twice and reduces once, in rings over all ranks, whose border between two nodes is crossed by all
-    shards but one. A library that has no ring for one of them sends more.
+    For each micro-batch FSDP2 gathers twice and reduces once, in rings over all ranks, whose border between two nodes is
+    crossed by all shards but one. A library that has no ring for one of them sends more. A shard wire gathers between
+    nodes once per step, and reduces for each micro-batch.
 
     Args:
         shards: Local parameter shapes on each rank of the replica.
         compute_s: Seconds of forward and backward.
         link: Between the nodes.
         itemsize: Bytes of a gathered weight: 2 where mixed precision computes in bf16.
+        accumulate: Micro-batches per step.
     """
     size = max(sum(map(prod, shapes.values())) for shapes in shards)
     ranks, units = len(shards) // nodes, unit_count(shards[0])
@@ -66,12 +68,14 @@ def shard_costs(
     for name, wire in WIRES.items():
         if wire is None:
             # one rank of each node sends to the next node; `seconds` shares the link among all its ranks
-            sent = (len(shards) - 1) * size * (2 * itemsize + 4)
-            seconds = _seconds(link, "all-gather", sent // ranks, 3 * units)
+            sent = accumulate * (len(shards) - 1) * size * (2 * itemsize + 4)
+            seconds = _seconds(link, "all-gather", sent // ranks, accumulate * 3 * units)
             held = 0
         else:
-            gathered, reduced = weight_bytes(wire, [size], nodes, itemsize), gradient_bytes(wire, [size], nodes)
-            seconds = _seconds(link, "all-gather", gathered, units) + _seconds(link, "all-to-all", reduced, units)
+            gathered = weight_bytes(wire, [size], nodes, itemsize)
+            reduced = accumulate * gradient_bytes(wire, [size], nodes)
+            seconds = _seconds(link, "all-gather", gathered, units)
+            seconds += _seconds(link, "all-to-all", reduced, accumulate * units)
             sent, held = ranks * (gathered + reduced), wire_memory(wire, size, nodes, itemsize)
         found.append(ShardCost(name, sent, seconds, compute_s + seconds, TRAINING_BYTES * size + held, held))
     return found

@@ -59,9 +59,8 @@ def plan(question: Question) -> dict[str, Any]:
     if nodes is None:
         nodes = config.mesh.shard_nodes if config else 1
     if nodes != 1:
-        costs = shard_costs(
-            work.shards, nodes, work.compute_s, _between_nodes(question, profile, network.shards, nodes)
-        )
+        between = _between_nodes(question, profile, network.shards, nodes)
+        costs = shard_costs(work.shards, nodes, work.compute_s, between, accumulate=work.accumulate)
         found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
     found["device"] = None if question.device is None else prediction_note(question.device)
     return found
