@@ -51,9 +51,9 @@ def shard_costs(
 ) -> list[ShardCost]:
     """The cost of FSDP2 and of each shard wire, for one replica whose `shards` lie on `nodes` nodes.
 
-    For each micro-batch FSDP2 gathers twice and reduces once, in rings over all ranks, whose border between two nodes is
-    crossed by all shards but one. A library that has no ring for one of them sends more. A shard wire gathers between
-    nodes once per step, and reduces for each micro-batch.
+    For each micro-batch FSDP2 gathers twice and reduces once, in rings over all ranks, whose border between two nodes
+    is crossed by all shards but one. A library that has no ring for one of them sends more. A shard wire gathers
+    between nodes once per step, and reduces for each micro-batch.
 
     Args:
         shards: Local parameter shapes on each rank of the replica.
