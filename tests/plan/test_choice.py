@@ -108,6 +108,12 @@ def test_a_longer_run_is_a_task_of_its_own(table):
     assert loss_of(dt.demo(), 2).steps == 1000
 
 
+def test_settings_tried_with_fewer_replicas_than_others_count_no_better_than_those(table):
+    table(measured(0.01, arguments={"topk": 1}), measured(0.05, arguments={"topk": 4}, replicas=8))
+    assert [loss_of(dt.demo(topk=topk), 8).cost for topk in (1, 4)] == [0.05, 0.05]
+    assert loss_of(dt.demo(topk=1), 2).cost == 0.01
+
+
 def test_a_task_that_was_not_tried_counts_with_the_best_of_the_other_settings(table):
     wide, narrow = {"topk": 16}, {"topk": 1}
     table(
@@ -118,6 +124,7 @@ def test_a_task_that_was_not_tried_counts_with_the_best_of_the_other_settings(ta
     )
     everything = [dt.demo(**wide), dt.demo(**narrow), dt.demo(topk=2)]
     assert [loss and loss.cost for loss in (loss_of(each, 2) for each in everything)] == [0.09, 0.08, None]
+    assert loss_of(dt.demo(topk=2), 2) is None
     network = Network.of_link_speed(LinkSpeed(1e6, 1e-4), 2, 1)
     suffixes = {
         option.cost.scheme.arguments["topk"]: option.other_settings for option in options(everything, WORK, network)

@@ -1,7 +1,8 @@
 """Measured losses: how much validation loss each scheme cost, how certain that is, and where it was measured."""
 
 import json
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -95,8 +96,8 @@ class Loss:
 def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss | None:
     """The measurement of `scheme` that promises least: of the task where its upper end is largest.
 
-    On a task where these settings were not tried, the best of the scheme's other settings counts, so that settings that
-    were tried on few tasks do not come first for that reason.
+    On a task where these settings were not tried, or with fewer replicas than others of the scheme, the best of those
+    counts as well. So settings that were tried on little do not come first for that reason.
 
     Args:
         scheme: With its arguments.
@@ -108,16 +109,21 @@ def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss
         The measurement; None where these settings were not measured on any task.
     """
     wanted = optimizer if optimizer in {loss.optimizer for loss in loss_table()} else optimizer and "AdamW"
-    same = [each for each in near(replicas) if each.scheme == scheme.name and wanted in (None, each.optimizer)]
-    own = _best_by_task(loss for loss in same if loss.fits(scheme))
-    return max({**_best_by_task(same), **own}.values(), key=lambda loss: loss.upper) if own else None
+    tasks: dict[tuple[str, int, int], list[Loss]] = {}
+    for loss in near(replicas):
+        if loss.scheme == scheme.name and wanted in (None, loss.optimizer):
+            tasks.setdefault(loss.task, []).append(loss)
+    if not any(loss.fits(scheme) for same in tasks.values() for loss in same):
+        return None
+    return max((_counted_on(same, scheme) for same in tasks.values()), key=_upper)
 
 
-def _best_by_task(measured: Iterable[Loss]) -> dict[tuple[str, int, int], Loss]:
-    best: dict[tuple[str, int, int], Loss] = {}
-    for loss in measured:
-        best[loss.task] = min(loss, best.get(loss.task, loss), key=lambda loss: loss.upper)
-    return best
+def _counted_on(same: Sequence[Loss], scheme: Scheme) -> Loss:
+    """What counts for `scheme` of the measurements of one task, the nearest number of replicas first."""
+    nearest = [loss for loss in same if loss.replicas == same[0].replicas]
+    own = [loss for loss in nearest if loss.fits(scheme)]
+    others = [[loss for loss in same if loss.fits(scheme)], nearest]
+    return max((min(each, key=_upper) for each in ([own] if own else others) if each), key=_upper)
 
 
 def trained_by(name: str, settings: Mapping[str, Any]) -> str:
@@ -139,7 +145,7 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
 
 @cache
 def near(replicas: int) -> tuple[Loss, ...]:
-    """Selects one measurement per setting, optimizer and task.
+    """Selects one measurement per setting, optimizer and task, the nearest number of replicas first.
 
     It is the one with the most replicas up to `replicas`, else with the fewest.
     """
@@ -156,6 +162,9 @@ def loss_table() -> tuple[Loss, ...]:
     return tuple(
         Loss(**{**row, "interval": tuple(row["interval"]) if row["interval"] else None}) for row in json.loads(text)
     )
+
+
+_upper = operator.attrgetter("upper")
 
 
 def _counted(number: int, noun: str) -> str:
