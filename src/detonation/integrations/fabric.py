@@ -89,7 +89,7 @@ class ReplicatedWorld:
         return rest
 
     def _rest(self: Any, path: Path, weights_only: bool | None) -> tuple[dict[str, Any], str]:
-        """What rank 0 reads beside the state of the ranks, and why it cannot: the others wait for either."""
+        """The rest of a checkpoint, read on rank 0, or the reason why it cannot be: the others wait for either."""
         try:
             return (torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}), ""
         except Exception as error:  # the file may hold anything

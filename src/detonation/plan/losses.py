@@ -119,7 +119,7 @@ def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss
 
 
 def _counted_on(same: Sequence[Loss], scheme: Scheme) -> Loss:
-    """What counts for `scheme` of the measurements of one task, the nearest number of replicas first."""
+    """The measurement of one task that counts for `scheme`; `same` has the nearest number of replicas first."""
     nearest = [loss for loss in same if loss.replicas == same[0].replicas]
     own = [loss for loss in nearest if loss.fits(scheme)]
     others = [[loss for loss in same if loss.fits(scheme)], nearest]

@@ -85,7 +85,7 @@ class ShardReader:
 
 
 class ReplicaFiles:
-    """What the files of several replicas hold, taken together, but for the tensors themselves.
+    """The content of the files of several replicas together, but for the tensors themselves.
 
     A replica may lack optimizer state that others have, of a parameter that has had no gradient there.
     """
