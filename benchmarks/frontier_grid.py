@@ -42,8 +42,8 @@ def signs(topk: int, chunk: int, decay: float, lr: float) -> str:
 
 
 def votes(period: int, decay: float, lr: float) -> str:
-    """random_sign at rate 1 / period."""
-    scheme = f"scheme.name=random_sign scheme.rate={1 / period} scheme.decay={decay}"
+    """random_sign at rate 1 / period, with a cycle: the default then."""
+    scheme = f"scheme.name=random_sign scheme.rate={1 / period} scheme.decay={decay} scheme.cycle=true"
     return f"{scheme} optimizer.name=SignSGD optimizer.lr={lr}"
 
 

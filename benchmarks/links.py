@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dt.Scheme, str, float]] = {
     "decoupled_adamw 4/64 fp32": (dt.decoupled_adamw(), "AdamW", 3e-3),
     "demo 4/64 sign": (dt.demo(**SIGNS), "SignSGD", 2e-3),
     "demo_diloco 10": (dt.demo_diloco(every=10, outer_lr=1.0, outer_momentum=0.0), "AdamW", 3e-3),
-    "random_sign 1/8": (dt.random_sign(decay=0.9), "SignSGD", 4e-3),
+    "random_sign 1/8": (dt.random_sign(decay=0.9, cycle=True), "SignSGD", 4e-3),
 }
 """Scheme, base optimizer and its learning rate for `teacher`."""
 

@@ -12,7 +12,7 @@ from tuning import Method
 COMMON = "data.source=sotu train.validation_batches=1000000"
 REFERENCES = {
     "text": (("text", "AdamW 0.999, full", 2), ("text", "Muon 0.8, full", 2)),
-    "votes": (("text", "random_sign 1/8", 8), ("text", "AdamW 0.999, full", 2)),
+    "votes": (("text", "random_sign 1/8, cycle", 8), ("text", "AdamW 0.999, full", 2)),
     "support": (("text", "demo 1/64 sign", 8), ("text", "AdamW 0.999, full", 2)),
     "delay": (("text", "demo 1/64 sign", 2), ("text", "AdamW 0.999, full", 2)),
     "rounds": (("rounds", "AdamW, full", 2), ("rounds", "Muon, full", 2)),
@@ -25,7 +25,9 @@ PAIRS = (
     (("demo 1/64 sign, AdamW 0, 0.95", 2), ("demo 1/64 sign", 2)),
     (("demo 1/64 sign, alpha 0.2", 2), ("demo 1/64 sign", 2)),
     (("demo 4/64 sign, Muon", 2), ("muloco 5, 2bit, Muon 0.8", 2)),
-    *(((f"random_sign 1/{share}", 8), ("random_sign 1/8", 8)) for share in (1, 2, 4, 16)),
+    (("random_sign 1/8", 8), ("random_sign 1/8, cycle", 8)),
+    *(((f"random_sign 1/{share}, cycle", 8), ("random_sign 1/8, cycle", 8)) for share in (1, 2, 4, 16)),
+    *(((f"random_sign 1/{share}", 8), ("random_sign 1/8", 8)) for share in (4, 16)),
 )
 """Two methods (name, replicas) of the study of text each, whose difference docs/findings.md quotes."""
 
@@ -99,7 +101,8 @@ def headline() -> Iterator[Method]:
         "demo 4/64 sign, Muon", demo(4, "optimizer.name=Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both
     )
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
-    yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8, variants=both)
+    yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8)
+    yield text("random_sign 1/8, cycle", vote(8, cycle=True), VOTE_RATES, 8, seeds=8, variants=both)
     yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
     for count, outer in (2, LONGER[2][:1]), (8, LONGER[8]):
         yield text("muloco 30, 2bit, Muon 0.8", MEAN + muloco(30), MUON_RATES, count, variants=with_outer(*outer))
@@ -148,29 +151,32 @@ def replicas() -> Iterator[Method]:
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES, 8)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, 8)
     for share in (1, 2, 4, 16):
+        yield text(f"random_sign 1/{share}, cycle", vote(share, cycle=True), VOTE_RATES, 8)
+    for share in (4, 16):
         yield text(f"random_sign 1/{share}", vote(share), VOTE_RATES, 8)
 
 
 def votes() -> Iterator[Method]:
-    """What `random_sign` owes its loss to: one change at a time, with eight replicas."""
+    """What `random_sign` with a cycle owes its loss to: one change at a time, with eight replicas."""
     for decay in (0.0, 0.5, 0.97):
-        yield _votes(f"decay {decay}", vote(8, decay))
+        yield _votes(f"decay {decay}", vote(8, decay, cycle=True))
     signs = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.9"
-    yield _votes("sent coordinates stay in the memory", vote(8) + " scheme.alpha=0")
-    yield _votes("rounding error stays in the memory", vote(8) + " scheme.error_feedback=true")
+    yield _votes("sent coordinates stay in the memory", vote(8, cycle=True) + " scheme.alpha=0")
+    yield _votes("rounding error stays in the memory", vote(8, cycle=True) + " scheme.error_feedback=true")
     yield _votes("mean of signs", f"scheme.name=random scheme.rate=0.125 {signs} {SIGNSGD}")
     comb = f"scheme.name=striding scheme.rate=0.125 {signs} scheme.aggregate=majority_vote {SIGNSGD}"
     yield _votes("a comb instead of random subsets", comb)
-    yield _votes("no cycle", f"scheme.name=variants:independent_votes {SIGNSGD}", seeds=8)
     values = "scheme.name=random scheme.precision=bf16 scheme.rate=0.0078125 scheme.decay={} " + SIGNSGD
     for decay in (0.9, 0.999):  # a 128th in bf16 is an eighth in signs
         yield _votes(f"1/128 in bf16, decay {decay}", values.format(decay))
-    yield _votes("memories averaged every 50 steps", vote(8) + " every:50:memories_averaged")
-    yield _votes("1/2, after 43 steps 1/16", vote(2) + " later:43:scheme.rate=0.0625")
+    yield _votes("memories averaged every 50 steps", vote(8, cycle=True) + " every:50:memories_averaged")
+    half = vote(2, cycle=True)
+    yield _votes("1/2, after 43 steps 1/16", half + " later:43:scheme.rate=0.0625")
+    yield _votes("1/2, after 43 steps 1/16 and 8 times as far", half + " later:43:fewer_and_farther")
 
 
-def _votes(name: str, sets: str, seeds: int = 3) -> Method:
-    return text(name, sets, VOTE_RATES, 8, seeds, study="votes")
+def _votes(name: str, sets: str) -> Method:
+    return text(name, sets, VOTE_RATES, 8, study="votes")
 
 
 def support() -> Iterator[Method]:
@@ -250,8 +256,9 @@ def demo(topk: int, optimizer: str = SIGNSGD, decay: float = 0.95) -> str:
     return f"scheme.name=demo {codec} scheme.decay={decay} {optimizer}"
 
 
-def vote(share: int, decay: float = 0.9) -> str:
-    return f"scheme.name=random_sign scheme.rate={1 / share} scheme.decay={decay} {SIGNSGD}"
+def vote(share: int, decay: float = 0.9, cycle: bool = False) -> str:
+    settings = f"scheme.rate={1 / share} scheme.decay={decay}" + " scheme.cycle=true" * cycle
+    return f"scheme.name=random_sign {settings} {SIGNSGD}"
 
 
 def muloco(every: int, optimizer: str = MUON) -> str:

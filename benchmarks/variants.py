@@ -13,23 +13,8 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.selection import Random
 from detonation.core.replicator.pending import Flat, LookAhead, Pending
 from detonation.core.schemes.scheme import GradientScheme
-
-
-@dataclasses.dataclass(frozen=True)
-class Independent(Random):
-    """Another random subset at each step, without regard to those before: some coordinates wait long."""
-
-    def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        return super().indices(coefficients, step * self.period, seed)
-
-
-def independent_votes(rate: float = 1 / 8, decay: float = 0.9) -> dt.Scheme:
-    """`random_sign` with subsets that know no cycle."""
-    scheme = dt.random_sign(rate=rate, decay=decay)
-    return dataclasses.replace(scheme, codec=dataclasses.replace(scheme.codec, selection=Independent(rate)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +90,20 @@ def look_ahead_by_memory(optimizer: dt.Replicated) -> None:
             move([Flat(layout, own + memory.residual)] if own.any() else updates)  # none is on its way at the end
 
         ahead.move = guess
+
+
+def fewer_and_farther(optimizer: dt.Replicated) -> None:
+    """From now on an eighth of the coordinates that were sent at a time, and eight times the learning rate."""
+    ((_, scheme),) = optimizer.levels
+    optimizer.reconfigure(dt.scheme(scheme.name, {**scheme.arguments, "rate": scheme.arguments["rate"] / 8}))
+    step = optimizer.step
+
+    def farther() -> None:  # the schedule sets each step's learning rate anew
+        for group in optimizer.param_groups:
+            group["lr"] *= 8
+        step()
+
+    optimizer.step = farther  # type: ignore[method-assign]
 
 
 def memories_averaged(optimizer: dt.Replicated) -> None:

@@ -91,7 +91,7 @@ def _nothing_is_lost(scheme: Scheme, layout: Layout, device: torch.device) -> No
 
 def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
     selection, rows = scheme.codec.selection, 7
-    if not selection.shared:
+    if not (selection.shared and selection.period):
         return
     heard = torch.zeros(rows, selection.chunk, device=device)
     for step in range(selection.period):

@@ -162,7 +162,7 @@ from detonation.cli.command import run_command
 assert run_command({ask} + ["0.3"]) == 0 and "torch" not in sys.modules
 assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert "random_sign" in done.stdout and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
+    assert "waiting" in done.stdout and done.stderr == "error: --step-time is 0.0, but must be above 0\n"
 
 
 def test_a_command_runs_without_an_output():

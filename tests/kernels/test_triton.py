@@ -161,15 +161,17 @@ def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "rule", [Random(1 / 8), Random(0.3), Random(1 / 300), Striding(1 / 16), Slicing(1 / 64)], ids=repr
+    "rule",
+    [Random(1 / 8), Random(1 / 8, cycle=False), Random(0.3), Random(1 / 300), Striding(1 / 16), Slicing(1 / 64)],
+    ids=repr,
 )
 def test_rotations_are_those_of_the_selection(rule: Rotation):
     rows, seed = 70, 5
     for step in (0, 3, 11):
-        cycle, phase = divmod(step, rule.period)
+        cycle, share, deal = rule.place(step, seed)
         coding = launches.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
         rotations = launches.Rotations.room(coding, CPU)
-        rotations.rotate(coding, *(random_start(seed, cycle, which) for which in (0, 1)), phase)
+        rotations.rotate(coding, *(random_start(seed, cycle, which) for which in (0, 1)), share, deal)
         wanted = rule.indices(torch.empty(rows, rule.chunk), step, seed)
         table = torch.full((rows, rule.chunk), -1, dtype=torch.int32)
         table.scatter_(1, wanted, torch.arange(rule.k, dtype=torch.int32).expand(rows, -1))

@@ -181,6 +181,25 @@ def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_see
     assert len(first.sort(1).values.unique(dim=0)) > 20
 
 
+@pytest.mark.parametrize("rate", [1, 1 / 2, 1 / 8, 0.3, 1 / 100])
+def test_without_a_cycle_each_step_sends_a_subset_that_no_other_step_knows_of(rate):
+    """As often as chance has it, a coordinate is sent again, soon or late; on the whole each is sent as often."""
+    subset, rows, seed = dt.random_sign(rate=rate).codec.selection, 2000, 3
+    steps = range(8 * subset.shares)
+    flat = torch.zeros(rows, subset.chunk)
+    sent = torch.stack([flat.scatter(1, subset.indices(flat, step, seed), 1.0) for step in steps])
+    p = 1 / subset.shares
+    assert subset.period == (subset.shares == 1) and (sent.sum(2) == subset.k).all()
+    assert float(sent.mean((0, 1)).sub(p).abs().max()) <= 0.1 * p  # of each place in a row
+    counts, wanted = sent.sum(0), torch.distributions.Binomial(len(steps), torch.tensor(p))
+    assert abs(float(counts.var()) - float(wanted.variance)) <= 0.15 * float(wanted.variance) + 1e-9
+    for after in range(1, subset.shares):
+        again = float((sent[after:] * sent[:-after]).mean())
+        assert abs(again - p * p) <= 0.2 * p * p + 1e-9, after
+    half = subset.for_rows(1000, rows)
+    assert torch.equal(half.indices(flat[1000:], 5, seed), subset.indices(flat, 5, seed)[1000:])
+
+
 def splitmix64(state):
     """Vigna's reference, which begins with these words: the next state and its word."""
     state = (state + 0x9E3779B97F4A7C15) % 2**64

@@ -160,14 +160,16 @@ def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replica
     schemes = [
         dt.distro(),
         dt.demo(topk=1, precision="sign", error_feedback=False, decay=0.95),
-        dt.random_sign(rate=1 / 2),
-        dt.random_sign(rate=1 / 2, link="owner"),
+        dt.random_sign(rate=1 / 2, cycle=True),
+        dt.random_sign(rate=1 / 2, cycle=True, link="owner"),
         dt.full("sign"),
         dt.full("4bit"),
         dt.diloco(every=2, precision="4bit"),
     ]
     if optimizer == "AdamW":
         schemes = schemes[1:]
+    if replicas == 2:
+        schemes.append(dt.random_sign(rate=1 / 2))  # an odd number of votes without a cycle walks at random: see below
 
     def act(communicator):
         found = []
@@ -184,6 +186,15 @@ def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replica
         return found
 
     assert max(simulate_replicas(act, replicas)[0]) <= 6
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_law_11_without_a_cycle_a_coordinate_without_a_signal_walks_at_random(replicas):
+    """Nobody counts how often it was sent: signs of zeros differ, but do not alternate. Even votes still cancel."""
+    silent, heard, constant = play(dt.random_sign(rate=1 / 8, link="all-gather"), replicas, 8 * SENDINGS)
+    farthest = reach(silent.sign())
+    assert farthest == 0 if replicas == 2 else 1 < farthest <= 5 * math.sqrt(SENDINGS)
+    assert torch.equal(heard.sum(0).sign(), constant.sign())
 
 
 def test_a_signal_that_is_not_finite_leaves_every_bit_of_the_memory():

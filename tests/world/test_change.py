@@ -73,6 +73,40 @@ def test_law_1_nothing_is_lost_when_settings_change(replicas):
     assert others == [first] * (replicas - 1)
 
 
+@pytest.mark.parametrize("cycle", [True, False])
+@pytest.mark.parametrize("rates", [(1 / 2, 1 / 16), (1 / 16, 1 / 8)])
+def test_votes_about_another_share_follow_the_rule(rates, cycle):
+    """Every bit of the steps before and after the change is that of the rule in plain torch."""
+    replicas, steps, size = 5, 24, 333
+    schemes = [dt.random_sign(rate, decay=0.9, cycle=cycle) for rate in rates]
+
+    def gradient(step, replica):
+        return torch.randn(size, generator=torch.Generator().manual_seed(100 * step + replica))
+
+    def act(communicator):
+        model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(size))})
+        optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1.0), model, communicator, schemes[0])
+        seen = []
+        for step in range(steps):
+            if step == 11:
+                optimizer.reconfigure(schemes[1])
+            model["w"].grad = gradient(step, communicator.replica)
+            optimizer.step()
+            seen.append(model["w"].detach().clone())
+        return torch.stack(seen)
+
+    memories, weight, wanted = torch.zeros(replicas, size), torch.zeros(size), []
+    for step in range(steps):
+        selection = schemes[step >= 11].codec.selection
+        rows = torch.zeros(-(-size // selection.chunk), selection.chunk)
+        chosen = rows.scatter(1, selection.indices(rows, step, 0), 1.0).flatten()[:size].bool()
+        memories = 0.9 * memories + torch.stack([gradient(step, replica) for replica in range(replicas)])
+        weight -= memories.sign().sum(0).sign() * chosen
+        memories[:, chosen] = 0.0
+        wanted.append(weight.clone())
+    assert torch.equal(simulate_replicas(act, replicas)[0], torch.stack(wanted))
+
+
 def start(mesh, scheme):
     model = dt.shard(built(Plain), mesh)
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -34,7 +34,7 @@ class Selection(Protocol):
 
     @property
     def period(self) -> int:
-        """Steps after which every coordinate was sent at least once; 0 where that depends on the data."""
+        """Steps after which every coordinate was sent at least once; 0 where there is no such number."""
         ...
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor: ...  # [rows, chunk] -> [rows, k] int64
@@ -94,10 +94,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The base of the three data-independent selections: in `period` steps every coordinate is sent exactly once.
+    """The base of the three data-independent selections: one of `shares` equal parts of a row at each step.
 
-    `period = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a whole number is
-    rounded down. The chunk is a multiple of the period, so that every message has the same size.
+    `shares = ceil(1 / rate)`, so that no step sends more than `rate`; a rate that is not one over a whole number is
+    rounded down. The chunk is a multiple of it, so that every message has the same size. In `period` steps every
+    coordinate is sent exactly once.
     """
 
     rate: float
@@ -109,16 +110,24 @@ class Rotation:
             raise ValueError(f"rate is {self.rate}, must be above 0 and at most 1")
 
     @cached_property
-    def period(self) -> int:
+    def shares(self) -> int:
         return math.ceil(1 / self.rate - 1e-9)
+
+    @property
+    def period(self) -> int:
+        return self.shares
 
     @cached_property
     def k(self) -> int:
-        return 1 if self.period == 1 else max(self.run, 64 // self.period)  # at rate 1 rows of one: no padding is sent
+        return 1 if self.shares == 1 else max(self.run, 64 // self.shares)  # at rate 1 rows of one: no padding is sent
 
     @cached_property
     def chunk(self) -> int:
-        return self.period * self.k
+        return self.shares * self.k
+
+    def place(self, step: int, seed: int) -> tuple[int, int, int]:
+        """The cycle of `step`, the share of it that is sent, and the number that changes the rows' permutations."""
+        return *divmod(step, self.shares), 0
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:  # [rows, chunk] -> [rows, k] int64
         raise NotImplementedError
@@ -129,25 +138,38 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Random(Rotation):
-    """A random subset, new in every cycle of `period` steps, the same on every replica.
+    """A random subset, the same on every replica.
 
-    Each row walks through one of 64 permutations of its indices; each cycle draws new permutations and assigns them to
-    rows again. Work and memory per step grow with the coefficients sent, not with the flat.
+    Each row walks through one of 64 permutations of its indices; each cycle of `shares` steps draws new permutations
+    and deals them to rows again. Work and memory per step grow with the coefficients sent, not with the flat.
 
     Args:
+        cycle: Whether a row stays with its permutation for a cycle, so that each coordinate is sent once in it. Without
+            a cycle each step deals the permutations anew, and nothing bounds the time between two turns of a
+            coordinate.
         first: Of a bucket, the number of its first row in the flat.
         rows: Of a bucket, the rows of the flat; 0 for a selection of the whole flat.
     """
 
+    cycle: bool = True
     first: int = 0
     rows: int = 0
 
+    @property
+    def period(self) -> int:
+        return self.shares if self.cycle or self.shares == 1 else 0
+
+    def place(self, step: int, seed: int) -> tuple[int, int, int]:
+        number, share, _ = super().place(step, seed)
+        return number, share, 0 if self.cycle else random_start(seed, step, 2) % _TABLES
+
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        cycle, phase = divmod(step, self.period)
+        number, share, deal = self.place(step, seed)
         device = coefficients.device
-        table = _permutations(self.chunk, seed, cycle, device)[:, phase * self.k : (phase + 1) * self.k]
-        choices = _choices(self.rows or len(coefficients), seed, cycle, device)
-        return table[choices[self.first : self.first + len(coefficients)].long()]
+        table = _permutations(self.chunk, seed, number, device)[:, share * self.k : (share + 1) * self.k]
+        choices = _choices(self.rows or len(coefficients), seed, number, device)
+        mine = choices[self.first : self.first + len(coefficients)]
+        return table[(mine if self.cycle else mine ^ deal).long()]
 
     def for_rows(self, first: int, rows: int) -> Random:
         return replace(self, first=first, rows=rows)
@@ -159,7 +181,7 @@ class Striding(Rotation):
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
         device = coefficients.device
-        comb = torch.arange(step % self.period, self.chunk, self.period, dtype=torch.int64, device=device)
+        comb = torch.arange(self.place(step, seed)[1], self.chunk, self.shares, dtype=torch.int64, device=device)
         return _same_for_all_rows(comb, coefficients)
 
 
@@ -170,7 +192,7 @@ class Slicing(Rotation):
     run = 16
 
     def indices(self, coefficients: Tensor, step: int, seed: int) -> Tensor:
-        start, device = step % self.period * self.k, coefficients.device
+        start, device = self.place(step, seed)[1] * self.k, coefficients.device
         run = torch.arange(start, start + self.k, dtype=torch.int64, device=device)
         return _same_for_all_rows(run, coefficients)
 
@@ -193,16 +215,16 @@ def _same_for_all_rows(indices: Tensor, coefficients: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _permutations(size: int, seed: int, cycle: int, device: torch.device) -> Tensor:
-    """64 random permutations: the order of random words, whose low bits are the index, so that no two are equal."""
+    """Random permutations: the order of random words, whose low bits are the index, so that no two are equal."""
     bits = (size - 1).bit_length()
-    words = _random_words(64 * size, device, seed, cycle, 0).view(64, size) >> bits << bits
+    words = _random_words(_TABLES * size, device, seed, cycle, 0).view(_TABLES, size) >> bits << bits
     return words.add_(torch.arange(size, dtype=torch.int64, device=device)).argsort(1)  # [64, size]
 
 
 @lru_cache(maxsize=4)
 def _choices(rows: int, seed: int, cycle: int, device: torch.device) -> Tensor:
     octets = _random_words(-(-rows // 8), device, seed, cycle, 1).view(torch.uint8)
-    return octets[:rows].bitwise_and_(63)  # [rows] uint8
+    return octets[:rows].bitwise_and_(_TABLES - 1)  # [rows] uint8
 
 
 def _random_words(count: int, device: torch.device, *key: int) -> Tensor:
@@ -230,6 +252,8 @@ def _mixed(word: int) -> int:
     return word
 
 
+_TABLES = 64
+"""The permutations that rows choose from, a power of two."""
 _SOME = 1 << 14
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))

@@ -16,7 +16,7 @@ from detonation.core.codec.codec import Codec, Message, Selected
 from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices, Sums
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.precision import FP32, PRECISIONS, Float
-from detonation.core.codec.selection import Everything, Random, random_start
+from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.engine.coding import AGGREGATION_NAMES, coding_of, places_of, why_decoded_in_torch, why_not_triton
@@ -252,13 +252,15 @@ class TritonEngine(ReferenceEngine):
     def _rotate(self, codec: Codec, step: int) -> None:
         """Makes the coder's rotation that of `step`."""
         selection, coder = codec.selection, self._coder(codec)
-        step = 0 if isinstance(selection, Everything) else step  # all of a row at every step
-        if not selection.shared or coder.rotations.step == step:
+        if not selection.shared:
             return
-        coder.rotations.step = step
-        cycle, phase = divmod(step, selection.period)
+        # all of a row at every step where it does not rotate
+        place = selection.place(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
+        if coder.rotations.place == place:
+            return
+        coder.rotations.place = cycle, share, deal = place
         words, choices = (random_start(self._seed, cycle, which) for which in (0, 1))
-        coder.rotations.rotate(coder.coding, words, choices, phase)
+        coder.rotations.rotate(coder.coding, words, choices, share, deal)
 
     def _coder(self, codec: Codec) -> Any:
         """The launches for `codec`, whose rows are those of this engine."""

@@ -42,9 +42,10 @@ def random(
 @register
 def random_sign(
     rate: float = 1 / 8,
-    decay: float = 0.95,
+    decay: float = 0.9,
     alpha: float = 1.0,
     error_feedback: bool = False,
+    cycle: bool = False,
     delay: int = 0,
     lookahead: bool = True,
     link: LinkKind = "auto",
@@ -54,7 +55,12 @@ def random_sign(
     Neither indices nor magnitudes are sent: 1 / 32 of the bytes of `random`.
 
     Args:
-        rate, decay, alpha, error_feedback, delay, lookahead, link: As in `random`.
+        rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one over a whole
+            number.
+        decay, alpha, error_feedback, delay, lookahead, link: As in `demo`.
+        cycle: Whether every coordinate is sent once in ceil(1 / rate) steps, as in `random`. Without a cycle each step
+            draws a subset on its own. The loss is lower then (docs/findings.md), but a coordinate may wait long, and
+            one that gets no gradient walks at random by single steps if the number of replicas is odd.
 
     Raises:
         ValueError: A value is out of range.
@@ -65,8 +71,9 @@ def random_sign(
 
     Reference: Bernstein et al., signSGD with majority vote, arXiv 1810.05291; the selection of arXiv 2502.06728.
     """
+    selection = Random(rate, cycle)
     return momentum(
-        Identity(), Random(rate), decay, alpha, "sign", error_feedback, "majority_vote", delay, lookahead, link
+        Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", delay, lookahead, link
     )
 
 

@@ -85,12 +85,12 @@ class Rotations:
     Args:
         table: `[permutations, chunk]` int32.
         turn: `[1]` int64, from which each row draws its permutation.
-        step: Of which they are.
+        place: `Rotation.place` of the step that they are for.
     """
 
     table: Tensor
     turn: Tensor
-    step: int | None = None
+    place: tuple[int, int, int] | None = None
 
     @classmethod
     def room(cls, coding: Coding, device: torch.device) -> "Rotations":
@@ -99,17 +99,19 @@ class Rotations:
         table = torch.empty(permutations, coding.chunk, dtype=torch.int32, device=device)
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
-    def rotate(self, coding: Coding, words: int, choices: int, phase: int) -> None:
+    def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
         """Writes the rotation of one step; see `rotation_kernel`.
 
         Args:
             words, choices: Where the random words of permutations and of rows start, as int64.
+            share, deal: See `Rotation.place`.
         """
         each = len(self.table) if INTERPRETED else 1
         bits = (coding.chunk - 1).bit_length()
         launch(
-            rotation_kernel, len(self.table) // each, self.table, self.turn, words, choices, phase, CHUNK=coding.chunk,
-            COLUMNS=1 << bits, K=coding.k, BITS=bits, KIND=coding.selection, EACH=each, SOME=min(16, 1 << bits),
+            rotation_kernel, len(self.table) // each, self.table, self.turn, words, choices, share, deal,
+            CHUNK=coding.chunk, COLUMNS=1 << bits, K=coding.k, BITS=bits, KIND=coding.selection, EACH=each,
+            SOME=min(16, 1 << bits),
         )  # fmt: skip
 
 

@@ -69,13 +69,14 @@ def places_of_row(
     return tl.load((table + permutation * CHUNK)[:, None] + column[None, :], mask=real, other=first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share", "deal"])
 def rotation_kernel(
-    table, turn, words, choices, phase, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
+    table, turn, words, choices, share, deal, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr
 ):  # fmt: skip
     """Writes for each coordinate of a row its place among those sent at this step, or -1; `EACH` permutations each.
 
+    share, deal: See `selection.Rotation.place`. Permutation n takes the place of number n ^ deal.
     Shapes: table `[permutations, CHUNK]` int32, turn `[1]` int64: `choices`, for `permutation_of_row`.
     """
     which = tl.program_id(0) * EACH + tl.arange(0, EACH)
@@ -89,15 +90,17 @@ def rotation_kernel(
             theirs = word_of(words, which[:, None] * CHUNK, other[None, :], BITS)
             before = (theirs[:, None, :] < mine[:, :, None]) & (other < CHUNK)[None, None, :]
             rank += tl.sum(before.to(tl.int32), axis=2)
-        place = rank - phase * K
+        place = rank - share * K
     elif KIND == "striding":
         period: tl.constexpr = CHUNK // K
-        place = tl.where(place % period == phase, place // period, -1)
+        place = tl.where(place % period == share, place // period, -1)
     else:
-        place -= phase * K
+        place -= share * K
     sent = (place >= 0) & (place < K)
     tl.store(
-        table + which[:, None] * CHUNK + column[None, :], tl.where(sent, place, -1), mask=(column < CHUNK)[None, :]
+        table + (which ^ deal)[:, None] * CHUNK + column[None, :],
+        tl.where(sent, place, -1),
+        mask=(column < CHUNK)[None, :],
     )
     tl.store(turn, choices, mask=tl.program_id(0) == 0)
 
