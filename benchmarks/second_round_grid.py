@@ -154,6 +154,8 @@ def replicas() -> Iterator[Method]:
         yield text(f"random_sign 1/{share}, cycle", vote(share, cycle=True), VOTE_RATES, 8)
     for share in (4, 16):
         yield text(f"random_sign 1/{share}", vote(share), VOTE_RATES, 8)
+    for count in (2, 4):
+        yield text("random_sign 1/8", vote(8), VOTE_RATES, count)
 
 
 def votes() -> Iterator[Method]:

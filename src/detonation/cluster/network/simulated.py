@@ -79,7 +79,7 @@ def _wait_until_gone(threads: list[threading.Thread]) -> None:
 
 
 class SimulatedCommunicator:
-    """One simulated replica's end of the axis. The tensors that it returns are shared between all replicas."""
+    """One simulated replica's end of the axis. On a CPU all replicas share the tensors that it returns."""
 
     def __init__(self, replica: int, scheduler: "_Scheduler") -> None:
         self.replica, self._scheduler = replica, scheduler
@@ -102,7 +102,12 @@ class SimulatedCommunicator:
         collective = self._scheduler.collective(self._started, combine)
         self._started += 1
         collective.inputs[self.replica] = mine
-        return lambda: self._scheduler.wait(self.replica, collective)
+
+        def received() -> Tensor:
+            found = self._scheduler.wait(self.replica, collective)
+            return found if found.device.type == "cpu" else found.clone()  # kernels write into messages that arrived
+
+        return received
 
 
 class _Collective:

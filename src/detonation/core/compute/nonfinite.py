@@ -13,8 +13,13 @@ LIMIT = 1e18
 """The largest value and norm of a message: the square of a larger one overflows fp32, as in Adam's second moment."""
 
 
-def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
+def first_nonfinite(
+    signals: Sequence[Tensor | None], runtime: Runtime, numels: Sequence[int] | None = None
+) -> int | Tensor:
     """1 + the number of the first signal that holds NaN or a magnitude above `LIMIT`; 0 where none does.
+
+    Args:
+        numels: Of all signals, where None may stand for one of them.
 
     Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
@@ -24,8 +29,8 @@ def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int |
     if kernels is not None:
         if not any(s is not None and s.numel() for s in signals):
             return 0
-        numels = tuple(0 if s is None else s.numel() for s in signals)
-        scanner = runtime.shared(numels, partial(kernels.Scanner, numels, range(len(numels)), runtime.device))
+        sizes = tuple(numels or (0 if s is None else s.numel() for s in signals))  # each has a scanner of its own
+        scanner = runtime.shared(sizes, partial(kernels.Scanner, sizes, range(len(sizes)), runtime.device))
         status: Tensor = kernels.settled(scanner.scan(signals, LIMIT))
         return status
     numbers, within = signals_within(signals, runtime.device)

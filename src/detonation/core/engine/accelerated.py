@@ -194,8 +194,9 @@ class TritonEngine(ReferenceEngine):
         coder, memory = self._coder(codec), self.memory
         lengths = codec.lengths(form.owned)
         self._rotate(codec, step)
+        readable = [None if s is None else self._readable(s) for s in signals]  # copies live until the launch
         coder.encode(
-            self._signals.update([None if s is None else self._readable(s) for s in signals]),
+            self._signals.update(readable),
             self._fine if bad is None else bad,
             form.buffer[:, form.room :],
             places_of(self._kernels, codec, form.owned, form.dealt),
@@ -234,6 +235,8 @@ class TritonEngine(ReferenceEngine):
         codec = source.codec if isinstance(source, Arrived) else self.codec
         self._rotate(codec, source.shared.step if isinstance(source.shared, SharedIndices) else 0)
         addresses = self._targets.update(targets) if targets else self._targets
+        # kernels write unseen by autograd; a graph that holds old values must not be used
+        torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
             of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(self._kernels, codec, received.rows, WHOLE)
             self._coder(codec).decode(
@@ -252,11 +255,8 @@ class TritonEngine(ReferenceEngine):
     def _rotate(self, codec: Codec, step: int) -> None:
         """Makes the coder's rotation that of `step`."""
         selection, coder = codec.selection, self._coder(codec)
-        if not selection.shared:
-            return
-        # all of a row at every step where it does not rotate
         place = selection.place(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
-        if coder.rotations.place == place:
+        if not selection.shared or coder.rotations.place == place:
             return
         coder.rotations.place = cycle, share, deal = place
         words, choices = (random_start(self._seed, cycle, which) for which in (0, 1))

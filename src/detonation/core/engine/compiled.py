@@ -94,6 +94,9 @@ class NativeEngine(ReferenceEngine):
         values = [each.contiguous() for each in whole.values]  # of one message they lie together
         indices = [each.contiguous() for each in self._coding.encode(sent)]
         self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, rates)
+        torch.autograd.graph.increment_version(
+            tensors
+        )  # the library writes unseen; a graph that holds old values must not be used
 
 
 @cache

@@ -9,10 +9,11 @@ from detonation.core.exchange.one_stage import AllGather, AllReduce
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.layout import Layout
+from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.buckets import block_rows, rows_of_a_turn
+from detonation.core.schemes.buckets import rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 
@@ -23,7 +24,7 @@ def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> 
     is_round = scheme.signal == "parameters"
     costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or _is_vote(scheme)
     few_launches = costly and not is_round and not layout.tiled and layout.rows * layout.chunk < rows_at_once.LARGE
-    return Room(block_rows(scheme, layout.rows, few=True), few_launches)
+    return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
 
 
 def _is_vote(scheme: Scheme) -> bool:

@@ -113,9 +113,9 @@ class Channel:
         """Encodes the bucket's part of a signal, sends it and removes it from memory.
 
         A part that is not finite does not enter the memory, and zeros are sent; the last bucket tells the reason.
-        Returns True for such a part; `[]` bool where only the device knows.
+        Returns True for such a part; where only the device knows, numbers of which one is not 0.
 
-        Shapes: one per piece of the bucket.
+        Shapes: one per piece of the bucket -> any.
         """
         bucket, is_last = pipeline.bucket, pipeline is self.pipelines[-1]
         bad: bool | Tensor
@@ -197,7 +197,7 @@ class Channel:
         """0, or which of the signals is not finite: see `Header`."""
         if engine.reads_status:
             return engine.scan(signals, range(len(signals)))
-        return first_nonfinite(signals, self.runtime)
+        return first_nonfinite(signals, self.runtime, [slot.numel for slot in engine.layout.slots])
 
     def _send(
         self, transfer: Transfer, parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]], status: int | Tensor

@@ -157,7 +157,8 @@ class ParameterReplicator(Replicator):
             self._lost[pipeline.bucket.first] = transfer.is_empty
         else:
             transfer, _ = self._in_flight[-1]
-            self._lost[pipeline.bucket.first] = self.channel.send_bucket(transfer, pipeline, pieces)
+            lost = self.channel.send_bucket(transfer, pipeline, pieces)
+            self._lost[pipeline.bucket.first] = lost.any() if isinstance(lost, Tensor) else lost
         unsent: Unsent = None
         if transfer.own and self._start:
             self._depart(transfer.own.pop(), weights)

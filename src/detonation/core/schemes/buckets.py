@@ -46,10 +46,10 @@ def block_rows(scheme: Scheme, rows: int, few: bool = False) -> int:
     """About the rows of a bucket.
 
     Args:
-        few: Whether gradients leave in `BUCKETS` even where the network adds up: Triton kernels need no temporaries,
-            and each bucket costs them as much as any other.
+        few: Whether all but messages of their own leave in `BUCKETS`: Triton kernels need no temporaries, each bucket
+            costs them as much as any other, and they read a message in so many parts at most.
     """
-    small = (scheme.summable and not few) or scheme.signal == "parameters"
+    small = scheme.divides_messages if few else scheme.summable or scheme.signal == "parameters"
     return max(1, -(-rows // (SMALL_BUCKETS if small else BUCKETS)))
 
 

@@ -43,7 +43,7 @@ def rows_of_message(
     return row, slot, start, present, inside, at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["negative_zeros"])
 def encode_kernel(
     residual, signals, starts, numels, slots, rows, status, statuses, decay, alpha,
     forward, inverse,

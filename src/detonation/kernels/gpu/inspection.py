@@ -140,6 +140,7 @@ class Inspector:
 
 def _addresses(runs: Sequence[RowRun]) -> list[int]:
     """Where each of `RUNS` runs begins, and how far its messages are apart."""
+    assert len(runs) <= RUNS
     given = [*runs, *[runs[0]] * (RUNS - len(runs))]
     return [number for run in given for number in (run.octets.data_ptr(), run.octets.stride(0))]
 
@@ -211,7 +212,8 @@ class Scanner:
         """
         slots, found = self._slots, self._found if found is None else found
         read = [s if s is None or s.dtype in KIND_OF else s.float() for s in signals]
-        table = self._addresses.update([None if s is None else s.contiguous() for s in read])
+        read = [s if s is None else s.contiguous() for s in read]  # copies live until the kernel is launched
+        table = self._addresses.update(read)
         launch(
             scan_kernel, self._programs, table.table, slots.starts, slots.numels, self._numbers, slots.count,
             slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds, SEARCH=slots.search,

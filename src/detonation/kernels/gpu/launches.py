@@ -164,7 +164,8 @@ class Coder:
         self._of_owner = of_owner or (0, 1, 0, 1, slots.rows, slots.rows)
         side = coding.columns if coding.basis == "dct" else 1
         self._forward, self._inverse = (padded_matrix(each, side) for each in (forward, inverse))
-        least = 16 if coding.basis == "dct" else 1  # the rows of a matrix product
+        # the rows of a matrix product, or of whole bytes of a bitmap
+        least = 16 if coding.basis == "dct" else 8 if coding.bitmap else 1
         self._rows = max(least, TILE // coding.columns)
         if INTERPRETED:  # which takes its time for rows that do not exist, too
             self._rows = min(self._rows, max(16, power(slots.rows)))

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,9 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
     Products and sums are rounded one by one, as torch does: a fused one would part them in the last bit.
     """
     launch_counts[kernel.__name__] += 1
-    if any(isinstance(each, Tensor) and each.device.type == "meta" for each in arguments):
+    device = next(each.device for each in arguments if isinstance(each, Tensor))
+    if device.type == "meta":
         return
-    kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    # Triton launches on the current device, which may be another one
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)

@@ -7,6 +7,8 @@ from detonation.kernels.gpu.parts.addressing import status_of, wide
 from detonation.kernels.gpu.parts.numbers import facts_of
 
 LINE_WORDS, LINE_BYTES = tl.constexpr(1024), tl.constexpr(4096)
+TOGETHER = tl.constexpr(8)
+"""The sums of as many programs are added up together."""
 HEADER_WORDS = tl.constexpr(16)
 
 
@@ -20,7 +22,7 @@ def place_number(index):
 @triton.jit
 def add_run(words, octets, run, line):
     """Adds to the words of a line the bytes that one run of rows has of it, part by part; see `read_message`."""
-    octet = line * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
+    octet = wide(line) * LINE_BYTES + 4 * tl.arange(0, LINE_WORDS)[:, None] + tl.arange(0, 4)[None, :]
     shift = 8 * tl.arange(0, 4)[None, :]
     for part in range(4):
         begin, end = tl.load(run + 3 * part), tl.load(run + 3 * part + 1)
@@ -128,9 +130,12 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
     column = tl.arange(0, LINE_WORDS)
     total = header
     weighted = tl.zeros([1], dtype=tl.int64)
-    for part in range(parts):
-        total += tl.load(columns + (which * parts + part) * LINE_WORDS + column)
-        weighted += tl.load(sums + which * parts + part + tl.arange(0, 1))
+    for begin in range(0, parts, TOGETHER):  # one program does this while all others have ended
+        part = begin + tl.arange(0, TOGETHER)
+        there = part < parts
+        place = (which * parts + part)[:, None] * LINE_WORDS + column[None, :]
+        total += tl.sum(tl.load(columns + place, mask=there[:, None], other=0), axis=0)
+        weighted += tl.sum(tl.load(sums + which * parts + part, mask=there, other=0), axis=0)
     first = (tl.load(firsts + which) + of_header).to(tl.int64) * (place_number(wide(0) + LINE_WORDS) & -2)
     return tl.sum(total.to(tl.int64) * (place_number(column) | 1), axis=0) + tl.sum(weighted + first, axis=0)
 
@@ -139,7 +144,7 @@ def checksum_of(which, columns, sums, firsts, parts, header, of_header):
 def seal_kernel(
     address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines,
     columns, sums, firsts, parts, arrivals,
-    message, stride, identity, schema, step, origin, nbytes, status, statuses, received,
+    message, stride, identity, schema, step, origin, nbytes, status, statuses, received: tl.int64,
     RUNS: tl.constexpr, STATUSES: tl.constexpr,
 ):  # fmt: skip
     """Writes the header of each message, which begins at any address, with its checksum.

@@ -15,9 +15,10 @@ def wide(number):
 
 @triton.jit
 def bf16_bits(numbers):
-    """The bits of finite fp32 numbers as bf16, rounded to nearest, ties to even: integers round alike everywhere."""
+    """The bits of fp32 numbers as bf16, rounded to nearest, ties to even: integers round alike everywhere."""
     bits = numbers.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where(numbers == numbers, rounded, 0x7FC0)  # a NaN would overflow to a zero
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def dealt_row(message, local, messages, turns, run, owned):
     turns: The rows of each message that are dealt in turns of `run` rows; the remainder is split into equal parts.
     """
     in_turns = (local // run * messages + message) * run + local % run
-    after = turns * messages + message * (owned - turns) + (local - turns)
+    after = wide(turns) * messages + message * (owned - turns) + (local - turns)
     return tl.where(local < turns, in_turns, after)
 
 
@@ -121,8 +122,8 @@ def dealt_row(message, local, messages, turns, run, owned):
 def message_of_row(row, messages, turns, run, owned):
     """The message that a row of the flat was dealt to, and its row there; the inverse of `dealt_row`."""
     block = row // run
-    rest = row - turns * messages
+    rest = row - wide(turns) * messages
     left = tl.maximum(owned - turns, 1)
-    dealt = row < turns * messages
+    dealt = row < wide(turns) * messages
     message = tl.where(dealt, block % messages, rest // left)
     return message, tl.where(dealt, block // messages * run + row % run, turns + rest % left)

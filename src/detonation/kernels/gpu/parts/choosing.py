@@ -69,7 +69,7 @@ def places_of_row(
     return tl.load((table + permutation * CHUNK)[:, None] + column[None, :], mask=real, other=first)
 
 
-@triton.jit(do_not_specialize=["share", "deal"])
+@triton.jit(do_not_specialize=["words", "choices", "share", "deal"])
 def rotation_kernel(
     table, turn, words, choices, share, deal, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, SOME: tl.constexpr

@@ -1,0 +1,193 @@
+"""The Triton kernels at the edges that small tests do not see: large flats, odd shapes, several GPUs, long runs."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+import detonation as dt  # noqa: E402
+from detonation.cluster.network.loopback import LoopbackCommunicator  # noqa: E402
+from detonation.cluster.network.simulated import simulate_replicas  # noqa: E402
+from detonation.core.agreement import selftest  # noqa: E402
+from detonation.core.codec.basis import Identity  # noqa: E402
+from detonation.core.codec.codec import Codec  # noqa: E402
+from detonation.core.codec.form import WHOLE  # noqa: E402
+from detonation.core.codec.precision import PRECISIONS  # noqa: E402
+from detonation.core.codec.selection import TopK  # noqa: E402
+from detonation.core.engine.compiled import engine_for  # noqa: E402
+from detonation.core.exchange.outgoing import form_of  # noqa: E402
+from detonation.core.exchange.owners import RowOwners  # noqa: E402
+from detonation.core.runtime import Runtime  # noqa: E402
+from detonation.core.schemes import buckets  # noqa: E402
+from detonation.kernels.gpu import inspection, launches, launching  # noqa: E402
+from detonation.kernels.gpu.messages import add_run  # noqa: E402
+from detonation.kernels.gpu.parts.addressing import as_bf16, dealt_row, message_of_row  # noqa: E402
+from zoo import TALKING  # noqa: E402
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="imported without TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch):
+    """The CPU plays an accelerator."""
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    monkeypatch.setattr(selftest, "_SHAPE", (16, 16))
+
+
+@triton.jit
+def words_of_line(lines, octets, runs, out):
+    words = add_run(tl.zeros([1024], tl.int32), octets, runs, tl.load(lines))
+    tl.store(out + tl.arange(0, 1024), words)
+
+
+@pytest.mark.parametrize("line", [500_000, 600_000, 1_100_000])  # of 4 KiB: 1.9, 2.3 and 4.2 GiB
+def test_a_message_above_2_gib_is_read_where_it_lies(line):
+    """The number of a line is 32 bits wide on a GPU; the interpreter counts in plain integers."""
+    octets = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    runs, found = torch.zeros(16, dtype=torch.int64), torch.zeros(1024, dtype=torch.int32)
+    runs[:3] = torch.tensor([64, 5_000_000_000, 64 - line * 4096])
+    words_of_line[(1,)](torch.tensor([line], dtype=torch.int32), octets, runs, found)
+    assert torch.equal(found, octets.view(torch.int32))
+
+
+@triton.jit
+def dealt(out, which, local, messages, turns, run, owned, row):
+    tl.store(out + tl.arange(0, 1), dealt_row(which + tl.zeros([1], tl.int64), local, messages, turns, run, owned))
+    message, at = message_of_row(row + tl.zeros([1], tl.int64), messages, turns, run, owned)
+    tl.store(out + 1 + tl.arange(0, 1), message)
+    tl.store(out + 2 + tl.arange(0, 1), at)
+
+
+@pytest.mark.parametrize("rows, replicas", [(7_000_000_000, 4), (8_750_000_123, 8), (2_200_000_123, 3)])
+def test_more_rows_than_32_bits_count_are_dealt_to_their_owners(rows, replicas):
+    owners = RowOwners(rows, replicas, 1024)
+    deal, found = owners.dealt, torch.zeros(3, dtype=torch.int64)
+    dealt[(1,)](found, 1, owners.owned - 1, deal.count, deal.turns, deal.run, owners.owned, 5_000_000)
+    last = deal.turns * replicas + (owners.owned - deal.turns) + owners.owned - 1 - deal.turns
+    block = 5_000_000 // deal.run
+    assert found.tolist() == [last, block % replicas, block // replicas * deal.run + 5_000_000 % deal.run]
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_a_message_lies_in_as_many_runs_as_kernels_read(name):
+    scheme = TALKING[name]
+    layout = scheme.codec.layout({"w": (30_000_000,)})
+    cut = buckets.cut_into_buckets(layout, scheme, buckets.aligned_rows(scheme.codec), few=True)
+    assert scheme.divides_messages or len(cut) <= inspection.RUNS
+
+
+@pytest.mark.parametrize("precision", ["fp32", "4bit", "2bit"])
+@pytest.mark.parametrize("chunk, k", [(200, 40), (201, 40), (255, 64)])
+def test_units_of_rows_share_no_byte_of_a_bitmap(chunk, k, precision, monkeypatch):
+    codec = Codec(Identity(), TopK(k, chunk), PRECISIONS[precision])
+    layout = codec.layout({"w": (40 * chunk,)})
+    signal = torch.randn(40 * chunk, generator=torch.Generator().manual_seed(0))
+
+    def indices():
+        engine = engine_for(codec, layout, None, Runtime(CPU))
+        return engine.encode_into(lambda: form_of(codec, layout.rows, WHOLE, False, CPU), [signal], 0).message.indices
+
+    by_one_program = indices().clone()
+    monkeypatch.setattr(launches, "INTERPRETED", False)  # programs of the size that a GPU has
+    monkeypatch.setattr(launches, "TILE", 1024)
+    assert codec.index_coding.bitmap and torch.equal(indices(), by_one_program)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t, torch.Tensor.double], ids=["transposed", "fp64"])
+def test_copies_of_gradients_live_until_kernels_read_them(change):
+    scheme = dt.full()
+    layout = scheme.codec.layout({"w": (64, 64)})
+    engine = engine_for(scheme.codec, layout, None, Runtime(CPU))
+    signal = change(torch.randn(64, 64))
+    assert torch.equal(engine.encode([signal], 0).values.view(64, 64), signal.float())
+    scanner = inspection.Scanner([4096], [0], CPU)
+    assert not scanner.scan([signal], 1e18).any()
+
+
+def test_absent_gradients_leave_nothing_on_the_device():
+    """In schemes whose engine is ordinary torch: no table for each pattern of them."""
+    model = nn.ParameterList([torch.zeros(16, 16) for _ in range(8)])
+    scheme = dt.demo(tiles=True, chunk=8)
+    optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), scheme)
+    for step in range(6):
+        for number, parameter in enumerate(model):
+            parameter.grad = torch.ones_like(parameter) if number % (step + 1) == 0 else None
+        optimizer.step()
+    shared = optimizer.build()[0].channel.runtime._shared.values()
+    assert sum(isinstance(each, inspection.Scanner) for each in shared) == 1
+
+
+@triton.jit
+def rounded(given, out):
+    place = tl.arange(0, 4)
+    tl.store(out + place, as_bf16(tl.load(given + place)))
+
+
+def test_a_nan_stays_one_in_bf16():
+    """That of a GPU's arithmetic has all bits set, so that rounding it as an integer overflows."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, 0x3F800001], dtype=torch.int32)
+    found = torch.empty(4)
+    rounded[(1,)](bits.view(torch.float32), found)
+    torch.testing.assert_close(found, torch.tensor([torch.nan, torch.nan, torch.inf, 1.0]), equal_nan=True)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "library", "torch"])
+def test_autograd_sees_that_weights_moved(kernels, monkeypatch):
+    if kernels != "triton":
+        monkeypatch.delenv("DETONATION_KERNELS")
+    model = nn.Linear(16, 16, bias=False)
+    optimizer = dt.replicate(
+        dt.SignSGD(model.parameters(), lr=0.1), model, LoopbackCommunicator(), dt.demo(), kernels=kernels != "torch"
+    )
+    product = model(torch.ones(1, 16, requires_grad=True)).sum()
+    model.weight.grad = torch.randn(16, 16)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        product.backward()
+
+
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    entered, launched = [], []
+
+    @contextmanager
+    def device(which):
+        entered.append(which)
+        yield
+
+    class Kernel(SimpleNamespace):
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: launched.append(entered[-1])
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        there = torch.empty(1, device="cuda:1")
+        launching.launch(Kernel(__name__="kernel"), 1, 3, there)
+    assert launched == [torch.device("cuda:1")]
+
+
+def test_a_bucket_that_is_not_finite_counts_as_lost():
+    """Of a round in one message whose parameters keep a part of their own movement."""
+    scheme = replace(dt.muloco(every=1, aggregate="clipped_mean"), keep=0.5)
+
+    def act(communicator):
+        torch.manual_seed(0)
+        model = nn.Linear(20, 20)
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, communicator, scheme)
+        for step in range(2):
+            for parameter in model.parameters():
+                value = float("nan") if communicator.replica and step else 1.0
+                parameter.grad = torch.full_like(parameter, value)
+            optimizer.step()
+        return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+    assert simulate_replicas(act, 2) == [True, True]
