@@ -1,5 +1,7 @@
 """Shards on several nodes, in worlds of gloo ranks: laws of `dt.shard(..., wire=...)` through FSDP2's own hooks."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -135,6 +137,7 @@ def lost_bytes(mesh):
         parameter.requires_grad_(False)
     optimizer.step()
     sent(lambda: advance(model, optimizer, [4]))
+    sent(lambda: advance(model, optimizer, [5]))
     return found, [sum(unit.sizes().values()) for unit in shard_units(model)]
 
 
@@ -143,7 +146,9 @@ def test_bytes_cross_only_where_weights_or_gradients_are_new():
         wire = dt.shard_wire(nodes=2)
         weights, gradients = weight_bytes(wire, sizes, 2), gradient_bytes(wire, sizes, 2)
         assert found[:4] == [weights, 0, gradients, weights + gradients]
-        assert found[4] == weight_bytes(wire, sizes[1:], 2) + gradient_bytes(wire, sizes[1:], 2)
+        last = weight_bytes(wire, sizes[:1], 2, exact=True)  # of the frozen layer
+        assert found[4] == last + weight_bytes(wire, sizes[1:], 2) + gradient_bytes(wire, sizes[1:], 2)
+        assert found[5] == weight_bytes(wire, sizes[1:], 2) + gradient_bytes(wire, sizes[1:], 2)
 
 
 def replaced(mesh):
@@ -266,6 +271,109 @@ def test_shards_on_several_nodes_may_be_tensor_parallel_too():
         assert near == pytest.approx(losses, rel=0.05)
 
 
+def loss_of(model):
+    return model(batch(0, 1, 32)).mean().item()
+
+
+def references_after(mesh, disturb):
+    """The loss with the gathered weights after `disturb(model)` and a step, and with the shards as they are."""
+    model, optimizer = start(mesh, Plain, {})
+    exact, _ = start(mesh, Plain, FP32)
+    advance(model, optimizer, range(3))
+    disturb(model)
+    advance(model, optimizer, [9])
+    exact.load_state_dict(model.state_dict())
+    return loss_of(model), loss_of(exact)
+
+
+def freeze(model):
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with torch.no_grad():
+        found = loss_of(model)
+        exact = dt.shard(built(Plain), model.layers[0].weight.device_mesh._get_root_mesh())
+        exact.load_state_dict(model.state_dict())
+        assert found == loss_of(exact)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def step_elsewhere(model):
+    """One rank alone trains another model, and the weights of this one stay where they are."""
+    loss_of(model)
+    sent = dt.shard_bytes_sent(model)
+    if dist.get_rank() == 0:
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    loss_of(model)
+    assert dt.shard_bytes_sent(model) == sent
+
+
+def lose_finiteness(model):
+    """A round of weights that are not finite, which are then put back."""
+    weights = {name: local(parameter).clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        local(model.layers[0].weight).fill_(torch.nan)
+    mend_references(model)  # announces a move
+    loss_of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local(parameter).copy_(weights[name])
+    for _ in range(4):  # differences get smaller
+        mend_references(model)
+        loss_of(model)
+
+
+def evaluate_in_inference_mode(model):
+    dt.resync_weights(model)
+    with torch.inference_mode():
+        loss_of(model)
+
+
+def take_weights_of_the_first(model):
+    loss_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).add_(0.1)
+    dt.same_weights(model, model.layers[0].weight.device_mesh._get_root_mesh()["replicate"])
+
+
+@pytest.mark.parametrize(
+    "disturb", [freeze, step_elsewhere, lose_finiteness, evaluate_in_inference_mode, take_weights_of_the_first]
+)
+def test_gathered_weights_stay_those_of_the_shards(disturb):
+    for found, exact in worlds.run(references_after, 1, 2, disturb):
+        assert found == pytest.approx(exact, rel=1e-2)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(32, 32)
+        self.narrow = nn.Linear(32, 32, dtype=torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x):  # [batch, 32] -> [batch]
+        return self.narrow(self.wide(x).tanh().bfloat16()).float().square().mean(1)
+
+
+def of_two_dtypes(mesh):
+    model = dt.shard(built(Mixed), mesh, wire=dt.shard_wire(gradients="fp32", nodes=2))
+    heard = []
+    log = logging.getLogger("detonation")
+    log.addFilter(lambda record: heard.append(record.getMessage()) or True)
+    for _ in range(2):
+        model(batch(0, 1, 32)).mean().backward()
+        mend_references(model)
+    log.filters.clear()
+    return heard
+
+
+def test_a_unit_of_two_dtypes_is_sent_as_it_is_and_says_so():
+    for heard in worlds.run(of_two_dtypes, 1, 2):
+        assert [one for one in heard if "several dtypes" in one]
+
+
 def mistakes(mesh):
     narrow = dt.shard_wire(nodes=3), dt.shard_wire()
     return [worlds.caught(dt.shard, built(Plain), mesh, None, wire) for wire in narrow]
@@ -361,6 +469,24 @@ def partly_frozen(mesh, folder):
     other, again = made()
     dt.load_checkpoint(folder, other, again)
     return losses, advance(other, again, range(3, 6))
+
+
+def frozen_for_a_while(mesh, folder):
+    """The residual of a layer that is frozen when a checkpoint is written, before and after it was loaded."""
+    model, optimizer = start(mesh, Plain, {})
+    advance(model, optimizer, range(3))
+    model.layers[0].requires_grad_(False)
+    before = unsent(model)
+    dt.save_checkpoint(folder, model, optimizer)
+    other, again = start(mesh, Plain, {})
+    other.layers[0].requires_grad_(False)
+    dt.load_checkpoint(folder, other, again)
+    return before, unsent(other)
+
+
+def test_what_a_frozen_layer_has_not_sent_is_kept(tmp_path):
+    for before, after in worlds.run(frozen_for_a_while, 1, 2, str(tmp_path)):
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_checkpoint_without_frozen_weights_resumes_exactly(tmp_path):

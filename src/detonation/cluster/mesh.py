@@ -17,7 +17,7 @@ from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
 from detonation.core.link.link_speed import SLOW_BACKENDS
-from detonation.core.shard.units import join_units
+from detonation.core.shard.units import join_units, resync_weights
 from detonation.core.shard.wire import ShardWire
 
 
@@ -173,3 +173,4 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
     for tensor in tensors:
         if local(tensor).numel():
             dist.broadcast(local(tensor), source, group=group)
+    resync_weights(model)

@@ -1,5 +1,6 @@
 """The all-gather of weights between nodes: quantized differences to a reference copy that all nodes hold alike."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from detonation.core.link.link import Link
 from detonation.core.shard.integers import BlockIntegers
 from detonation.core.shard.moves import WEIGHT_MOVES, watch_optimizers
 
+_log = logging.getLogger("detonation")
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -29,7 +31,7 @@ class DifferenceGather(AllGather):
         local: The ranks of this node; None for one.
         codec: Of differences; None sends the weights as they are.
         resync_every: Exchanges after which one is exact; 0 for never.
-        is_trained: False where no step can move the weights.
+        is_trained: False where no step can move the weights; the last exchange, after they were frozen, is exact.
         version: Of this rank's weights: another number where they were written to.
     """
 
@@ -47,6 +49,8 @@ class DifferenceGather(AllGather):
         self.reference: Tensor | None = None
         self._exchanges = 0  # since the last exact one
         self._seen = self._seen_version = -1
+        self._was_trained = False  # at the last gather
+        self._warned = False
         watch_optimizers()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -56,17 +60,17 @@ class DifferenceGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         # [S * n], [n]: the input is a part of the output, which is therefore written last
-        reference = self.reference
+        reference, trained = self.reference, self._is_trained()
         if reference is None or reference.shape[1] != len(input_tensor) or reference.dtype != input_tensor.dtype:
             reference = self.reference = self._exact(input_tensor)
-        elif self._seen != WEIGHT_MOVES.count and self._is_trained():
-            self._exchange(reference, input_tensor)
+        elif self._seen != WEIGHT_MOVES.count and (trained or self._was_trained):
+            self._exchange(reference, input_tensor, exactly=not trained)
         elif self._seen == WEIGHT_MOVES.count and self._seen_version != self._version():
             raise RuntimeError(
                 "weights were changed, and by no optimizer, so that this rank alone knows of it: call "
                 "detonation.resync_weights(model) on all ranks after changing them"
             )
-        self._seen, self._seen_version = WEIGHT_MOVES.count, self._version()
+        self._seen, self._seen_version, self._was_trained = WEIGHT_MOVES.count, self._version(), trained
         if self._local is None:
             output_tensor.copy_(reference.view(-1))
             return
@@ -94,13 +98,19 @@ class DifferenceGather(AllGather):
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen, self._seen_version = -1 if stepped else WEIGHT_MOVES.count, self._version()
+        self._was_trained = bool(stepped)
 
-    def _exchange(self, reference: Tensor, own: Tensor) -> None:
+    def _exchange(self, reference: Tensor, own: Tensor, exactly: bool) -> None:
         """Brings the reference up to date, in place."""
         self._exchanges += 1
-        if self._codec is None or self._exchanges == self._resync_every or not own.is_floating_point():
+        if self._codec and not own.is_floating_point() and not self._warned:
+            self._warned = True
+            _log.warning("a unit with parameters of several dtypes is sent as it is: give it a mixed_precision policy")
+        exactly |= self._exchanges == self._resync_every or not own.is_floating_point()
+        if self._codec is None or exactly:
             reference.copy_(self._exact(own))
             return
+        reference.nan_to_num_(0.0, 0.0, 0.0)  # weights that were not finite for a while must not stay so
         difference = own.float() - reference[self._link.replica].float()
         arriving = self._link.all_gather(self._codec.encode(difference))
         for row, message in zip(reference, arriving(), strict=True):
@@ -112,6 +122,7 @@ class DifferenceGather(AllGather):
         """The shards of all nodes as they are."""  # [n] -> [nodes, n]
         self._exchanges = 0
         arriving = self._link.all_gather(own.contiguous().view(torch.uint8))
-        exact = arriving().clone().view(own.dtype)
+        with torch.inference_mode(False):  # steps after an evaluation change it in place
+            exact = arriving().clone().view(own.dtype)
         arriving.release()
         return exact

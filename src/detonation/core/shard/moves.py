@@ -2,11 +2,13 @@
 
 from functools import cache
 
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class WeightMoves:
-    """Counts the moves of weights in this process: the steps of all torch optimizers, and what else is announced.
+    """Counts the moves of sharded weights in this process: the steps of torch optimizers, and what else is announced.
 
     Every rank takes the same steps, so all agree on when weights are exchanged. A tensor's own version would not do:
     a rank whose shard is empty has nothing to write to.
@@ -14,7 +16,7 @@ class WeightMoves:
 
     count = 0
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self) -> None:
         """Announces a move, on all ranks alike."""
         self.count += 1
 
@@ -25,5 +27,13 @@ WEIGHT_MOVES = WeightMoves()
 
 @cache
 def watch_optimizers() -> None:
-    """Announces each step of an optimizer from now on."""
-    register_optimizer_step_post_hook(WEIGHT_MOVES)
+    """Announces each step of an optimizer of sharded weights from now on.
+
+    A model that one rank alone trains beside them is none: the other ranks would not know of an exchange.
+    """
+    register_optimizer_step_post_hook(_announce)
+
+
+def _announce(optimizer: Optimizer, *_: object) -> None:
+    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        WEIGHT_MOVES()

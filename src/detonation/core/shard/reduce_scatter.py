@@ -86,10 +86,10 @@ class ErrorFeedbackReduce(ReduceScatter):
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Takes the place of the residual; parameters that are missing, or of another shape, begin without one.
 
-        Shapes: as `by_parameter`.
+        Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained again.
         """
-        sizes, nodes = self._sizes(), len(self._others)  # in the order of messages
-        fitting = {n: saved[n] for n, size in sizes.items() if n in saved and saved[n].shape == (nodes, size)}
+        nodes = len(self._others)
+        fitting = {name: piece for name, piece in saved.items() if len(piece) == nodes}  # sizes are compared at use
         self._laid_out = {name: piece.shape[1] for name, piece in fitting.items()}
         self.residual = torch.cat([*fitting.values()], 1).float() if fitting else None
 
