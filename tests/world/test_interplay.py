@@ -223,7 +223,9 @@ def three_axes(mesh):
     parallelize_module(model, whole["tensor"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
     fully_shard(model, mesh=whole["shard"]).set_force_sum_reduction_for_comms(True)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    optimizer = dt.replicate(adamw()(model.parameters()), model, whole["replicate"], dt.demo(4, 16))
+    optimizer = dt.replicate(
+        adamw()(model.parameters()), model, whole["replicate"], dt.demo(4, 16), intra_node=whole["tensor"]
+    )
     for step in range(3):  # the ranks of a replica see the same batch: tensor parallelism splits the model alone
         model(batch(whole.get_local_rank("replicate"), step, 32)).mean().backward()
         optimizer.step()

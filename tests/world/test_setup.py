@@ -78,6 +78,7 @@ def spanning(mesh):
         "fsdp1": attempted(mesh, FullyShardedDataParallel(built(Plain), node, device_id=torch.device("cpu"))),
         "right": attempted(mesh, right),
         "tensor parallel": attempted(mesh, parallel),
+        "tensor parallel, intra_node": attempted(mesh, parallel, intra_node=mesh["shard"]),
         "ddp": attempted(mesh, DistributedDataParallel(built(Plain), process_group=node)),
         "ddp, intra_node": attempted(
             mesh, DistributedDataParallel(built(Plain), process_group=node), intra_node=mesh["shard"]
@@ -93,6 +94,7 @@ def test_parameters_that_span_the_replicas_are_refused_and_others_are_not():
         "fsdp over the world": "layers.0.weight lies on ranks 0, 1, 2, 3, so replicas share it",
         "wrong axis": "(or the axis is the wrong one): shard inside the replica",
         "ddp over the world": "averages gradients over ranks 0, 1, 2, 3, which are of several replicas",
+        "tensor parallel": "layers.1.bias is held whole by the ranks",
         "fsdp1": "FullyShardedDataParallel (FSDP1) hides its shards: use FSDP2",
     }
     for found in ranks:
@@ -437,3 +439,58 @@ def drifted_on_one_shard(mesh):
 def test_what_one_shard_alone_sees_stops_all_shards():
     for name, text in worlds.run(drifted_on_one_shard, 2, 2):
         assert name == "Mismatch" and "(weights)" in text
+
+
+class Held(nn.Module):
+    """A layer that is trained, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(32, 8), nn.Linear(8, 1).requires_grad_(False)
+
+    def forward(self, x):  # [batch, 32] -> [batch, 1]
+        return self.frozen(self.trained(x))
+
+
+def other_frozen(mesh):
+    model = built(Held)
+    with torch.no_grad():
+        model.frozen.bias += mesh.get_rank()
+    trained = torch.optim.SGD(model.trained.parameters(), lr=0.1)
+    return caught(dt.replicate(trained, model, mesh["replicate"], dt.full()).set_up)
+
+
+def other_dtype(mesh):
+    model = built(Plain)
+    if mesh.get_rank():
+        model.bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    rounds = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.diloco(every=2))
+    return caught(rounds.set_up)
+
+
+def test_replicas_with_other_frozen_weights_or_another_dtype_are_told_apart():
+    for attempt, text in (other_frozen, "frozen.bias (frozen weights)"), (other_dtype, "torch.bfloat16"):
+        for kind, message in worlds.run(attempt, 2, 1):
+            assert kind == "Mismatch" and text in message
+
+
+class Thin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1))  # shards of two rows and of one
+
+    def forward(self, x):  # [batch, 32] -> [batch]
+        return (x[:, :1] * self.weight.sum()).square().mean(1)
+
+
+def thin(mesh):
+    model = dt.shard(built(Thin), mesh)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], dt.demo(1, 2))
+    return caught(advance, mesh, model, optimizer)
+
+
+def test_a_scheme_that_is_larger_than_dense_on_one_shard_is_judged_alike_on_all():
+    assert len(set(worlds.run(thin, 2, 2))) == 1

@@ -25,6 +25,19 @@ def whole_numel(tensor: Tensor) -> int:
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
+def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can tell.
+
+    Shapes: any.
+    """
+    shape = [*tensor.shape]
+    if isinstance(tensor, DTensor):
+        for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                shape[dim] = -(-shape[dim] // ranks)
+    return tuple(shape)
+
+
 def digest(tensors: Iterable[Tensor]) -> str:
     """The sha256 (hex) of the bytes of the local shards of `tensors`, in order. Waits for the device.
 

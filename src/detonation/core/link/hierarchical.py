@@ -74,15 +74,23 @@ def split_by_sharding(
     if intra_node is None:
         return [(dict(parameters), 1)]
     others = set(dist.get_process_group_ranks(intra_node.get_group())) - {dist.get_rank()}
-    sharded = {name: p for name, p in parameters.items() if _is_sharded(p, others)}
+    sharded = {name: p for name, p in parameters.items() if is_sharded_over(p, others)}
     whole = {name: p for name, p in parameters.items() if name not in sharded}
     return [way for way in ((sharded, 1), (whole, intra_node.size())) if way[0]]
 
 
-def _is_sharded(parameter: Tensor, others: set[int]) -> bool:
-    """True if `parameter` is sharded over one of the ranks `others`."""
+def is_sharded_over(parameter: Tensor, others: set[int]) -> bool:
+    """True if `parameter` is sharded over one of the ranks `others`.
+
+    Shapes: any.
+    """
     if not isinstance(parameter, DTensor):
         return False
+    return any(others & ranks for ranks in sharding_ranks(parameter))
+
+
+def sharding_ranks(parameter: DTensor) -> list[set[int]]:
+    """The ranks that each cut of `parameter` lies on, its own among them."""
     mesh = parameter.device_mesh
     dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    return any(others & set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in dims)
+    return [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in dims]

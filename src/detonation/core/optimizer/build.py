@@ -14,7 +14,8 @@ from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, norm_selftest, selftest, selftest_conditions
-from detonation.core.flat.tensors import digest, local, whole_numel
+from detonation.core.compute.checksum import checksum
+from detonation.core.flat.tensors import digest, largest_local_shape, local, whole_numel
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
@@ -106,8 +107,9 @@ def build_levels(
                 link = Link(axis, settings.intra_node if local_ranks > 1 else None)
                 routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients")
             link, counts = routes[key]
+            largest = scheme.codec.layout({name: largest_local_shape(p) for name, p in group.items()})
+            require_below_dense(scheme, largest, link.replicas, link.local_ranks)  # alike on all shards
             whole = scheme.codec.layout({name: local(p).shape for name, p in group.items()})
-            require_below_dense(scheme, whole, link.replicas, link.local_ranks)
             sizes = {name: whole_numel(p) for name, p in group.items()}
             for fragment, layout in enumerate(scheme.divide(whole, sizes)):
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
@@ -141,12 +143,16 @@ def compare_replicas(
     settings: Settings,
     groups: Sequence[Mapping[str, Any]],
     joining: Collection[str] | None = None,
+    frozen: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
 
     Args:
         groups: The parameter groups of the base optimizer.
         joining: The parameters whose weights are compared, where the rest was compared before.
+        frozen: Weights that no step moves, which are compared too.
+
+    Shapes: any.
     """
     if not replicators:
         return
@@ -165,6 +171,9 @@ def compare_replicas(
                 description |= {"patience": str(settings.patience)}
             if settings.clip:
                 description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
+            if frozen and replicator is replicators[0]:
+                sums = torch.stack([checksum(local(tensor)).to(runtime.device) for tensor in frozen.values()]).tolist()
+                description |= {f"{name} (frozen weights)": str(one) for name, one in zip(frozen, sums, strict=True)}
             notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))
             link.require_same(description, runtime.device, notes)
 
@@ -177,7 +186,7 @@ def _description(replicator: Replicator, chosen: Settings, joining: Collection[s
     settings["products of fp32 matrices"] = chosen.products
     settings |= {name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()}
     for slot, tensor in zip(replicator.layout.slots, replicator.shared_weights(), strict=True):
-        settings[f"{slot.name} (shape)"] = f"{slot.shape} {tensor.dtype}"
+        settings[f"{slot.name} (shape)"] = f"{slot.shape} {replicator.parameters[slot.name].dtype}"
         if joining is None or slot.name in joining:
             settings[f"{slot.name} (weights)"] = digest([tensor])[:16]
     return settings

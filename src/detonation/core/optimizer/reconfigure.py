@@ -9,7 +9,7 @@ from torch import Tensor
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
 from detonation.core.link.link import links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
@@ -30,9 +30,10 @@ def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: B
     if (scheme.name, *_division(scheme)) != (was.name, *_division(was)):
         raise ValueError(f"a run goes on with the scheme {was.name} that it began with, other settings of it alone")
     for first in range(0, len(old), scheme.fragments):
-        slots = [slot for each in old[first : first + scheme.fragments] for slot in each.layout.slots]
+        of_fragments = [each.parameters for each in old[first : first + scheme.fragments]]
         link = old[first].link
-        layout = scheme.codec.layout({slot.name: slot.shape for slot in slots})
+        shapes = {name: largest_local_shape(p) for mine in of_fragments for name, p in mine.items()}
+        layout = scheme.codec.layout(shapes)
         require_below_dense(scheme, layout, link.replicas, link.local_ranks)
     made = []
     for number, each in enumerate(old):

@@ -77,7 +77,7 @@ def replicate(
     Raises:
         TypeError: An argument is of another kind, such as the name of an axis in the place of the axis.
         ValueError: The levels contradict each other, or the optimizer cannot be replicated; at the first step, where
-            replicas share a sharded parameter.
+            replicas share a sharded parameter, or ranks of a replica hold one whole that `intra_node` does not join.
         Mismatch: At the first step, where replicas differ in a setting or a weight.
         LargerThanDense: At the first step, where the scheme would send more than full synchronisation.
 

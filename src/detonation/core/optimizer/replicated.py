@@ -239,7 +239,7 @@ class Replicated(OptimizerWrapper):
     def set_up(self) -> list[Replicator]:
         """Builds the levels, and compares the replicas; otherwise the first step does. Collective."""
         if self._replicators is None:
-            compare_replicas(self.build(), self.settings, self.param_groups)
+            compare_replicas(self.build(), self.settings, self.param_groups, frozen=self._trained.frozen)
         return self.build()
 
     @torch.no_grad()

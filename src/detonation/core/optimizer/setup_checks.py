@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from detonation.core.link.communicator import Axis
+from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
 from detonation.core.optimizer.build import Level
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
@@ -156,10 +157,30 @@ def check_layout(
                     f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard inside the replica, "
                     f'{_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
                 )
+    _check_whole(parameters, intra_node)
     for axis in axes:
         group, device = axis.get_group(), next(iter(parameters.values())).device.type if parameters else "cpu"
         check_backend(str(dist.get_backend_config(group)), device)
     _warn_alone(axes, parameters)
+
+
+def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None) -> None:
+    """Raises `ValueError` where ranks of a replica hold some parameters whole, and `intra_node` does not say so.
+
+    Each would send messages of its own about them, beside those of its shards, and the copies would drift apart.
+    """
+    joined = set(dist.get_process_group_ranks(intra_node.get_group())) if intra_node is not None else set()
+    sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    axes = {frozenset(ranks): name for name, p in sharded.items() for ranks in sharding_ranks(p) if len(ranks) > 1}
+    for ranks, example in axes.items():
+        others = {*ranks} - {dist.get_rank()}
+        for name, parameter in parameters.items():
+            if not others <= joined and not is_sharded_over(parameter, others):
+                raise ValueError(
+                    f"{name} is held whole by the ranks {_listed(sorted(ranks))}, over which {example} is sharded: "
+                    'pass intra_node=mesh["tensor"], the axis that joins these ranks, and make its gradient equal '
+                    "there, as a DTensor that is replicated there has it"
+                )
 
 
 def check_backend(config: str, device: str) -> None:

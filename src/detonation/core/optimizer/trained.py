@@ -46,6 +46,14 @@ class TrainedParameters:
             )
         return found
 
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters of the model that the layouts do not hold, by name; those without memory are left out.
+
+        Shapes: any.
+        """
+        return {n: p for n, p in self.model.named_parameters() if n not in self.laid_out and p.device.type != "meta"}
+
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
         """The parameters of the optimizer with these `names`, frozen or not, in the model's order.
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from detonation.core.compute.checksum import checksum
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.link.link import Link
 from detonation.core.shard.all_gather import DifferenceGather
 from detonation.core.shard.integers import BlockIntegers
@@ -111,20 +110,9 @@ class ShardUnit:
 def padded_numel(parameter: Tensor) -> int:
     """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard.
 
-    Shapes: any; of a parameter that is tensor-parallel, too, the part of one such rank is cut into shards.
+    Shapes: any.
     """
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    names, sizes = parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape
-    axis = names.index("shard") if "shard" in names else 0
-    cuts: list[int | None] = [getattr(placement, "dim", None) for placement in parameter.placements]
-    part = [*parameter.shape]
-    for cut, size in (each for n, each in enumerate(zip(cuts, sizes, strict=True)) if n != axis):
-        if cut is not None:
-            part[cut] //= size
-    if (cut := cuts[axis]) is not None:
-        part[cut] = -(-part[cut] // sizes[axis])
-    return math.prod(part)
+    return math.prod(largest_local_shape(parameter))
 
 
 def join_units(
