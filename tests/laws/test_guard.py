@@ -11,6 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import detonation as dt
+from detonation.core.codec.aggregate import Mean
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.indices import IndexCoding, PackedIndices
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import checksum as summing
@@ -235,3 +238,16 @@ def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
     error = ledgers[0].error(ledgers[0].fatal, STEP + 1)
     assert isinstance(error, Desync) and "replica 2" in str(error)
     assert {ledger.fatal for ledger in ledgers} == {ledgers[0].fatal}
+
+
+def test_messages_of_no_rows_are_lawful_and_read_as_nothing(monkeypatch):
+    """A shard may hold nothing of the first parameters, and its messages may have an odd size."""
+    codec = dt.demo(topk=4, chunk=8, precision="bf16", tiles=True).codec
+    messages = torch.zeros(2, 65 + codec.nbytes(1), dtype=torch.uint8)[:, 65:]
+    arrived = Arrived(codec, messages, 1, None, Mean())
+    assert arrived.values(0, 0).shape == (2, 0, 4) and arrived.values(0, 1).shape == (2, 1, 4)
+    marked = IndexCoding(16, 9)
+    assert marked.bitmap
+    for library in (kernel_library.load_library(), None):
+        monkeypatch.setattr(kernel_library, "load_library", lambda found=library: found)
+        assert marked.faults(PackedIndices(marked, torch.zeros(2, 0, dtype=torch.uint8), 0)).tolist() == [0, 0]

@@ -28,6 +28,7 @@ COMPARED = r"Desync: replica 1 differs from the others in [\w.]+ after step 8"
 NOT_FINITE = r"NonFiniteGradient: the change of [\w.]+ is not finite on replica 1 at step 5"
 REFUSED = r"BadPeer: 3 messages of replica 1 were refused, the last at step [79]: the log says why"
 NOBODY = "nothing"
+FORGOTTEN = "(nothing)"  # the victim's memory, after one message of it was refused; owners do not tell it
 
 REACTIONS = [
     *[(scheme, state, bit, COMPARED) for scheme in ("full", "demo", "owner") for state in ("weight", "momentum")
@@ -35,7 +36,8 @@ REACTIONS = [
     *[(scheme, state, LOW, NOBODY) for scheme in ("diloco", "sparseloco") for state in ("weight", "momentum")],
     *[(scheme, state, HIGH, NOT_FINITE) for scheme in ("diloco", "sparseloco") for state in ("weight", "momentum")],
     *[(scheme, "residual", LOW, NOBODY) for scheme in ("demo", "owner", "sparseloco")],
-    *[(scheme, "residual", HIGH, REFUSED) for scheme in ("demo", "owner", "sparseloco")],
+    *[(scheme, "residual", HIGH, FORGOTTEN) for scheme in ("demo", "sparseloco")],
+    ("owner", "residual", HIGH, REFUSED),
     ("owner", "server_residual", LOW, NOBODY),
     ("owner", "server_residual", HIGH, REFUSED),
     *[(scheme, "anchor", LOW, COMPARED) for scheme in ("diloco", "sparseloco")],
@@ -94,10 +96,10 @@ def undisturbed():
 def test_a_flipped_bit_is_noticed_or_stays_as_small_as_it_was(name, state, bit, reaction, undisturbed):
     found, weights = trained(SCHEMES[name], state, bit)
     assert re.fullmatch(reaction, found)
-    if reaction == NOBODY:
+    if found == NOBODY:
         assert len({digest(each) for each in weights}) == 1, "the replicas stay equal"
         for mine, whole in zip(weights[0], undisturbed[name], strict=True):
-            torch.testing.assert_close(mine, whole, rtol=0, atol=2e-3)
+            torch.testing.assert_close(mine, whole, rtol=0, atol=1e-2 if reaction == FORGOTTEN else 2e-3)
 
 
 UNLIKE = """

@@ -108,6 +108,18 @@ def test_the_mean_stays_over_all_replicas():
     assert worlds.run(by_zeros, 2, 1) == [1, 1]
 
 
+def loud(mesh):
+    """A gradient that is finite, and far larger than any before it."""
+    model, optimizer = start(mesh, dt.demo())
+    advance(mesh, model, optimizer, range(12), poison(1e12, {3}))
+    largest = max(abs(t).max().item() for t in optimizer.local_state().values())
+    return optimizer.stats.refused, largest < 1e6, dt.fingerprint(model, mesh)[1]
+
+
+def test_one_outlier_costs_one_message_and_not_the_run():
+    assert worlds.run(loud, 3, 1) == [(1, True, True)] * 3
+
+
 def too_often(mesh):
     model, optimizer = start(mesh, dt.demo(), SKIP)
     outcome = caught(advance, mesh, model, optimizer, range(20), poison(math.inf, range(3, 20)))

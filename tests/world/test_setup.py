@@ -289,6 +289,24 @@ def buffers(mesh):
         return found, optimizer.stats.bytes_sent - sent, lines
 
 
+def statistics_of_nan(mesh):
+    """The running mean after one replica met a batch that is not finite."""
+    model = built(Normed)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], dt.full(), safety=dt.Safety(non_finite="skip"))
+    advance(mesh, model, optimizer)
+    if mesh.get_rank() == 2:
+        model.norm.running_mean.fill_(torch.nan)
+    mine = model.norm.running_mean.clone()
+    optimizer.synchronize()
+    return mine, model.norm.running_mean
+
+
+def test_statistics_that_are_not_finite_become_those_of_the_other_replicas():
+    (one, found), (other, same), (poisoned, mended) = worlds.run(statistics_of_nan, 3, 1)
+    assert poisoned.isnan().all() and torch.equal(found, same) and torch.equal(found, mended)
+    torch.testing.assert_close(found, (one + other) / 2)
+
+
 def test_running_statistics_become_their_mean():
     ranks = worlds.run(buffers, 2, 1)
     (first, sent, lines), (second, _, none) = ranks
@@ -458,6 +476,41 @@ def other_frozen(mesh):
         model.frozen.bias += mesh.get_rank()
     trained = torch.optim.SGD(model.trained.parameters(), lr=0.1)
     return caught(dt.replicate(trained, model, mesh["replicate"], dt.full()).set_up)
+
+
+def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
+    model = built(Plain)
+
+    def replicated(**options):
+        return lambda: dt.replicate(sgd(model), model, LoopbackCommunicator(), dt.full(), **options)
+
+    nan = float("nan")
+    refused = {
+        "outer_lr is nan": partial(dt.diloco, outer_lr=nan),
+        "outer_lr is inf": partial(dt.diloco, outer_lr=float("inf")),
+        "verify_every is nan": partial(dt.Safety, verify_every=nan),
+        "verify_every is 2.5": partial(dt.Safety, verify_every=2.5),
+        "verify_every is '5'": partial(dt.Safety, verify_every="5"),
+        "chunk is -64": partial(dt.demo, chunk=-64, tiles=True),
+        "resync_every of the shard wire is 2.5": partial(dt.shard_wire, resync_every=2.5),
+        "rotate of the shard wire is 1": partial(dt.shard_wire, rotate=1),
+        "nodes of the shard wire is '2'": partial(dt.shard_wire, nodes="2"),
+        "link of the shard wire is 5": partial(dt.shard_wire, link=5),
+        "weights of the shard wire is 4": partial(dt.shard_wire, weights=4),
+        "safety is {}": replicated(safety={}),
+        "safety is 'skip'": replicated(safety="skip"),
+        "kernels is 'no'": replicated(kernels="no"),
+        "balance is 'no'": replicated(balance="no"),
+        "clip is True": replicated(clip=True),
+        "patience is True": replicated(patience=True),
+        "rate is 5e-324": partial(dt.random, rate=5e-324),
+        "rate is 1e-12": partial(dt.random_sign, rate=1e-12),
+        "no error to feed back": partial(dt.loco, "fp32"),
+        "pass its .item()": partial(dt.demo, topk=torch.tensor(3)),
+    }
+    for text, attempt in refused.items():
+        kind, message = caught(attempt)
+        assert kind in ("TypeError", "ValueError") and text in message and "\n" not in message, (text, message)
 
 
 def other_dtype(mesh):

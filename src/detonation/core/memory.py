@@ -110,6 +110,10 @@ class Memory:
         if len(self._padding):
             self.residual.view(-1).index_fill_(0, self._padding, 0.0)
 
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.residual.zero_()
+
     def add(self, more: Tensor) -> None:
         """Adds values that are still to be sent.
 

@@ -34,7 +34,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class BufferSync:
-    """Makes the persistent buffers of a model equal on all replicas: the mean of those that are not.
+    """Makes the persistent buffers of a model equal on all replicas: the mean of those that are finite.
 
     Each replica feeds its own data to BatchNorm, whose running statistics then differ. Training does not use them,
     evaluation does. Buffers of whole numbers become those of the majority.
@@ -80,8 +80,11 @@ def _made_equal(link: Link, buffers: Mapping[str, Tensor], device: torch.device)
         name = keys[difference.name]
         buffer = buffers[name]
         if buffer.is_floating_point():
-            total = link.all_reduce(buffer.to(torch.promote_types(buffer.dtype, torch.float32)))()
-            buffer.copy_(total / (link.replicas - len(link.absent)))
+            values = buffer.to(torch.promote_types(buffer.dtype, torch.float32)).flatten()
+            counts = values.isfinite().all()  # one batch that is not finite must not end in the statistics of all
+            mine = torch.cat([values.where(counts, values.new_zeros(())), counts.to(values.dtype).view(1)])
+            total = link.all_reduce(mine)()
+            buffer.copy_((total[:-1] / total[-1]).view(buffer.shape))
         else:
             buffer.copy_(repaired(link, difference, buffer))
         found.append(name)

@@ -22,6 +22,7 @@ class Safety:
         on_desync: Where these tensors differ: "stop", or "repair" them from the majority.
 
     Raises:
+        TypeError: verify_every is no whole number.
         ValueError: A value is out of range.
 
     Example:
@@ -38,6 +39,8 @@ class Safety:
             raise ValueError(f"non_finite is {self.non_finite!r}, must be one of {', '.join(POLICIES)}")
         if self.on_desync not in ON_DESYNC:
             raise ValueError(f"on_desync is {self.on_desync!r}, must be one of {', '.join(ON_DESYNC)}")
+        if type(self.verify_every) is not int:
+            raise TypeError(f"verify_every is {self.verify_every!r}, must be a whole number of steps")
         least = 1 if self.on_desync == "repair" else 0
         if self.verify_every < least:
             raise ValueError(f"verify_every is {self.verify_every}, must be at least {least} with this on_desync")

@@ -103,6 +103,8 @@ class Arrived:
         precision, parts = self.codec.precision, self._parts(first, end)
         if isinstance(precision, Float):
             size, values = precision.size, parts[0]
+            if first == end:  # of no rows the strides say nothing
+                return values.new_empty(len(self.body), 0, self.codec.selection.k, dtype=precision.dtype)
             if values.storage_offset() % size or values.stride(0) % size:
                 values = values.contiguous()
             return values.view(precision.dtype).view(len(self.body), end - first, self.codec.selection.k)

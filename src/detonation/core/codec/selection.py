@@ -92,6 +92,10 @@ class TopK:
         return self
 
 
+SMALLEST_RATE = 1e-6
+"""A row of a smaller share would be longer than any model."""
+
+
 @dataclass(frozen=True)
 class Rotation:
     """The base of the three data-independent selections: one of `shares` equal parts of a row at each step.
@@ -106,8 +110,8 @@ class Rotation:
     shared = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate is {self.rate}, must be above 0 and at most 1")
+        if not SMALLEST_RATE <= self.rate <= 1:
+            raise ValueError(f"rate is {self.rate}, must be at least {SMALLEST_RATE:g} and at most 1")
 
     @cached_property
     def shares(self) -> int:

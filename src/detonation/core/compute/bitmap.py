@@ -73,11 +73,11 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         found = [kernel.check_bitmap(bitmap, rows, k, chunk) for bitmap in bitmaps]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
     if chunk % 8:
-        bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(-1, rows, chunk)
+        bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
     else:  # without a byte for each bit
         ones = bit_counts(bitmaps.device).index_select(0, bitmaps.to(torch.int32).view(-1))
-        counts = ones.view(-1, rows, chunk // 8).sum(2, dtype=torch.int32)
+        counts = ones.view(len(bitmaps), rows, chunk // 8).sum(2, dtype=torch.int32)
     return (counts != k).any(1) * 2
 
 

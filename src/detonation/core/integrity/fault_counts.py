@@ -18,6 +18,8 @@ IN_A_ROW = 10
 """Contributions in a row that one replica may skip before all stop."""
 _NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART = 1, 2, 3, 4, 5
 _NO_NAME = 0xFFFFFFFF
+_ALL_REPLICAS = 0xFFFFFF
+"""Stands for the sender of a sum, which the network adds up."""
 _NAMED_REPLICAS = 24
 _REPLICAS = (1 << _NAMED_REPLICAS) - 1 << 32
 NEW_PARAMETER = "a new parameter"
@@ -178,14 +180,14 @@ class FaultCounts:
         self.refused += 1
         self._strikes[sender] = 1 + (self._strikes[sender] if self._good[sender] < FORGIVEN else 0)
         self._good[sender] = 0
-        text = f"a message of replica {sender} was refused at step {step}, and what it carried is lost: it {fault}"
+        text = f"a message of {_sender(sender)} was refused at step {step}, and what it carried is lost: it {fault}"
         self._warn(step, sender, text)
         if self._strikes[sender] >= STRIKES:
             self._stop(_REFUSED, sender)
 
     def refuse_sum(self, step: int) -> None:
         """Counts a sum of the network at `step` that is not finite, though each replica's part was."""
-        self.refuse(self._replica, "added up to what is not finite: a link damages what it carries", step)
+        self.refuse(_ALL_REPLICAS, "added up to what is not finite: a link damages what it carries", step)
 
     def differ(self, sender: int, step: int) -> None:
         """Records that `sender` received other messages before `step` than the other replicas did."""
@@ -207,7 +209,7 @@ class FaultCounts:
                 f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
             )
         if kind == _REFUSED:
-            text = f"{STRIKES} messages of replica {sender} were refused, the last at step {step}"
+            text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"
             return BadPeer(f"{text}: the log says why")
         if kind in (_CHANGING, _CHANGED_APART):
             return Desync(
@@ -235,6 +237,10 @@ class FaultCounts:
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)
+
+
+def _sender(sender: int) -> str:
+    return "all replicas together" if sender == _ALL_REPLICAS else f"replica {sender}"
 
 
 def _bit(replica: int) -> int:

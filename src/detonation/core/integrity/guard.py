@@ -1,7 +1,7 @@
 """The guard seals the messages of a replica, and decides which received messages may be used."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
@@ -14,7 +14,16 @@ from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant, put, unsealed
-from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable, explain_faults
+from detonation.core.integrity.validate import (
+    FORGET,
+    LOUDER,
+    TOO_LARGE,
+    TOO_LOUD,
+    Expected,
+    Facts,
+    decide_usable,
+    explain_faults,
+)
 
 
 class Guard:
@@ -38,6 +47,7 @@ class Guard:
             reasons to stop follow only in `FaultCounts.catch_up`.
         usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.
         kernels: The module `detonation.kernels.gpu.launches`, where it seals and inspects.
+        forget: Empties the memory that messages come from: after one that was too loud, the next ones would be, too.
     """
 
     def __init__(
@@ -51,12 +61,13 @@ class Guard:
         on_device: bool = False,
         usual: Tensor | None = None,
         kernels: Any = None,
+        forget: Callable[[], object] = lambda: None,
     ) -> None:
         self._names, self._counts, self.place = list(names), counts, place
         self._schema, self._place, self._replica = hash63(schema), place << 2, replica
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
-        self.kernels, self._inspectors = kernels, dict[int, Any]()
+        self.kernels, self._inspectors, self._forget = kernels, dict[int, Any](), forget
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
@@ -236,6 +247,8 @@ class Guard:
                 continue
             if fault:
                 self._counts.refuse(sender, fault, step)
+                if sender == self._replica and fault in (TOO_LARGE, TOO_LOUD):
+                    self._forget()
             elif row[5]:
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
             elif expected.signals:

@@ -17,6 +17,10 @@ FORGET = 0.9999
 """The share of the usual norm that stays from one exchange to the next, where most messages are quieter."""
 
 
+TOO_LARGE = f"has values that are not finite, or above {LIMIT:g}"
+TOO_LOUD = f"is more than {LOUDER:g} times as loud as most are, or were before"
+
+
 @dataclass(frozen=True)
 class Expected:
     """The properties that all messages of an exchange must have, whoever sends them.
@@ -145,7 +149,7 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
         "has an index outside of its row": content == 1,
         "has an index twice or out of order": content == 2,
         "has statistics that no encoder makes": content == 3,
-        f"has values that are not finite, or above {LIMIT:g}": not norm <= LIMIT,
-        f"is more than {LOUDER:g} times as loud as most are, or were before": norm > bound,
+        TOO_LARGE: not norm <= LIMIT,
+        TOO_LOUD: norm > bound,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -15,6 +15,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import (
     check_arguments,
     check_balance,
+    check_options,
     check_patience,
     checked_levels,
     warn_of_momentum,
@@ -102,9 +103,10 @@ def replicate(
         raise ValueError("replicate takes an axis and a scheme, or levels, not both")
     if isinstance(optimizer, Replicated):
         raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
+    check_arguments(optimizer, model)
+    check_options({"balance": balance, "kernels": kernels}, {"clip": clip, "patience": patience}, safety)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
-    check_arguments(optimizer, model)
     checked = checked_levels(levels)
     check_order([scheme for _, scheme in checked])
     if balance:

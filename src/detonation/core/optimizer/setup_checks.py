@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
 from detonation.core.optimizer.build import Level
@@ -33,6 +34,18 @@ def check_arguments(optimizer: object, model: object) -> None:
         raise TypeError(f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)")
     if isinstance(optimizer, LBFGS):
         raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated")
+
+
+def check_options(switches: Mapping[str, object], numbers: Mapping[str, object], safety: object) -> None:
+    """Raises `TypeError` where a switch is no bool, a number neither a number nor None, or `safety` no `Safety`."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, must be True or False")
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name} is {value!r}, must be a number, or None")
+    if not isinstance(safety, Safety | None):
+        raise TypeError(f"safety is {safety!r}, must be a detonation.Safety, such as Safety(non_finite='skip')")
 
 
 def checked_levels(levels: Iterable[tuple[Axis, Scheme | str]]) -> list[Level]:

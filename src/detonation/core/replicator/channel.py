@@ -283,10 +283,10 @@ class Channel:
         arguments = (scheme.name, dict(scheme.arguments))
         schema = repr((*arguments, layout.slots, runtime.seed, self.engine.name, self.link.replicas))
         names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names), SILENT]
-        place = self.place << 10 | number
-        delay, on_device = scheme.round.delay, runtime.decides_on_device
+        of_message = names, schema, self.place << 10 | number, self.link.replica, scheme.round.delay
         kernels, _ = kernel_library.gpu_kernels(runtime) if self.engine.reads_status else (None, "")
-        return Guard(names, schema, place, self.link.replica, delay, self.counts, on_device, self._usual, kernels)
+        forget = self.memory.clear if self.memory else lambda: None
+        return Guard(*of_message, self.counts, runtime.decides_on_device, self._usual, kernels, forget)
 
     def _pipeline(self, bucket: Bucket) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)

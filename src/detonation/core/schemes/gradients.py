@@ -96,6 +96,8 @@ def loco(precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: Link
 
     Reference: Xie et al., LoCo, arXiv 2407.04480; 1-bit Adam, arXiv 2102.02888.
     """
+    if precision == "fp32":
+        raise ValueError("precision is 'fp32', which leaves no error to feed back: use full()")
     return momentum(Identity(), Everything(), decay, precision=precision, delay=delay, lookahead=False, link=link)
 
 
@@ -157,6 +159,8 @@ def demo(
 
     Reference: Peng, Quesnelle & Kingma, DeMo, arXiv 2411.19870; From et al., FlexDeMo, arXiv 2502.06728.
     """
+    if tiles and chunk < 1:
+        raise ValueError(f"chunk is {chunk}, must be at least 1")
     if tiles and not 1 <= topk <= chunk * chunk:
         raise ValueError(f"topk is {topk}, must be from 1 to chunk * chunk ({chunk * chunk})")
     basis, row = (TileDCT(chunk), chunk * chunk) if tiles else (DCT(), chunk)

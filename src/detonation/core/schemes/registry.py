@@ -111,4 +111,5 @@ def _require_type(name: str, value: object, hint: Any) -> None:
     accepted = kinds | ({int} if float in kinds else set())
     if type(value) not in accepted:
         allowed = " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind in _PLAIN))
-        raise ValueError(f"{name} is {value!r}, must be {allowed}")
+        remedy = f": pass its .item(), not a {type(value).__name__}" if hasattr(value, "item") else ""
+        raise ValueError(f"{name} is {value!r}, must be {allowed}{remedy}")

@@ -1,5 +1,6 @@
 """A scheme is a frozen, serialisable description of one level of replication. It knows codec and round, but no link."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -37,8 +38,8 @@ class Outer:
     nesterov: bool
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"outer_lr is {self.lr}, must be above 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"outer_lr is {self.lr}, must be a number above 0")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"outer_momentum is {self.momentum}, must be from 0 to below 1")
 

@@ -1,6 +1,7 @@
 """`shard_wire`: how the shards of one replica exchange weights and gradients where they lie on several nodes."""
 
 from dataclasses import dataclass
+from typing import get_type_hints
 
 from detonation.choices import unknown
 from detonation.core.link.link_speed import LinkSpeed
@@ -21,6 +22,9 @@ class ShardWire:
     link: str = ""
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(ShardWire).items():
+            if not isinstance(value := getattr(self, name), kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"{name} of the shard wire is {value!r}, must be {getattr(kind, '__name__', kind)}")
         for name, value in (("weights", self.weights), ("gradients", self.gradients)):
             if value not in WIDTHS:
                 raise unknown(f"precision of {name}", value, WIDTHS)
@@ -63,6 +67,7 @@ def shard_wire(
         link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
 
     Raises:
+        TypeError: an argument of another kind.
         ValueError: a precision that is not known, a number out of range, or a setting that would be ignored.
 
     Memory per rank, for P parameters in S shards on N nodes of L ranks: the reference takes P / L numbers of the type
