@@ -17,7 +17,7 @@ from detonation.core.codec.aggregate import ClippedMean, Received
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.form import WHOLE, SharedIndices, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
-from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
+from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.engine.accelerated import TritonEngine
 from detonation.core.engine.coding import coding_of, places_of, why_not_triton
 from detonation.core.engine.compiled import engine_for
@@ -149,7 +149,7 @@ def test_a_signal_that_is_not_finite_is_found_and_changes_nothing():
     mine.encode(signals(0), 0)
     before = mine.memory.residual.clone()
     runtime = Runtime(CPU)
-    for number, value in ((1, float("nan")), (4, float("-inf")), (0, 2 * LIMIT)):
+    for number, value in ((1, float("nan")), (4, float("-inf")), (0, 2 * SIGNAL_LIMIT)):
         given = signals(1, (torch.float32, torch.bfloat16))
         given[number].view(-1)[-1] = value
         given[2] = None

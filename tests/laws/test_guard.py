@@ -18,7 +18,7 @@ from detonation.core.codec.indices import IndexCoding, PackedIndices
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
-from detonation.core.compute.nonfinite import LIMIT, first_nonfinite
+from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.exchange.outgoing import padded
 from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
@@ -160,7 +160,7 @@ def test_what_an_encoder_makes_is_lawful(name, scale):
     assert lawful is not False and norm.isfinite()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -1.1 * LIMIT])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -1.1 * SIGNAL_LIMIT])
 @pytest.mark.parametrize("size", [10, 10_000], ids=["plain", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
@@ -170,7 +170,7 @@ def test_a_signal_that_must_not_reach_the_memory_is_found(value, size, dtype, la
     ones = torch.ones(size, dtype=dtype)
     signals = [
         None,
-        torch.full((size,), -LIMIT / 2, dtype=dtype),
+        torch.full((size,), -SIGNAL_LIMIT / 2, dtype=dtype),
         torch.zeros(0),
         ones,
         torch.tensor(0.0),

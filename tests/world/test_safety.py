@@ -54,7 +54,7 @@ def stopped(mesh, value):
     return outcome, digest(model.parameters()) == weights, optimizer.stats.skipped
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e38])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e17])
 def test_poison_stops_all_ranks_at_the_same_step_with_the_same_words(value):
     text = f"the gradient of {BLOCK} is not finite on replica 1 at step 2"
     outcomes = worlds.run(stopped, 2, 2, value)
@@ -111,7 +111,7 @@ def test_the_mean_stays_over_all_replicas():
 def loud(mesh):
     """A gradient that is finite, and far larger than any before it."""
     model, optimizer = start(mesh, dt.demo())
-    advance(mesh, model, optimizer, range(12), poison(1e12, {3}))
+    advance(mesh, model, optimizer, range(12), poison(1e11, {3}))
     largest = max(abs(t).max().item() for t in optimizer.local_state().values())
     return optimizer.stats.refused, largest < 1e6, dt.fingerprint(model, mesh)[1]
 

@@ -10,13 +10,15 @@ from detonation.core.compute import kernel_library
 from detonation.core.runtime import Runtime
 
 LIMIT = 1e18
-"""The largest value and norm of a message: the square of a larger one overflows fp32, as in Adam's second moment."""
+"""The largest norm of a message: the square of a larger one overflows fp32, as in Adam's second moment."""
+SIGNAL_LIMIT = 1e12
+"""The largest value of a signal. The norm of a million of them is `LIMIT`, so that their sender learns of it first."""
 
 
 def first_nonfinite(
     signals: Sequence[Tensor | None], runtime: Runtime, numels: Sequence[int] | None = None
 ) -> int | Tensor:
-    """1 + the number of the first signal that holds NaN or a magnitude above `LIMIT`; 0 where none does.
+    """1 + the number of the first signal that holds NaN or a magnitude above `SIGNAL_LIMIT`; 0 where none does.
 
     Args:
         numels: Of all signals, where None may stand for one of them.
@@ -31,7 +33,7 @@ def first_nonfinite(
             return 0
         sizes = tuple(numels or (0 if s is None else s.numel() for s in signals))  # each has a scanner of its own
         scanner = runtime.shared(sizes, partial(kernels.Scanner, sizes, range(len(sizes)), runtime.device))
-        status: Tensor = kernels.settled(scanner.scan(signals, LIMIT))
+        status: Tensor = kernels.settled(scanner.scan(signals, SIGNAL_LIMIT))
         return status
     numbers, within = signals_within(signals, runtime.device)
     return first_outside([numbers], [within]) if numbers else 0
@@ -46,7 +48,7 @@ def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tu
     if not present:
         return [], torch.ones(0, dtype=torch.bool, device=device)
     largest = [norm.float() for norm in torch._foreach_norm([signal for _, signal in present], ord=torch.inf)]
-    return [i for i, _ in present], torch.stack(largest) <= LIMIT
+    return [i for i, _ in present], torch.stack(largest) <= SIGNAL_LIMIT
 
 
 def first_outside(numbers: Sequence[Sequence[int]], within: Sequence[Tensor]) -> Tensor:
@@ -80,9 +82,9 @@ def _first_here(signals: Sequence[Tensor | None]) -> int:
     if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
         kernel = kernel_library.load_library()
         if kernel:
-            found = kernel.beyond(tensors, LIMIT)
+            found = kernel.beyond(tensors, SIGNAL_LIMIT)
             return 0 if found < 0 else 1 + present[found][0]
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-    if (norms <= LIMIT).all():  # no number is larger than the root of the sum of all squares, which is fast to have
+    if (norms <= SIGNAL_LIMIT).all():  # no number is larger than the root of the sum of all squares
         return 0
     return int(first_outside([[i for i, _ in present]], [signals_within(signals, tensors[0].device)[1]]))

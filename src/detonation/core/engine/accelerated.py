@@ -18,7 +18,7 @@ from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.precision import FP32, PRECISIONS, Float
 from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
-from detonation.core.compute.nonfinite import LIMIT
+from detonation.core.compute.nonfinite import SIGNAL_LIMIT
 from detonation.core.engine.coding import AGGREGATION_NAMES, coding_of, places_of, why_decoded_in_torch, why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
@@ -102,7 +102,7 @@ class TritonEngine(ReferenceEngine):
         if self._scanner[0] != key or self._scanner[1] is None:
             numels = [slot.numel for slot in self.layout.slots]
             self._scanner = key, self._kernels.Scanner(numels, key, self.device, self._signals)
-        status: Tensor = self._scanner[1].scan(signals, LIMIT, found)
+        status: Tensor = self._scanner[1].scan(signals, SIGNAL_LIMIT, found)
         return status
 
     def empty(self, step: int) -> Selected:

@@ -28,7 +28,7 @@ _log = logging.getLogger("detonation")
 
 
 class NonFiniteGradient(DetonationError, ArithmeticError):
-    """A gradient holds NaN, infinity or more than `nonfinite.LIMIT`; it was caught before it reached a memory."""
+    """A gradient holds NaN, infinity or above `nonfinite.SIGNAL_LIMIT`: caught before it reached a memory."""
 
 
 class BadPeer(DetonationError, RuntimeError):
