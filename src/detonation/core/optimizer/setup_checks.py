@@ -170,7 +170,8 @@ def check_layout(
                     f"{name} lies on ranks {_listed(ranks)}, so replicas share it ({kind}): shard inside the replica, "
                     f'{_INSIDE}, and pass the axis between replicas, mesh["replicate"]'
                 )
-    _check_whole(parameters, intra_node)
+    if any(scheme.signal != "nothing" for _, scheme in levels):
+        _check_whole(parameters, intra_node)
     for axis in axes:
         group, device = axis.get_group(), next(iter(parameters.values())).device.type if parameters else "cpu"
         check_backend(str(dist.get_backend_config(group)), device)
