@@ -83,7 +83,7 @@ def no_space():
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(("how", "first"), [("killed", 1), ("killed", 2), ("disk full", 1)])
+@pytest.mark.parametrize(("how", "first"), [("killed", 1), ("killed", 2), ("disk full", 1), ("disk full", 2)])
 def test_a_save_stopped_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, how, first):
     (loaded,) = worlds.run(stopped_everywhere, 1, 1, tmp_path, how, first)
     assert len(loaded) >= 25 and all(equal for _, equal in loaded)

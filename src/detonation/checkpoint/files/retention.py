@@ -103,16 +103,25 @@ def _unfinished(directory: Path, step: int) -> Path:
 
 def _give_name(partial: Path, target: Path) -> None:
     """Renames a whole checkpoint to `target`, and removes a checkpoint that had the name before."""
-    replaced = _aside(target) if target.is_dir() else None
-    disk.rename(partial, target)
+    try:
+        replaced = _aside(target) if target.is_dir() else None
+        disk.rename(partial, target)
+    except OSError:
+        if _gone(target).is_dir() and not target.exists():
+            _gone(target).rename(target)  # the earlier one is as it was
+        raise
     if replaced is not None:
         disk.remove(replaced)
 
 
 def _aside(path: Path) -> Path:
     """Moves a checkpoint out of sight, so that it is never seen half removed."""
-    gone = path.with_name(f".{path.name.lstrip('.')}.gone")
+    gone = _gone(path)
     if gone.exists():
         disk.remove(gone)
     disk.rename(path, gone)
     return gone
+
+
+def _gone(path: Path) -> Path:
+    return path.with_name(f".{path.name.lstrip('.')}.gone")

@@ -56,6 +56,20 @@ class Elastic:
         tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]
         return _merge(tensors, key)
 
+    def own(self, key: str, alike: bool) -> Tensor:
+        """A tensor of the base optimizer that is not cut like its parameter: each shard may have one of its own.
+
+        Raises `ValueError` where shards have different ones, and there are more or fewer of them now.
+        """
+        like = self._own.replica * self._before // self._own.replicas
+        replicas = [r for r in ([like] if alike else self._among) if key in self._saved.file(r, 0)]
+        if self._saved.manifest.shards == self._own.shards:
+            return _merge([self._saved.file(replica, self._own.shard).tensor(key) for replica in replicas], key)
+        found = [[file.tensor(key) for file in self._saved.shards(replica)] for replica in replicas]
+        if any(not torch.equal(first, other) for first, *others in found for other in others):
+            raise ValueError(f"{key} is of one shard alone: resume with {self._saved.manifest.shards} shards")
+        return _merge([first for first, *_ in found], key)
+
     def memory(self, key: str, box: Box) -> Tensor:
         """The part `box` of this replica's share of the memories."""
         sources = memory_sources(self._own.replica, self._before, self._own.replicas)

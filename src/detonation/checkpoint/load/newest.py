@@ -1,6 +1,8 @@
 """Finds the newest checkpoint that is whole for all ranks, and loads it into a model and its optimizer."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from detonation.checkpoint.gather import texts_between
 from detonation.checkpoint.load.restore import restore
 from detonation.checkpoint.load.views import candidates, inspect
 from detonation.core.errors import DetonationError
+from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.optimizer.replicated import Replicated
 
 _LONGEST = 600
@@ -105,19 +108,28 @@ def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | N
 
 def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
     """Loads `found` into both. Collective. Raises `ValueError` on all ranks where it is of another run."""
-    problem, merged = "", ""
-    try:
-        merged = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
-        merged += _other_versions(found.manifest)
-    except Exception as error:  # whatever a stranger wrote, all ranks refuse it together
-        text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
-        problem = text.split("\n")[0][:_LONGEST]
-    for text in texts_between(model, optimizer).gather(problem):
-        if text:
-            raise ValueError(text)
+    texts = texts_between(model, optimizer)
+    with _refused_together(found, texts):
+        merged, complete = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
+    with _refused_together(found, texts):
+        merged += complete() + _other_versions(found.manifest)
     optimizer.resume_at(found.manifest.step)
     _log.info("%s: %s", found.path, merged)
     return Loaded(found.path, found.manifest.step, found.manifest.extra, merged)
+
+
+@contextmanager
+def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
+    """Raises on all ranks what one raises: whatever a stranger wrote, all ranks refuse it together. Collective."""
+    problem = ""
+    try:
+        yield
+    except Exception as error:
+        text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
+        problem = text.split("\n")[0][:_LONGEST]
+    for text in texts.gather(problem):
+        if text:
+            raise ValueError(text)
 
 
 def _other_versions(manifest: Manifest) -> str:

@@ -1,5 +1,7 @@
 """Puts a checkpoint's state of this rank into a model and its optimizer."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
 from detonation.core.replicator.local_state import SILENT_STEPS, require_same_keys
-from detonation.core.shard.units import load_shard_state
+from detonation.core.shard.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
@@ -27,11 +29,12 @@ _BY_REPLICA = ("taken", "local_steps", SILENT_STEPS)
 
 
 @torch.no_grad()
-def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> str:
+def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) -> tuple[str, Callable[[], str]]:
     """Puts the state of `saved` into both; the caller then compares the replicas.
 
     Returns:
-        In words, how the saved world was merged into this one.
+        In words, how the saved world was merged into this one; and what is left to do, which is collective and comes
+        when no rank has raised. It returns in words what had to be dropped.
 
     Raises:
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
@@ -48,6 +51,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         key = f"model.{name}"
         if isinstance(source, ShardReader):
             read = source.tensor(key)
+            if name in parameters and source.boxes.get(key) not in (None, Box.of(tensor)):
+                raise ValueError(f"{key} was cut otherwise over the shards: resume with the same mesh and placements")
         else:
             box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
             read = source.agreed(key, box, manifest.alike and box is not None)
@@ -57,7 +62,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     for name, parameter in parameters.items():
         load_base_state(described, source, optimizer, name, parameter, manifest.alike)
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
-        group |= {key: _option(key, group.get(key, 0.0), value) for key, value in options["options"].items()}
+        group |= {key: _option(key, group.get(key), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
             group[key] = torch.tensor(value, dtype=like.dtype, device=like.device)
@@ -65,11 +70,18 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     optimizer.build(parameters_of(keys))
     if isinstance(source, ShardReader):
         _load_local_state(source, optimizer)
-        load_shard_state(model, {k.removeprefix(SHARD): source.tensor(k) for k in source.keys if k.startswith(SHARD)})
-        return "exactly as saved" + _load_generators(source, model)
+        wire = {k.removeprefix(SHARD): source.tensor(k) for k in source.keys if k.startswith(SHARD)}
+        return "exactly as saved" + _load_generators(source, model), partial(_load_wire, model, wire)
     dropped = _merge_local_state(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
-    dropped += merge_shard_state(saved, model, own)
-    return _merge_policy(manifest.replicas, manifest.shards, own) + dropped
+    how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped
+    return how, partial(merge_shard_state, saved, model, own)
+
+
+def _load_wire(model: nn.Module, state: dict[str, Tensor]) -> str:
+    load_shard_state(model, state)
+    if not state or shard_units(model):
+        return ""
+    return "; dropped: what a shard wire had not sent, because the model has none now"
 
 
 def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own: Coordinates) -> None:
@@ -102,6 +114,8 @@ def _option(key: str, current: Any, saved: Any) -> Any:
     """A saved option of a parameter group. Raises `CorruptCheckpoint` where it is of another kind than `current`."""
     if isinstance(current, tuple | list) and isinstance(saved, list) and len(current) == len(saved):
         return type(current)(_option(key, inner, other) for inner, other in zip(current, saved, strict=True))
+    if current is None and isinstance(saved, int | float):
+        return saved  # set since the optimizer was made, as a scheduler does
     number = _is_number(current) and _is_number(saved)
     switch = isinstance(current, bool | None) and isinstance(saved, bool | None)
     if not (number or switch or (isinstance(current, str) and isinstance(saved, str))):
@@ -152,7 +166,7 @@ def load_base_state(
             sharded = key in file.boxes
             if sharded and file.boxes[key].whole != tuple(parameter.shape):
                 raise ValueError(f"{key} is sharded unlike its parameter: resume with as many shards")
-            tensor = source.agreed(key, Box.of(parameter) if sharded else None, alike, some=True)
+            tensor = source.agreed(key, Box.of(parameter), alike, some=True) if sharded else source.own(key, alike)
             whole = tuple(parameter.shape)
         tensor = tensor if key in file.on_host else tensor.to(local(parameter).device)
         # state of a plain parameter is plain, of a DTensor mostly a DTensor: a model may be sharded since it was saved

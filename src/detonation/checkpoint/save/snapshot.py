@@ -1,7 +1,9 @@
 """A copy on the host of all that one rank needs to go on, with the box of each tensor that is sharded."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.rank_state import frozen_weights, generators, groups, plain, weights
+from detonation.checkpoint.rank_state import frozen_weights, generators, groups, weights
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.shard.units import shard_state
+
+_log = logging.getLogger("detonation.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,12 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on their way.
 
     Raises:
-        ValueError: the optimizer holds something that is neither a tensor nor a plain value.
+        ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs to no parameter.
     """
     optimizer.set_up()
+    if odd := [key for key in optimizer.base.state if not isinstance(key, Tensor)]:
+        raise ValueError(f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it")
+    _warn_of_extra_state(model)
     with optimizer.agreed_weights():
         left_out = set() if frozen else frozen_weights(model)
         found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
@@ -58,8 +65,10 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
                 full_key = f"optimizer.{name}.{key}"
                 if isinstance(value, Tensor):
                     found[full_key] = value
+                elif isinstance(value, int | float | None):
+                    values[full_key] = value
                 else:
-                    values[full_key] = plain(full_key, value)
+                    raise ValueError(f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them")
         found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
         wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
         found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
@@ -69,6 +78,14 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
         home = next(local(parameter).device.type for parameter in model.parameters())
         on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
     return Snapshot(tensors, _boxes(model, found), wrapped, on_host, values, groups(model, optimizer))
+
+
+@cache
+def _warn_of_extra_state(model: nn.Module) -> None:
+    """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales of fp8."""
+    extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    if extra:
+        _log.warning("a checkpoint does not hold the extra state (get_extra_state) of %s", ", ".join(extra[:4]))
 
 
 def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:

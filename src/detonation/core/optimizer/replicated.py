@@ -231,7 +231,7 @@ class Replicated(OptimizerWrapper):
         self.step_count = step
         if self._consensus is not None and self._replicators is not None:
             self._consensus.restart()
-            compare_replicas(self._replicators, self.settings, self.param_groups)
+            compare_replicas(self._replicators, self.settings, self.param_groups, frozen=self._trained.frozen)
             for replicator in self._replicators:
                 replicator.go_on()
 

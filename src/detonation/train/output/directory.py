@@ -2,14 +2,19 @@
 
 import fcntl
 import json
+import logging
 import os
 import time
 import tomllib
 from pathlib import Path
 from typing import IO, Any
 
+import tomli_w
+
 from detonation.cluster.processes.failure import RunError
 from detonation.whole_files import write_whole
+
+_log = logging.getLogger("detonation")
 
 LOCK = ".lock"
 CONFIG = "config.toml"
@@ -136,11 +141,22 @@ def unwritable(path: Path, error: Exception) -> Unwritable:
     return Unwritable(f"cannot write {path}: {getattr(error, 'strerror', None) or error} ({remedy})")
 
 
+def begin_run(path: Path, config: dict[str, Any], environment: Any, plan: Any) -> None:
+    """Writes what a run begins with, or goes on with, whose summary is gone then; no plan for None."""
+    write_text(path / CONFIG, tomli_w.dumps(config))
+    write_json(path / ENVIRONMENT, environment)
+    (path / SUMMARY).unlink(missing_ok=True)
+    if plan is not None:
+        write_json(path / PLAN, plan)
+
+
 def _take(file: IO[str], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.seek(0)
         owner = json.loads(file.read() or "{}")
         who = f"process {owner['pid']} since {owner['since']}" if "pid" in owner else "another process"
         raise InUse(f"run directory {path} is in use by {who}: wait for it, or choose another --out") from error
+    except OSError as error:  # a file system without locks
+        _log.warning("%s cannot be locked (%s): let no other process write into it", path, error.strerror)

@@ -3,6 +3,7 @@
 import secrets
 from pathlib import Path
 
+from detonation.checkpoint.files import retention
 from detonation.core.link.tape import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
@@ -25,7 +26,7 @@ class Recording:
 
     def __init__(self, session: Session, path: Path, came_later: bool = False) -> None:
         self._session, train = session, session.config.train
-        self._log, self._saved_at = UpdateLog(path / directory.UPDATES), 0
+        self._log, self._checkpoints = UpdateLog(path / directory.UPDATES), path / directory.CHECKPOINTS
         self._tapes: list[Tape] = [self._log] if train.log_updates else []
         self._feed: Feed | None = None
         self._trouble = ""
@@ -56,9 +57,9 @@ class Recording:
         return []
 
     def saved(self, step: int) -> None:
-        """Begins another file of the log with the checkpoint of `step`; files before the last one go."""
-        self._log.rotate(self._saved_at)  # the one before this one is whole
-        self._saved_at = step
+        """Begins another file of the log with the checkpoint of `step`; files before the last whole one go."""
+        whole = [retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)]
+        self._log.rotate(max((before for before in whole if before < step), default=0))
 
     def close(self, ended: bool) -> None:
         """Ends the feed. ended: Whether training has come to its end."""

@@ -6,8 +6,6 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-import tomli_w
-
 from detonation.checkpoint.gather import Texts
 from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.load.newest import Loaded
@@ -84,7 +82,7 @@ def train_on_rank(task: RunTask) -> Table:
         _expect(session)
         screen = Screen(session.rank != 0, task.request.to_stderr)
         stop.last_act = screen.wipe
-        with _run_directory(session, task, chosen) as (path, volumes), screen:
+        with _run_directory(session, task) as (path, volumes), screen:
             for line in (chosen.line if chosen is not None else "", begin):
                 if line:
                     screen.line(line)
@@ -103,6 +101,9 @@ def train_on_rank(task: RunTask) -> Table:
                     f"train.steps is {config.train.steps}, but {done} steps have been taken: give more --steps"
                 )
             kept, damage = _kept(session, path / directory.METRICS, done, volumes)
+            if volumes.leads(session.rank):  # only now: what is refused leaves the directory as it was
+                plan = chosen.plan if chosen is not None and session.rank == 0 else None
+                directory.begin_run(path, to_table(session.config), environment(), plan)
             tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
             with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:
                 recorder.show([*resumed, *more])
@@ -254,17 +255,19 @@ def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> tuple[li
     said = [f"damaged lines in {file}, which are dropped: {damaged}"] if damaged else []
     if not kept and done == session.config.train.steps:
         raise ValueError(f"all {done} steps have been taken, but {file} has none of them to sum up")
+    if kept and done == session.config.train.steps and kept[-1].val_loss is None:
+        raise ValueError(f"the run stopped after {done} steps in the middle of more: give more --steps")
     if not kept:
         said += [f"{file} has none of the {done} steps before: the summary will be of those that follow"]
     return kept, said
 
 
 @contextlib.contextmanager
-def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> Iterator[tuple[Path, Volumes]]:
+def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volumes]]:
     """The run's directory on this node, and who shares it.
 
     Where nodes share no file system each has one under the same name, or under its own --out. The leader of each makes
-    it, writes the configuration, and holds its lock.
+    it, and holds its lock.
     """
     texts, path = session.world.texts(), task.request.out or Path()
     with contextlib.ExitStack() as held:
@@ -272,7 +275,6 @@ def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> It
             path = task.request.out or directory.fresh_directory(f"{task.request.recipe.stem}-{session.config.schemes}")
             directory.check_free(path, task.resume, task.may_start, session.config.train.steps)
             held.enter_context(contextlib.closing(directory.RunDirectory(path)))
-            (path / directory.SUMMARY).unlink(missing_ok=True)  # of a run that goes on
         path = Path(texts.broadcast(str(path))) if task.request.out is None else path
         try:
             volumes = survey(path, texts)
@@ -287,9 +289,4 @@ def _run_directory(session: Session, task: RunTask, chosen: Chosen | None) -> It
                 problem = f"{error} (on {platform.node()})"
         if not volumes.shared and (first := next(filter(None, texts.gather(problem)), "")):
             raise ValueError(first)
-        if leads:
-            directory.write_text(path / directory.CONFIG, tomli_w.dumps(to_table(session.config)))
-            directory.write_json(path / directory.ENVIRONMENT, environment())
-        if chosen is not None and session.rank == 0:
-            directory.write_json(path / directory.PLAN, chosen.plan)
         yield path, volumes
