@@ -86,7 +86,8 @@ def greedy(session: Session, batch: dict[str, Tensor]) -> Tensor:
         ids.append(output.logits[:, -1].argmax(-1))
         # The sentence was read, and the keys and values of the ids so far are there: the next pass reads one id only.
         given["encoder_outputs"] = (output.encoder_last_hidden_state,)
-        given["past_key_values"] = output.past_key_values
+        cached = "cache" if hasattr(output, "cache") else "past_key_values"  # which transformers 5.24 renamed
+        given[cached] = getattr(output, cached)
     return torch.stack(ids[1:], 1)
 
 
