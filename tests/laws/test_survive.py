@@ -12,8 +12,18 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.cluster.survive.agreement import GONE, beat_key, latest_axis_store, next_axis_store
+from detonation.cluster.processes.failure import Failure
+from detonation.cluster.survive.agreement import (
+    EPOCH,
+    GONE,
+    RankReport,
+    axis_store,
+    beat_key,
+    latest_axis_store,
+    next_axis_store,
+)
 from detonation.cluster.survive.groups import ReceiveBuffers
+from detonation.cluster.survive.meeting import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
@@ -271,6 +281,7 @@ def test_a_rank_has_its_time_to_report_from_the_notice_on():
     membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
     membership.stop()
     now = membership._awake = time.monotonic()
+    membership._pace = 0.05
     membership._seen[1] = b"1", now - 1
     membership.noticed_at = now - 0.5
     assert not membership._is_silent(1)
@@ -429,3 +440,71 @@ def test_a_buffer_that_others_may_need_is_not_written_to():
     assert buffers.take(2, sent) is first and buffers.take(2, sent) is not first
     buffers.give_back(second, [])
     assert buffers.take(2, sent) is second
+
+
+class Far:
+    """A store that is `seconds` away."""
+
+    def __init__(self, store, seconds):
+        self._store, self._seconds = store, seconds
+
+    def clone(self):
+        return Far(self._store.clone(), self._seconds)
+
+    def __getattr__(self, name):
+        time.sleep(self._seconds)
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("away", [(0.12, 0.12, 0.12), (0.0, 0.3, 0.0)], ids=["all are far", "one is far"])
+def test_a_store_that_is_far_away_hides_no_loss_and_makes_none(away):
+    """A period of beats takes several requests: each rank tells how long, and none judges faster than that."""
+    store, found = HashStore(), {}
+    report = RankReport(0, [], {}, 0)
+
+    def run(replica):
+        membership = Membership(Far(store, away[replica]), replica, 3, 0, 1, 1.0, 1, print)
+        membership.under_way = True
+        time.sleep(2)
+        if replica == 2 and min(away):
+            membership.stop()
+            return
+        if not min(away):
+            membership.call()
+            time.sleep(away[replica] * 4)
+        with membership.changed:
+            assert membership.changed.wait_for(lambda: membership.called, 15)
+        found[replica] = membership.agree(report).members
+        membership.stop()
+
+    threads = [threading.Thread(target=run, args=(replica,), daemon=True) for replica in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == ({0: [0, 1], 1: [0, 1]} if min(away) else {replica: [0, 1, 2] for replica in range(3)})
+
+
+def test_a_run_that_goes_on_in_its_middle_has_the_time_of_first_steps_too():
+    def act(communicator):
+        found = []
+        for step in range(100, 104):
+            communicator.enter_step(step)
+            found.append(communicator._membership.under_way)
+        return found
+
+    assert set(map(tuple, survivors(act).values())) == {(False, False, True, True)}
+
+
+def test_a_launcher_counts_the_replicas_that_came_in():
+    point = MeetingPoint(Survival(1, 2), 4)
+    point.serve()
+    store = axis_store(point._store, 0)
+    try:
+        assert [bool(point.survives(Failure(rank, 0.0, "X", ""))) for rank in (0, 1)] == [True, True]
+        store.set("2/record", json.dumps({"members": [2, 3, 4, 5], "reports": {}, "guest": -1}))
+        store.set(EPOCH, "2")
+        assert point.survives(Failure(2, 0.0, "X", "")) and point.survives(Failure(3, 0.0, "X", ""))
+        assert not point.survives(Failure(4, 0.0, "X", ""))
+    finally:
+        point.close()

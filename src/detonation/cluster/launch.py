@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from detonation.cluster.processes.failure import (
 from detonation.cluster.processes.signals import STOP_SIGNALS, Stop
 from detonation.cluster.survive.meeting import MeetingPoint, Survival, join_replicas
 
+_log = logging.getLogger("detonation")
 _POLL_S = 0.02
 _LEAVING_S = 15.0
 """Where replicas may be lost, the last ranks have this long to end once the first one has."""
@@ -213,6 +215,8 @@ def _wait(
             text = f"ranks {sorted(pids)} did not finish in time and were ended"
             return Failure(min(pids), time.time(), "TimeoutError", text, complete=True)
         time.sleep(_POLL_S)
+    if pids and time.monotonic() >= end_deadline:
+        _log.warning("ranks %s had not ended %g s after the others, and are ended", sorted(pids), _LEAVING_S)
     return root_cause([*failures, *survived] if all(failure.network for failure in failures) and failures else failures)
 
 

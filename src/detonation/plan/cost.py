@@ -175,8 +175,16 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
             latency = network.seconds(kind, 0)
             # Buckets leave in the order of backward: the last layers' first.
             rows = [bucket.layout.rows for bucket in reversed(traffic.buckets_of(scheme, fragment, network.replicas))]
-            sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]
-            parts = [(n / sum(rows), network.seconds(kind, b) - latency) for n, b in zip(rows, sizes, strict=True)]
+            if kind == "owner":  # whose answers leave at once after the last message, and nothing hides them
+                sizes = [traffic.owner_stages(scheme, count, network.replicas)[0] for count in rows]
+                sending, answering = network.operations["all-to-all"], network.operations["all-gather"]
+                latency = sending.latency_s
+                waits += answering.seconds(traffic.owner_stages(scheme, sum(rows), network.replicas)[1])
+                seconds = [sending.seconds(size) - latency for size in sizes]
+            else:
+                sizes = [traffic.exchange_bytes(kind, scheme, count, network.replicas) for count in rows]
+                seconds = [network.seconds(kind, size) - latency for size in sizes]
+            parts = [(count / sum(rows), one) for count, one in zip(rows, seconds, strict=True)]
             waits += latency + _overlapped_wait_s(parts, work.compute_s / work.accumulate)
         else:
             waits += network.seconds(kind, nbytes)

@@ -116,7 +116,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             record = None
         record = record if isinstance(record, dict) else {}
         losses = {key: record[key] if _is_finite(record[key]) else math.nan for key in _LOSSES & record.keys()}
@@ -132,7 +132,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _settings(path: Path, config: str) -> dict[str, Any]:
 def _table(path: Path) -> dict[str, Any]:
     try:
         table = _printable(json.loads(path.read_text(encoding="utf-8", errors="replace")))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         table = None
     if not isinstance(table, dict):
         raise ValueError(f"{path} is damaged, it is no JSON object: restore it, or leave this run out")

@@ -37,7 +37,7 @@ def probe_axis(axis: Axis, device: torch.device, budget_s: float = 6.0) -> AxisP
             ),
         }
         for name, start in starts.items():
-            operations[name] = fit_line(_samples(link, start, budget_s / (len(starts) + 1)))
+            operations[name] = fit_line(_samples(link, start, device, budget_s / (len(starts) + 1)))
     # a throttled link has the same speed between all pairs
     pairs = _pairs(axis) if axis.size() > 2 and isinstance(axis, DeviceMesh) else ()
     return AxisProfile(axis.size(), per_node, operations, pairs)
@@ -56,7 +56,9 @@ def fit_line(samples: Sequence[Sample]) -> Operation:
     return Operation(latency, 8 / slope, float(off), list(samples))
 
 
-def _samples(link: Link, start: Callable[[int], Callable[[], object]], budget_s: float) -> list[Sample]:
+def _samples(
+    link: Link, start: Callable[[int], Callable[[], object]], device: torch.device, budget_s: float
+) -> list[Sample]:
     """Times rising sizes until the budget is used up; all ranks agree on the times, and so on the last size."""
     samples: list[Sample] = []
     start(_SIZES[0])()  # the first exchange opens connections
@@ -73,6 +75,8 @@ def _samples(link: Link, start: Callable[[int], Callable[[], object]], budget_s:
             dist.barrier()
             began_at = time.perf_counter()
             start(size)()
+            if device.type == "cuda":  # NCCL's wait does not block the host
+                torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began_at)
         sent = (link.bytes_sent - sent_before) // _REPEATS
         agreed = slowest(torch.tensor(times, dtype=torch.float64)).tolist()

@@ -15,6 +15,20 @@ GONE = b"gone"
 """The beat of a rank that is known to have ended."""
 
 
+def beat_of(count: int, pace_s: float) -> str:
+    """The beat number `count` of a rank that takes `pace_s` seconds from one to the next."""
+    return f"{count} {pace_s:.3f}"
+
+
+def pace_of(beat: bytes) -> float:
+    """The seconds between the beats of the rank that sent `beat`; 0 where it has sent none.
+
+    >>> pace_of(beat_of(12, 0.25).encode()), pace_of(GONE)
+    (0.25, 0.0)
+    """
+    return float(beat.partition(b" ")[2] or 0)
+
+
 class ReplicaLost(DetonationError, RuntimeError):
     """The others go on without this replica, or too few are left to go on."""
 

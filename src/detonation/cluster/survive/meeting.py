@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from detonation.cluster.init import LaunchPosition, init_replica
 from detonation.cluster.machine.interfaces import host_and_port
 from detonation.cluster.processes.failure import Failure
-from detonation.cluster.survive.agreement import axis_store, left_out, note_gone
+from detonation.cluster.survive.agreement import EPOCH, axis_store, left_out, note_gone, parse_agreement
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -70,7 +70,7 @@ class MeetingPoint:
     def survives(self, failure: Failure) -> Collection[int]:
         """The ranks of the replica that `failure` takes along, where the others go on; none where they cannot."""
         replica = failure.rank // self._survival.shards
-        if self._replicas - len({*self.lost, replica}) < self._survival.min_replicas or self._store is None:
+        if self._store is None or len(self._members() - {*self.lost, replica}) < self._survival.min_replicas:
             return ()
         self.lost.add(replica)
         first = replica * self._survival.shards
@@ -78,6 +78,13 @@ class MeetingPoint:
         for rank in ranks:
             note_gone(axis_store(self._store, 0), rank)
         return ranks
+
+    def _members(self) -> set[int]:
+        """The replicas by the latest agreement: some may have come in since the start."""
+        assert self._store is not None
+        store = axis_store(self._store, 0)
+        epoch = int(store.get(EPOCH)) if store.check([EPOCH]) else 0
+        return {*parse_agreement(epoch, store.get(f"{epoch}/record")).members} if epoch else {*range(self._replicas)}
 
     def left_out(self) -> list[int]:
         """The ranks of replicas without which the others go on."""

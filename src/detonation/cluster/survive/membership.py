@@ -27,7 +27,9 @@ from detonation.cluster.survive.agreement import (
     ask_key,
     at_key,
     beat_key,
+    beat_of,
     left_key,
+    pace_of,
     parse_agreement,
     range_of,
     ready_key,
@@ -77,19 +79,17 @@ class Membership:
     ) -> None:
         self.members, self.epoch, self.called = [replica] if is_guest else list(range(replicas)), 0, False
         self.is_guest, self.guest, self.guest_asks = is_guest, replicas, False
-        self.replica, self.shard, self.shards = replica, shard, shards
-        self.rank = replica * shards + shard
-        self.changed = threading.Condition()
-        self.noticed_at, self.under_way = 0.0, False
+        self.replica, self.shard, self.shards, self.rank = replica, shard, shards, replica * shards + shard
+        self.changed, self.noticed_at, self.under_way = threading.Condition(), 0.0, False
         self._silence_s, self._confirm_s, self._min, self._end = silence_s, confirm_s, min_replicas, end
         self.store: Store = store.clone()  # type: ignore[attr-defined]  # one connection for each thread
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
         self._stopped = threading.Event()
-        self._error = ""
-        self._left_out_at = 0.0
+        self._error, self._left_out_at = "", 0.0
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
-        self._beats.set(beat_key(self.rank), "0")
+        self._pace = 1.0  # seconds between two beats, until they are measured: a store may be far away
+        self._beats.set(beat_key(self.rank), beat_of(0, self._pace))
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
             self.store.set(EPOCH, "0")
@@ -193,7 +193,8 @@ class Membership:
 
     def _lost(self, rank: int, limit_s: float) -> bool:
         (beat, since), now = self._seen[rank], time.monotonic()
-        judges = now - self._awake < self._confirm_s / 2  # or this process stood still itself: it knows old beats alone
+        judges = now - self._awake < max(self._confirm_s / 2, 2 * self._pace)  # who stood still knows old beats alone
+        limit_s = max(limit_s, 4 * self._pace, 4 * pace_of(beat))
         return rank != self.rank and (beat == GONE or (judges and now - since > limit_s))
 
     def _is_silent(self, rank: int) -> bool:
@@ -239,7 +240,7 @@ class Membership:
             watched = [rank for rank in self._ranks(self.guest if self.guest_asks else -1) if rank != self.rank]
             others = [rank for rank in self._ranks() if rank != self.rank]
             try:
-                self._beats.set(beat_key(self.rank), str(count))
+                self._beats.set(beat_key(self.rank), beat_of(count, self._pace))
                 if self.is_guest:
                     continue
                 self._look_for_guest()
@@ -251,7 +252,9 @@ class Membership:
                 self._notice()
                 return
             now = time.monotonic()
-            if now - self._awake > self._confirm_s / 2:  # this process itself stood still: it cannot tell who else did
+            took, pace = now - self._awake, self._pace
+            self._pace = took if count == 1 else min(took, 1.2 * pace)
+            if took > max(self._confirm_s / 2, 3 * pace):  # this process stood still: it cannot tell who else did
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
             self._awake = now
             for rank, beat in zip(watched, beats, strict=True):

@@ -48,7 +48,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._kept, self._buffers = dict[int, NumberedCollective](), ReceiveBuffers()
         self._started, self._floor, self._begun = floor, floor, begun
         self._guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
-        self._awaits, self._channels, self._adopted = -1, 0, begun
+        self._awaits, self._channels, self._adopted, self._first = -1, 0, begun, float("inf")
         self._pending: list[tuple[int, list[int]]] = []  # from which step on there are which members
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
@@ -78,8 +78,8 @@ class SurvivingCommunicator(ElasticCommunicator):
             self._settle()
             if any(step >= first for first, *_ in self._pending) or self.expects(step):
                 return True
-            self._begun = max(self._begun, step + 1)
-            self._membership.under_way = self._begun > 2
+            self._begun, self._first = max(self._begun, step + 1), min(self._first, step)
+            self._membership.under_way = self._begun > self._first + 2
         return False
 
     def expects(self, step: int) -> bool:

@@ -73,6 +73,12 @@ def _stage_bytes(codec: Codec, rows: int, replicas: int, local_ranks: int, bare:
     return (replicas - 1) * bytes_per_rank(nbytes, local_ranks)
 
 
+def owner_stages(scheme: Scheme, rows: int, replicas: int) -> tuple[int, int]:
+    """Bytes that one of `replicas` sends to the owners of `rows` rows, and as an owner to all."""
+    first, second = (_stage_bytes(codec, rows, replicas, 1) for codec in (scheme.codec, scheme.reply_codec(replicas)))
+    return first, second
+
+
 @lru_cache(maxsize=256)
 def bytes_per_rank(nbytes: int, local_ranks: int, unit: int = 1) -> int:
     """Bytes of a message that each of its `local_ranks` carries, in whole numbers of `unit` bytes.

@@ -77,6 +77,9 @@ def write_page(directories: Sequence[Path], out: Path | None = None, plan: Path 
         images = {f"{chart.name}.png": chart.png() for chart in (*drawn[0], *drawn[1])}
     except ImportError as error:
         raise ValueError(_EXTRA) from error
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        names = ", ".join(str(run.directory) for run in runs)
+        raise ValueError(f"a file of {names} is damaged ({error!r}): restore it, or leave the run out") from error
     folder.mkdir(exist_ok=True)
     for name, content in images.items():
         write_whole(folder / name, content)
