@@ -78,6 +78,10 @@ class Method:
         keys = {seed: each.key for seed, each in self._seeded(cell).items()}
         return {seed: done[key] for seed, key in keys.items() if key in done and done[key]["val_loss"]}
 
+    def diverges(self, cell: Cell, done: Rows) -> bool:
+        """True if a judging run of a setting diverged: the mean of the others would flatter it."""
+        return any(each.key in done and not done[each.key]["val_loss"] for each in self._seeded(cell).values())
+
     def _seeded(self, cell: Cell) -> dict[int, Cell]:
         return {seed: dataclasses.replace(cell, seed=seed) for seed in range(1, self.seeds + 1)}
 
@@ -125,7 +129,7 @@ def measured(method: Method, done: Rows, reference: Mapping[int, float]) -> Iter
     """What the planner learns of a method: every setting that three seeds judged, against losses by seed."""
     for cell in method.tried(done):
         runs = method.runs(cell, done)
-        if len(runs) >= 3:
+        if len(runs) >= 3 and not method.diverges(cell, done):
             scheme = scheme_of([one for one in cell.sets if one.startswith("scheme.")])
             assert scheme is not None
             yield scheme, method.recipe, method.replicas, runs, judged(runs, reference), "docs/findings.md"

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel loop whose nodes exchange DeMo's messages: 2 nodes x 2 ranks on one machine.
+"""A DistributedDataParallel loop whose nodes exchange gradients in 4 bits: 2 nodes x 2 ranks on one machine.
 
 torchrun --nproc-per-node 4 examples/ddp_hook.py
 """

@@ -1,4 +1,4 @@
-"""A loop of Accelerate, with FlexDeMo between nodes: 2 replicas x 2 GPUs.
+"""A loop of Accelerate, with gradients in 4 bits between nodes: 2 replicas x 2 GPUs.
 
 torchrun --nproc-per-node 4 examples/huggingface_accelerate.py
 """
@@ -24,7 +24,7 @@ def train() -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x @ rotation), batch_size=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=128)
-    # Between the replicas, 4 DCT coefficients of each 64 coordinates of the momentum are exchanged.
+    # Between the replicas, gradients are exchanged in 4 bits, and their rounding errors are sent later.
     model, optimizer, loader, scheduler = prepare(
         accelerator, model, optimizer, loader, scheduler, scheme=dt.loco(), clip=1.0
     )

@@ -1,4 +1,4 @@
-"""The Trainer of Transformers, with FlexDeMo between nodes: 2 replicas x 2 GPUs.
+"""The Trainer of Transformers, with gradients in 4 bits between nodes: 2 replicas x 2 GPUs.
 
 torchrun --nproc-per-node 4 examples/huggingface_trainer.py
 """

@@ -1,4 +1,4 @@
-"""A LightningModule, sharded inside each replica, whose replicas exchange DeMo's messages: 2 replicas x 2 shards.
+"""A LightningModule, sharded inside each replica, whose replicas exchange gradients in 4 bits: 2 replicas x 2 shards.
 
 torchrun --nproc-per-node 4 examples/lightning_trainer.py
 """

@@ -1,4 +1,4 @@
-"""Ray Train with FlexDeMo between nodes: 4 workers as 2 replicas x 2 shards. A failed run goes on by itself.
+"""Ray Train with gradients in 4 bits between nodes: 4 workers as 2 replicas x 2 shards. A failed run goes on by itself.
 
 python examples/ray_train.py
 """

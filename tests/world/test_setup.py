@@ -547,3 +547,34 @@ def thin(mesh):
 
 def test_a_scheme_that_is_larger_than_dense_on_one_shard_is_judged_alike_on_all():
     assert len(set(worlds.run(thin, 2, 2))) == 1
+
+
+def two_optimizers(mesh):
+    """Each trains a layer in rounds, and begins where the other has moved its own."""
+    model = built(Plain)
+    made = [
+        dt.replicate(torch.optim.SGD(layer.parameters(), lr=0.1), model, mesh["replicate"], dt.diloco(every=3))
+        for layer in model.layers
+    ]
+    for step in range(4):
+        for optimizer in made:
+            model(batch(mesh.get_rank(), step, 32)).mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    for optimizer in made:
+        optimizer.synchronize()
+    return dt.fingerprint(model, mesh)[1]
+
+
+def private_head(mesh):
+    """A layer that a plain optimizer trains, on each replica for itself."""
+    model = built(Plain)
+    trained = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
+    with torch.no_grad():
+        model.layers[1].bias += mesh.get_rank()
+    return caught(dt.replicate(trained, model, mesh["replicate"], dt.full()).set_up)[0]
+
+
+def test_what_another_optimizer_trains_is_not_frozen():
+    assert all(worlds.run(two_optimizers, 2, 1))
+    assert worlds.run(private_head, 2, 1) == ["nothing", "nothing"]

@@ -154,6 +154,7 @@ class FabricReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         parallelize = parallelize_fn or (lambda module, mesh: shard(module.to(self.root_device), mesh))
         super().__init__(parallelize, replicas, shards, process_group_backend=process_group_backend, timeout=timeout)
         self._scheme, self._clip, self.replicated = scheme, clip, list[Replicated]()
+        self._models: list[nn.Module] = []
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
     def setup_environment(self) -> None:
@@ -164,13 +165,15 @@ class FabricReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shards the model."""
-        self._trained = super().setup_module(module)
-        return self._trained
+        self._models.append(super().setup_module(module))
+        return self._models[-1]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Replicates an optimizer of the model that was set up last."""
+        """Replicates an optimizer of a model that was set up."""
         refuse_scaler(self.precision)
-        self.replicated.append(self.replicated_by_scheme(optimizer, self._trained, self._clip))
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        holding = [model for model in self._models if mine & {*map(id, model.parameters())}]
+        self.replicated.append(self.replicated_by_scheme(optimizer, (holding or self._models)[-1], self._clip))
         return self.replicated[-1]
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -207,7 +210,8 @@ class FabricReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         """
         path, found = Path(self.broadcast(path)), state if isinstance(state, dict) else {}
         optimizers = [each for each in found.values() if isinstance(each, Replicated)]
-        rest = self.load_exactly(path, self._trained, optimizers, weights_only)
+        model = next((each for each in found.values() if isinstance(each, nn.Module)), self._models[-1])
+        rest = self.load_exactly(path, model, optimizers, weights_only)
         if rest is not None:
             _move_state_into(source=rest, destination=found, keys={*found})
             return rest

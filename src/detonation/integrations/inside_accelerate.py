@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import nn
+from torch import Tensor, nn
 
 from detonation.checkpoint.load.newest import load_checkpoint
 from detonation.checkpoint.save.async_save import save_checkpoint
@@ -60,6 +60,10 @@ def replicate_inside(
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clipping comes after the exchange, in `step`; before it, each replica would scale by a norm of its own."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in mine for parameter in parameters):  # another model of this accelerator
+            return measure(parameters, max_norm, norm_type)
         if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
             remedy = f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas agreed on"
             raise ValueError(f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}")

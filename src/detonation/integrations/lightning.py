@@ -54,6 +54,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         seed: Of the random selections.
         kernels: Use compiled kernels where they can be built (g++), on all replicas or none.
         safety: The reaction to gradients that are not finite, and to replicas out of sync.
+        clip: As `gradient_clip_val`, which Lightning does not take under manual optimization.
         process_group_backend, timeout: As in Lightning's own strategies.
 
     Raises:
@@ -81,11 +82,12 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         seed: int = 0,
         kernels: bool = True,
         safety: Safety | None = None,
+        clip: float | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(seconds=GROUP_TIMEOUT_S),
     ) -> None:
         super().__init__(replicas, shards, process_group_backend=process_group_backend, timeout=timeout)
-        self._scheme, self._clip = scheme, 0.0
+        self._scheme, self._own_clip, self._clip = scheme, clip, 0.0
         self._volumes: dict[Path, Volumes] = {}  # of the directories that checkpoints were saved to
         self._options: dict[str, Any] = {"seed": seed, "kernels": kernels, "safety": safety}
 
@@ -106,7 +108,7 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Refuses what would part the replicas, and sets up the model and its optimizers."""
         refuse_scaler(self.precision_plugin)
-        self._clip = trainer.gradient_clip_val or 0.0
+        self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
             _refuse_value(None, self._clip)
         super().setup(trainer)
@@ -203,7 +205,8 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     def _leave_clipping(self, optimizer: Optimizer, clip_val: float) -> None:
         if clip_val != self._clip:
             raise ValueError(
-                f"the module clips to {clip_val}, before the exchange: set Trainer(gradient_clip_val={clip_val})"
+                f"the module clips to {clip_val}, before the exchange: set Trainer(gradient_clip_val={clip_val}), or "
+                f"under manual optimization ReplicaStrategy(..., clip={clip_val})"
             )
 
     @contextmanager

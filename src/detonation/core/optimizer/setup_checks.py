@@ -192,8 +192,8 @@ def _check_whole(parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
             if not others <= joined and not is_sharded_over(parameter, others):
                 raise ValueError(
                     f"{name} is held whole by the ranks {_listed(sorted(ranks))}, over which {example} is sharded: "
-                    'pass intra_node=mesh["tensor"], the axis that joins these ranks, and make its gradient equal '
-                    "there, as a DTensor that is replicated there has it"
+                    "shard it, too (dt.shard(model, mesh), or fully_shard at the root); or, where its gradient is "
+                    'equal on them, as under tensor parallelism, replicate(..., intra_node=mesh["tensor"])'
                 )
 
 

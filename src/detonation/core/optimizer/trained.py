@@ -1,11 +1,15 @@
 """The trained parameters: the ones of the optimizer that require a gradient, and whether they changed since the last
 layout."""
 
+import weakref
 from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+
+_TRAINED = weakref.WeakSet["TrainedParameters"]()
+"""Of all replicated optimizers of this process."""
 
 
 class TrainedParameters:
@@ -16,6 +20,7 @@ class TrainedParameters:
         self.laid_out: Mapping[str, Tensor] = {}
         """The parameters in the layouts of the levels, by name."""
         self._ids: list[int] = []
+        _TRAINED.add(self)
 
     @property
     def everyone(self) -> list[Tensor]:
@@ -48,11 +53,19 @@ class TrainedParameters:
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters of the model that the layouts do not hold, by name; those without memory are left out.
+        """The parameters of the model that nobody trains, by name; those without memory are left out.
+
+        One that another replicated optimizer trains may be frozen for the moment, as Lightning's `toggle_optimizer`
+        does; one that requires a gradient may belong to a plain optimizer, and differ between replicas.
 
         Shapes: any.
         """
-        return {n: p for n, p in self.model.named_parameters() if n not in self.laid_out and p.device.type != "meta"}
+        trained = {id(p) for each in _TRAINED for p in each.everyone}
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if not (parameter.requires_grad or id(parameter) in trained or parameter.device.type == "meta")
+        }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
         """The parameters of the optimizer with these `names`, frozen or not, in the model's order.

@@ -11,6 +11,7 @@ from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.load.newest import Loaded
 from detonation.checkpoint.load.views import candidates
 from detonation.checkpoint.volumes import Volumes, survey
+from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
@@ -79,7 +80,7 @@ def train_on_rank(task: RunTask) -> Table:
             begin = load_weights(Path(config.train.init_from), session.model)
         # Replicas compare their schemes, and sizes are checked, before anything is written.
         session.optimizer.set_up()
-        _expect(session)
+        set_group_timeouts(GROUP_TIMEOUT_S)  # a node may read its checkpoint from a slow disk
         screen = Screen(session.rank != 0, task.request.to_stderr)
         stop.last_act = screen.wipe
         with _run_directory(session, task) as (path, volumes), screen:
@@ -92,6 +93,7 @@ def train_on_rank(task: RunTask) -> Table:
                     f" ({volumes.ranks_text()}); metrics, summary and report are on the node of rank 0"
                 )
             found = resume(session, path / directory.CHECKPOINTS, task.may_start) if task.resume else (None, [])
+            _expect(session)
             loaded, resumed = found
             before = counts.saved(loaded.extra if loaded else {})
             adapter, more = _adapter(session, task, chosen, loaded)
