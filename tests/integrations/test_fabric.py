@@ -147,3 +147,23 @@ def test_a_checkpoint_of_another_strategy_loads_with_a_warning_under_a_scheme_of
     ranks = worlds.run_alone(of_another_strategy, 2, 2, str(tmp_path))
     assert all(all(same) and epoch == 1 and agreed for same, epoch, _, agreed in ranks)
     assert any('no part "replication"' in line for line in ranks[0][2])
+
+
+def several_models(mesh, folder):
+    """A second model is set up after the first one and its optimizer, and another before the optimizer of a third."""
+    fabric, state = launched("loco")
+    fabric.setup(nn.Linear(16, 4))
+    train(fabric, state, 2)
+    fabric.save(Path(folder), state)
+    whole = train(fabric, state, 3)[1]
+    third = fabric.setup(nn.Linear(16, 4))
+    fabric.setup(nn.Linear(16, 4))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(third.parameters()))
+    fabric.backward(third(torch.ones(1, 16)).square().mean())
+    optimizer.step()
+    fabric.load(Path(folder), state)
+    return torch.equal(train(fabric, state, 3)[1], whole), fabric.strategy.replicated[-1].step_count
+
+
+def test_each_optimizer_finds_its_model_among_several(tmp_path):
+    assert worlds.run_alone(several_models, 2, 2, str(tmp_path)) == [(True, 1)] * 4

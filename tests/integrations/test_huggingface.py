@@ -386,6 +386,21 @@ def two_models(mesh, folder):
     return found
 
 
+def clips_of_two_models(mesh):
+    """What the first model meets, whose `prepare` was followed by another with another norm."""
+    accelerator = accelerated("loco")[0]
+    accelerator.free_memory()
+    models = [torch.nn.Linear(16, 16) for _ in range(2)]
+    for model, clip in zip(models, (1.0, 0.5), strict=True):
+        prepare(accelerator, model, torch.optim.AdamW(model.parameters()), scheme="loco", clip=clip)
+    accelerator.backward(models[0](torch.ones(1, 16)).square().mean())
+    return [worlds.caught(accelerator.clip_grad_norm_, models[0].parameters(), clip)[0] for clip in (1.0, 0.5)]
+
+
+def test_two_models_of_one_accelerator_are_clipped_each_by_its_own_norm():
+    assert worlds.run(clips_of_two_models, 2, 2) == [["nothing", "ValueError"]] * 4
+
+
 def test_two_models_of_one_accelerator_each_keep_their_state(tmp_path):
     assert worlds.run(two_models, 2, 2, tmp_path) == [[True] * 6] * 4
 

@@ -315,8 +315,45 @@ class Scaled(lightning.plugins.MixedPrecision):
         self.scaler = object()
 
 
+class Manual(Module):
+    """Optimizes by hand. Its parts are sharded where `sharded`, and gradients clipped by `clip`."""
+
+    def __init__(self, clip=None):
+        super().__init__()
+        self.automatic_optimization, self.clip = False, clip
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        self.manual_backward((self(batch[0]) - batch[1]).square().mean())
+        if self.clip:
+            self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    on_train_batch_end = lightning.LightningModule.on_train_batch_end
+
+
+class ManualByParts(Manual):
+    def configure_model(self):
+        dt.shard(self.net, self.device_mesh)
+
+
+def by_hand_inside(mesh):
+    strategy = ReplicaStrategy("loco", 2, 2, clip=0.1)
+    made, _ = fit("loco", 2, module=ManualByParts(clip=0.1), strategy=strategy)
+    return made.strategy.replicated[0].step_count, float(made.strategy.replicated[0].stats.grad_norm) > 0
+
+
+def test_a_module_that_shards_its_parts_optimizes_and_clips_by_hand():
+    assert worlds.run_alone(by_hand_inside, 2, 2) == [(2, True)] * 4
+
+
 def refused(mesh):
     return {
+        "manual clipping": worlds.caught(lambda: fit("demo", 1, module=ManualByParts(clip=0.1))),
         "value": worlds.caught(lambda: fit("demo", 1, gradient_clip_val=1.0, gradient_clip_algorithm="value")),
         "fp16": worlds.caught(lambda: fit("demo", 1, plugins=[Scaled()])),
         "by itself": worlds.caught(lambda: fit("demo", 1, module=Clipping())),
@@ -332,6 +369,7 @@ def refused(mesh):
 
 def test_what_the_strategy_cannot_do_is_refused_in_one_line():
     expected = {
+        "manual clipping": ("ValueError", "ReplicaStrategy(..., clip=0.1)"),
         "value": ("ValueError", 'gradient_clip_algorithm="norm"'),
         "fp16": ("ValueError", 'use "bf16-mixed"'),
         "by itself": ("ValueError", "set Trainer(gradient_clip_val=0.5)"),

@@ -110,8 +110,10 @@ class Rotation:
     shared = True
 
     def __post_init__(self) -> None:
-        if not SMALLEST_RATE <= self.rate <= 1:
-            raise ValueError(f"rate is {self.rate}, must be at least {SMALLEST_RATE:g} and at most 1")
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate is {self.rate}, must be above 0 and at most 1")
+        if self.rate < SMALLEST_RATE:
+            raise ValueError(f"rate is {self.rate}, must be at least {SMALLEST_RATE:g}")
 
     @cached_property
     def shares(self) -> int:

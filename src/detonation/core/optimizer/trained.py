@@ -61,10 +61,13 @@ class TrainedParameters:
         Shapes: any.
         """
         trained = {id(p) for each in _TRAINED for p in each.everyone}
+        # by name, too: FSDP2 may show gathered parameters in the place of the shards
+        named = {name for each in _TRAINED if each.model is self.model for name in each.laid_out}
         return {
             name: parameter
             for name, parameter in self.model.named_parameters()
-            if not (parameter.requires_grad or id(parameter) in trained or parameter.device.type == "meta")
+            if not (parameter.requires_grad or name in named or id(parameter) in trained)
+            and parameter.device.type != "meta"
         }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
