@@ -101,13 +101,18 @@ def headline() -> Iterator[Method]:
         "demo 4/64 sign, Muon", demo(4, "optimizer.name=Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both
     )
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
+    decays = tuple(f"{FLOOR} scheme.decay={decay}" for decay in (0.999, 0.95))
+    yield text("demo 4/64 sign", demo(4, decay=None), SIGN_RATES, seeds=8, variants=decays)
     yield text("random_sign 1/8", vote(8), VOTE_RATES, 8, seeds=8)
     yield text("random_sign 1/8, cycle", vote(8, cycle=True), VOTE_RATES, 8, seeds=8, variants=both)
     yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, 8, variants=with_outer(*LONGER[8]))
-    for count, outer in (2, LONGER[2][:1]), (8, LONGER[8]):
-        yield text("muloco 30, 2bit, Muon 0.8", MEAN + muloco(30), MUON_RATES, count, variants=with_outer(*outer))
-    for every, count in (5, 8), (5, 2), (7, 4), (8, 8), (30, 8):  # 7 and 8: at most 0.06 bytes with so many replicas
-        yield text(f"muloco {every}, 2bit, rescaled, Muon 0.8", ALONE + RESCALED + muloco(every), MUON_RATES, count)
+    for count, outer, seeds in (2, LONGER[2][:1], 8), (8, LONGER[8], 3):
+        sets, tried = MEAN + muloco(30), with_outer(*outer)
+        yield text("muloco 30, 2bit, Muon 0.8", sets, MUON_RATES, count, seeds, tried)
+    # 7 and 8: at most 0.06 bytes with so many replicas
+    for every, count, seeds in (5, 8, 8), (5, 2, 8), (7, 4, 3), (8, 8, 3), (30, 8, 3):
+        name, sets = f"muloco {every}, 2bit, rescaled, Muon 0.8", ALONE + RESCALED + muloco(every)
+        yield text(name, sets, MUON_RATES, count, seeds)
     yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
     yield text("muloco 5, 2bit, Muon 0.95", MEAN + ALONE + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
     yield text("muloco 30, 2bit, Muon 0.95", MEAN + ALONE + muloco(30, LONG_MUON), MUON_RATES, variants=both)
@@ -154,7 +159,7 @@ def replicas() -> Iterator[Method]:
         yield text(f"random_sign 1/{share}, cycle", vote(share, cycle=True), VOTE_RATES, 8)
     for share in (4, 16):
         yield text(f"random_sign 1/{share}", vote(share), VOTE_RATES, 8)
-    for count in (2, 4):
+    for count in (2, 4, 16):
         yield text("random_sign 1/8", vote(8), VOTE_RATES, count)
 
 
@@ -253,9 +258,10 @@ def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> M
     return Method("size", name, QUICK, f"{COMMON} {LARGER} {sets}", rates, SIZE, count)
 
 
-def demo(topk: int, optimizer: str = SIGNSGD, decay: float = 0.95) -> str:
+def demo(topk: int, optimizer: str = SIGNSGD, decay: float | None = 0.95) -> str:
+    """decay: None where variants have one."""
     codec = f"scheme.topk={topk} scheme.chunk=64 scheme.precision=sign scheme.error_feedback=false"
-    return f"scheme.name=demo {codec} scheme.decay={decay} {optimizer}"
+    return f"scheme.name=demo {codec} {optimizer}" + (f" scheme.decay={decay}" if decay else "")
 
 
 def vote(share: int, decay: float = 0.9, cycle: bool = False) -> str:
