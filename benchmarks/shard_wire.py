@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ def losses(path: Path, wires: list[str], recipes: list[str], seeds: list[int]) -
                     found.append(train(recipe, wire, seed))
                     with path.open("a") as rows:
                         rows.write(json.dumps(found[-1]) + "\n")
-    print("| recipe | weights, gradients | seeds | loss | to FSDP2 | 95 % interval |\n|---|---|---|---|---|---|")
+    print("\n".join(table(found)))
+
+
+def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One line per recipe and wire: mean loss, and its paired difference from FSDP2 with the 95 % interval."""
+    yield "| recipe | weights, gradients | seeds | loss | to FSDP2 | 95 % interval |"
+    yield "|---|---|---|---|---|---|"
     for recipe in RECIPES:
         by_wire = {wire: {r["seed"]: r for r in found if (r["recipe"], r["wire"]) == (recipe, wire)} for wire in WIRES}
         base = {seed: row["val_loss"] for seed, row in by_wire["FSDP2"].items()}
@@ -81,8 +88,9 @@ def losses(path: Path, wires: list[str], recipes: list[str], seeds: list[int]) -
             if set(runs) & set(base):
                 cost, interval, count = judged(runs, base)
                 mean = sum(row["val_loss"] for row in runs.values()) / len(runs)
-                ends = f"[{interval[0]:+.2%}, {interval[1]:+.2%}]" if interval else "-"
-                print(f"| {Path(recipe).stem} | {wire} | {count} | {mean:.4f} | {cost:+.2%} | {ends} |")
+                ends = f"[{interval[0]:+.1%}, {interval[1]:+.1%}]" if interval else "-"
+                line = f"| {Path(recipe).stem} | {wire} | {count} | {mean:.4f} | {cost:+.1%} | {ends} |"
+                yield line.replace("%", " %")
 
 
 def lab(link: str, wires: list[str], turns: int) -> None:

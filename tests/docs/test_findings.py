@@ -1,0 +1,45 @@
+"""The losses on the pages are those that the benchmarks print from the rows that are kept."""
+
+import json
+import re
+import sys
+
+import pytest
+from pages import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import paired
+import paper
+import paper_claims
+import second_round
+import shard_wire
+
+INTERVAL = re.compile(r"\[([+-]\d+\.\d)(?: %)?, ([+-]\d+\.\d)(?: %)?\]")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("findings", "frontier", "which-scheme", "networks"))]
+PAGES += ["docs/tutorials/larger-than-a-node.md"]
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """The intervals of all tables of losses, as their ends are written."""
+    shards = (ROOT / "benchmarks/results/2026-11-22-shard-wire.jsonl").read_text().splitlines()
+    done = second_round.rows(ROOT / second_round.RESULTS)
+    text = [second_round.pairs(done), *(second_round.table(done, study) for study in second_round.REFERENCES)]
+    text += [claim(paper.rows(ROOT / paper.LOSSES)) for claim in paper_claims.CLAIMS]
+    text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
+    text += shard_wire.table([json.loads(line) for line in shards])
+    return set(INTERVAL.findall("\n".join(text)))
+
+
+def test_tables_of_findings_are_those_that_the_rows_make():
+    page = (ROOT / second_round.PAGE).read_text()
+    anew = second_round.page(page, second_round.rows(ROOT / second_round.RESULTS))
+    assert all(f"`python benchmarks/second_round.py table {study}`" in page for study in second_round.REFERENCES)
+    assert page == anew, "run: python benchmarks/second_round.py page"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_interval_is_printed_by_a_benchmark(page, printed):
+    found = INTERVAL.findall((ROOT / page).read_text())
+    assert [f"[{low}, {high}]" for low, high in found if (low, high) not in printed] == []
