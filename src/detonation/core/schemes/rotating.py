@@ -69,7 +69,8 @@ def random_sign(
         >>> random_sign(rate=1 / 8).codec.nbytes(rows=1024)
         1040
 
-    Reference: Bernstein et al., signSGD with majority vote, arXiv 1810.05291; the selection of arXiv 2502.06728.
+    Reference: Bernstein et al., signSGD with majority vote, arXiv 1810.05291; Park and Lee, sparse signSGD with
+    majority vote, arXiv 2302.07475; the selection of arXiv 2502.06728.
     """
     selection = Random(rate, cycle)
     return momentum(
