@@ -22,10 +22,10 @@ from typing import Any
 
 import frontier
 import variants
-from drawing import drawn
 from frontier import Row, per_parameter, rows
 from frontier_grid import Cell
-from paired import Measured, spread
+from paired import Measured
+from second_round_figure import figure
 from second_round_grid import PAIRS, REFERENCES, methods
 from tuning import Rows, against, losses, measured, run_missing
 
@@ -125,44 +125,6 @@ def second_round(path: Path = RESULTS) -> Iterator[Measured]:
             reference = muon if "optimizer.name=Muon" in each.sets else adamw
             if reference:
                 yield from measured(each, done, reference)
-
-
-def figure(done: Rows, path: Path) -> None:
-    """Mean loss with its 95 % interval over seeds against bytes, by replicas; lines are full synchronisation.
-
-    A dense method computes the same with any number of replicas but for the last bits, so its line is in each panel.
-    """
-    from detonation.report.figures.colours import LIGHT
-
-    shown = [(each, each.judged(done)) for each in methods() if each.study == "text"]
-    shown = [(each, runs) for each, runs in shown if len(runs) >= 3]
-    names = list(dict.fromkeys(each.name for each, _ in shown))
-    dense = [name for _, name, _ in REFERENCES["text"]]
-    counts = sorted({each.replicas for each, _ in shown})
-    with drawn(path, 1 + 3.5 * len(counts), 6) as drawing:
-        (panels,) = drawing.subplots(1, len(counts), sharex=True, sharey=True, squeeze=False)
-        for axes, replicas in zip(panels, counts, strict=True):
-            for each, runs in shown:
-                mean, half = spread([row["val_loss"] for row in runs.values()])
-                if each.name in dense:
-                    colour = LIGHT[dense.index(each.name)]
-                    axes.axhspan(mean - half, mean + half, color=colour, alpha=0.25, linewidth=0)
-                    axes.axhline(mean, color=colour, linewidth=1, label=each.name)
-                elif each.replicas == replicas:
-                    number = names.index(each.name)
-                    style, colour = "os^vD"[number // len(LIGHT) % 5], LIGHT[number % len(LIGHT)]
-                    sent = per_parameter(next(iter(runs.values())))
-                    axes.errorbar([sent], [mean], [half], fmt=style, color=colour, capsize=3, label=each.name)
-            axes.set_xscale("log")
-            axes.set_xlim(5e-3, 6)
-            axes.set_title(f"{replicas} replicas", fontsize=9)
-            axes.set_xlabel("bytes per parameter and step, sent by a replica")
-            axes.grid(alpha=0.2)
-        panels[0].set_ylabel("validation loss (nats per byte)")
-        labels = {
-            text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        drawing.legend(labels.values(), labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
 def main() -> None:
