@@ -250,15 +250,16 @@ def _rounds(
 def larger() -> Iterator[Method]:
     """4.3 million parameters."""
     yield _larger("AdamW, full", FULL + ADAMW.format(0.999), (2.5e-4, 5e-4, *ADAMW_RATES[:3]))
-    yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6])
+    yield _larger("Muon, full", FULL + MUON, MUON_RATES[1:6], seeds=8)
     yield _larger("demo 1/64 sign", demo(1), SIGN_RATES)
     yield _larger("random_sign 1/8", vote(8), (1.25e-3, *VOTE_RATES[:4]), 8)
-    for every in (5, 30):
-        yield _larger(f"muloco {every}, 2bit, rescaled", ALONE + RESCALED + muloco(every), MUON_RATES[1:6])
+    for every, seeds in (5, 8), (30, 3):
+        sets = ALONE + RESCALED + muloco(every)
+        yield _larger(f"muloco {every}, 2bit, rescaled", sets, MUON_RATES[1:6], seeds=seeds)
 
 
-def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2) -> Method:
-    return Method("size", name, QUICK, f"{COMMON} {LARGER} {sets}", rates, SIZE, count)
+def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2, seeds: int = 3) -> Method:
+    return Method("size", name, QUICK, f"{COMMON} {LARGER} {sets}", rates, SIZE, count, seeds)
 
 
 def demo(topk: int, optimizer: str = SIGNSGD, decay: float | None = 0.95) -> str:
