@@ -76,8 +76,10 @@ def sign_first(done: Rows) -> str:
 
 def chunks(done: Rows) -> str:
     """Chunks of 32 and a top-k of 4 are the best choice for their bytes."""
-    others = [f"top-k {topk} of {chunk}" for chunk in paper.CHUNKS for topk in paper.TOPKS]
-    return "\n".join(compare("ViT", done, "top-k 4 of 32", others))
+    lines = []
+    for task, pairs in paper.CHUNKS.items():
+        lines += compare(task, done, "top-k 4 of 32", [f"top-k {topk} of {chunk}" for topk, chunk in pairs])
+    return "\n".join(lines)
 
 
 def transfer_precision(done: Rows) -> str:

@@ -140,6 +140,7 @@ def rounds_of_adamw() -> Iterator[Method]:
 
 def few_bits() -> Iterator[Method]:
     """Less on the wire, or less that leaves the memory."""
+    yield text("demo 4/64 fp32", demo(4, precision="fp32", decay=0.999), SIGN_RATES)
     yield text("demo 1/64 sign, alpha 0.2", demo(1) + " scheme.alpha=0.2", SIGN_RATES)
     yield text("demo 4/64 sign, AdamW", demo(4, ADAMW.format(0.999)), ADAMW_RATES)
     for topk, decay, seeds in (4, 0.95, 8), (1, 0.95, 3), (4, 0.999, 3):
@@ -162,7 +163,7 @@ def replicas() -> Iterator[Method]:
         yield text(f"random_sign 1/{share}, cycle", vote(share, cycle=True), VOTE_RATES, 8)
     for share in (4, 16):
         yield text(f"random_sign 1/{share}", vote(share), VOTE_RATES, 8)
-    for count in (2, 4, 16):
+    for count in (2, 4, 16, 32):
         yield text("random_sign 1/8", vote(8), VOTE_RATES, count)
 
 
@@ -262,9 +263,9 @@ def _larger(name: str, sets: str, rates: tuple[float, ...], count: int = 2, seed
     return Method("size", name, QUICK, f"{COMMON} {LARGER} {sets}", rates, SIZE, count, seeds)
 
 
-def demo(topk: int, optimizer: str = SIGNSGD, decay: float | None = 0.95) -> str:
+def demo(topk: int, optimizer: str = SIGNSGD, decay: float | None = 0.95, precision: str = "sign") -> str:
     """decay: None where variants have one."""
-    codec = f"scheme.topk={topk} scheme.chunk=64 scheme.precision=sign scheme.error_feedback=false"
+    codec = f"scheme.topk={topk} scheme.chunk=64 scheme.precision={precision} scheme.error_feedback=false"
     return f"scheme.name=demo {codec} {optimizer}" + (f" scheme.decay={decay}" if decay else "")
 
 
