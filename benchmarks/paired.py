@@ -86,6 +86,12 @@ def judged(runs: Mapping[int, Row], base: Mapping[int, float]) -> tuple[float, t
     return middle / mean, ((middle - half) / mean, (middle + half) / mean), len(seeds)
 
 
+def percent(cost: float, interval: tuple[float, float] | None) -> str:
+    """A relative loss and its interval as tables write them, in percent: +1.4 [+0.9, +1.8]."""
+    ends = [f"{100 * end:+.1f}" for end in interval or ()]
+    return f"{100 * cost:+.1f}" + f" [{', '.join(ends)}]" * bool(ends)
+
+
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half of its 95 % interval."""
     half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
@@ -171,15 +177,13 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
 def table(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[str]:
     """One line per setting, number of replicas and examples per step with three seeds or more."""
     base = baselines(found)
-    yield "| recipe | replicas | examples per step | settings | seeds | to AdamW in full | 95 % interval |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| recipe | replicas | examples per step | settings | seeds | to AdamW in full, % |"
+    yield "|---|---|---|---|---|---|"
     for (recipe, replicas, total, sets), runs in found.items():
         if len((set(runs) & set(base[recipe])) - {0}) >= 3:
             cost, interval, seeds = judged(runs, base[recipe])
-            assert interval is not None
             settings = " ".join(each.split(".", 1)[1] for each in sets)
-            ends = f"[{interval[0]:+.1%}, {interval[1]:+.1%}]".replace("%", " %")
-            line = (Path(recipe).stem, replicas, total, settings, seeds, f"{cost:+.1%}".replace("%", " %"), ends)
+            line = (Path(recipe).stem, replicas, total, settings, seeds, percent(cost, interval))
             yield "| " + " | ".join(map(str, line)) + " |"
 
 

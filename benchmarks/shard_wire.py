@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paired import judged
+from paired import judged, percent
 
 RECIPES = {
     "recipes/quick-lm.toml": ("optimizer.lr=0.003", "train.batch_size=8"),
@@ -79,8 +79,8 @@ def losses(path: Path, wires: list[str], recipes: list[str], seeds: list[int]) -
 
 def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     """One line per recipe and wire: mean loss, and its paired difference from FSDP2 with the 95 % interval."""
-    yield "| recipe | weights, gradients | seeds | loss | to FSDP2 | 95 % interval |"
-    yield "|---|---|---|---|---|---|"
+    yield "| recipe | weights, gradients | seeds | loss | to FSDP2, % |"
+    yield "|---|---|---|---|---|"
     for recipe in RECIPES:
         by_wire = {wire: {r["seed"]: r for r in found if (r["recipe"], r["wire"]) == (recipe, wire)} for wire in WIRES}
         base = {seed: row["val_loss"] for seed, row in by_wire["FSDP2"].items()}
@@ -88,9 +88,7 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
             if set(runs) & set(base):
                 cost, interval, count = judged(runs, base)
                 mean = sum(row["val_loss"] for row in runs.values()) / len(runs)
-                ends = f"[{interval[0]:+.1%}, {interval[1]:+.1%}]" if interval else "-"
-                line = f"| {Path(recipe).stem} | {wire} | {count} | {mean:.4f} | {cost:+.1%} | {ends} |"
-                yield line.replace("%", " %")
+                yield f"| {Path(recipe).stem} | {wire} | {count} | {mean:.4f} | {percent(cost, interval)} |"
 
 
 def lab(link: str, wires: list[str], turns: int) -> None:

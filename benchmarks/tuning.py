@@ -13,7 +13,7 @@ from pathlib import Path
 
 from frontier import Row, rows
 from frontier_grid import Cell
-from paired import Measured, judged, scheme_of
+from paired import Measured, judged, percent, scheme_of
 
 Rows = dict[tuple[object, ...], Row]
 
@@ -144,6 +144,4 @@ def against(runs: dict[int, Row], reference: dict[int, Row]) -> str:
     """Mean and 95 % interval of the relative difference on equal seeds, in percent; empty below three seeds."""
     if runs == reference or len(set(runs) & set(reference)) < 3:
         return ""
-    mean, ends, _ = judged(runs, losses(reference))
-    assert ends is not None
-    return f"{100 * mean:+.1f} [{100 * ends[0]:+.1f}, {100 * ends[1]:+.1f}]"
+    return percent(*judged(runs, losses(reference))[:2])
