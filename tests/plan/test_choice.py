@@ -103,9 +103,15 @@ def test_a_loss_counts_for_the_optimizer_it_was_measured_with(table):
     assert found == [0.02, 0.33, 0.33, 0.02]
 
 
-def test_a_longer_run_is_a_task_of_its_own(table):
-    table(measured(0.01), measured(0.05, steps=1000))
+@pytest.mark.parametrize(("short", "long"), [(0.01, 0.05), (0.05, 0.01)])
+def test_of_one_model_the_longest_run_of_a_setting_counts(table, short, long):
+    table(measured(short), measured(long, steps=1000))
     assert loss_of(dt.demo(), 2).steps == 1000
+
+
+def test_the_nearest_number_of_replicas_counts_before_the_longest_run(table):
+    table(measured(0.01, steps=1000), measured(0.05, replicas=8))
+    assert [loss_of(dt.demo(), replicas).cost for replicas in (2, 8)] == [0.01, 0.05]
 
 
 def test_settings_tried_with_fewer_replicas_than_others_count_no_better_than_those(table):

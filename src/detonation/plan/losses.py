@@ -45,9 +45,9 @@ class Loss:
     source: str
 
     @property
-    def task(self) -> tuple[str, int, int]:
-        """The problem that was trained: recipe, parameters and steps."""
-        return self.recipe, self.parameters, self.steps
+    def task(self) -> tuple[str, int]:
+        """The problem that was trained: recipe and parameters."""
+        return self.recipe, self.parameters
 
     @property
     def difference_seen(self) -> bool:
@@ -109,7 +109,7 @@ def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss
         The measurement; None where these settings were not measured on any task.
     """
     wanted = optimizer if optimizer in {loss.optimizer for loss in loss_table()} else optimizer and "AdamW"
-    tasks: dict[tuple[str, int, int], list[Loss]] = {}
+    tasks: dict[tuple[str, int], list[Loss]] = {}
     for loss in near(replicas):
         if loss.scheme == scheme.name and wanted in (None, loss.optimizer):
             tasks.setdefault(loss.task, []).append(loss)
@@ -147,10 +147,14 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
 def near(replicas: int) -> tuple[Loss, ...]:
     """Selects one measurement per setting, optimizer and task, the nearest number of replicas first.
 
-    It is the one with the most replicas up to `replicas`, else with the fewest.
+    It is the one with the most replicas up to `replicas`, else with the fewest, and of those the longest run.
     """
+
+    def order(loss: Loss) -> tuple[bool, int, int]:
+        return loss.replicas > replicas, abs(loss.replicas - replicas), -loss.steps
+
     found: dict[str, Loss] = {}
-    for loss in sorted(loss_table(), key=lambda loss: (loss.replicas > replicas, abs(loss.replicas - replicas))):
+    for loss in sorted(loss_table(), key=order):
         found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.optimizer, loss.task)), loss)
     return tuple(found.values())
 
