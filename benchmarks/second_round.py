@@ -112,7 +112,7 @@ LEFT_OUT = r"^Signum|^AdamW 0\.9\d+, full$|Muon 0\.95|alpha"
 only has to answer a question."""
 
 
-PLANNED = ("text", "rounds", "size")
+PLANNED = ("text", "rounds", "size", "images")
 """The studies that compare methods; the others change one thing of a method to answer a question."""
 
 

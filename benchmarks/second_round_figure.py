@@ -25,6 +25,8 @@ HIGHEST, LOWEST = 1.8, 1.24
 """Losses of the axis; methods above it are not drawn."""
 SHORTER = {r"^AdamW 0\.999, |^demo |^loco |^random_sign |, Muon( 0\.8)?$|, AdamW$|, full$": "", "AdamW 0,": "betas 0,"}
 """Labels say what colours and markers do not."""
+PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.3}
+"""Behind labels, which lie over bars and under markers."""
 APART, NEAR = 0.02, 3
 """Losses between two labels whose bytes differ by less than this factor."""
 
@@ -76,12 +78,14 @@ def _points(axes: Any, shown: Sequence[Method], done: Rows) -> None:
         for pattern, text in SHORTER.items():
             label = re.sub(pattern, text, label)
         colour = LIGHT[OPTIMIZERS.index(optimizer)]
-        axes.errorbar([sent], [mean], [half], fmt=FAMILIES[scheme], color=colour, capsize=2, markersize=5, linewidth=1)
+        axes.errorbar([sent], [mean], [half], fmt="none", color=colour, capsize=2, linewidth=1)
+        axes.plot([sent], [mean], FAMILIES[scheme], color=colour, markersize=5, zorder=4)
         height = mean
         while any(abs(height - y) < APART and 1 / NEAR < sent / x < NEAR for x, y in taken):
             height += 0.002
         taken.append((sent, height))
-        axes.annotate(label, (sent, height), (6, 0), textcoords="offset points", fontsize=7, color=colour, va="center")
+        text = axes.annotate(label, (sent, height), (6, 0), textcoords="offset points", fontsize=7, color=colour)
+        text.set(va="center", bbox=PAPER)
 
 
 def _judged(method: Method, done: Rows) -> tuple[float, float]:
