@@ -1,5 +1,7 @@
 """`dt.auto`: full synchronisation within a budget, else the least time to a loss; the same choice on all ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -118,6 +120,17 @@ def test_settings_tried_with_fewer_replicas_than_others_count_no_better_than_tho
     table(measured(0.01, arguments={"topk": 1}), measured(0.05, arguments={"topk": 4}, replicas=8))
     assert [loss_of(dt.demo(topk=topk), 8).cost for topk in (1, 4)] == [0.05, 0.05]
     assert loss_of(dt.demo(topk=1), 2).cost == 0.01
+
+
+def test_of_other_settings_those_that_send_more_do_not_count(table):
+    """Rounds of 13 steps were tried with two replicas alone: with eight they do not count with rounds of 8."""
+
+    def rounds(every, replicas, cost):
+        return dataclasses.replace(measured(cost, arguments={"every": every}, replicas=replicas), scheme="muloco")
+
+    table(rounds(13, 2, 0.04), rounds(8, 8, 0.07), rounds(23, 8, 0.2))
+    found = {every: loss_of(dt.muloco(every=every), 8).cost for every in (8, 13, 23)}
+    assert found == {8: 0.07, 13: 0.2, 23: 0.2}
 
 
 def test_a_task_that_was_not_tried_counts_with_the_best_of_the_other_settings(table):

@@ -8,7 +8,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from detonation.core.schemes import registry
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import mean_bytes
 
 STEPS_EXPONENT = 0.205
 """Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
@@ -97,7 +99,8 @@ def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss
     """The measurement of `scheme` that promises least: of the task where its upper end is largest.
 
     On a task where these settings were not tried, or with fewer replicas than others of the scheme, the best of those
-    counts as well. So settings that were tried on little do not come first for that reason.
+    that send no more counts as well; where all send more, the one that sends least. So settings that were tried on
+    little do not come first for that reason.
 
     Args:
         scheme: With its arguments.
@@ -122,8 +125,12 @@ def _counted_on(same: Sequence[Loss], scheme: Scheme) -> Loss:
     """The measurement of one task that counts for `scheme`; `same` has the nearest number of replicas first."""
     nearest = [loss for loss in same if loss.replicas == same[0].replicas]
     own = [loss for loss in nearest if loss.fits(scheme)]
-    others = [[loss for loss in same if loss.fits(scheme)], nearest]
-    return max((min(each, key=_upper) for each in ([own] if own else others) if each), key=_upper)
+    if own:
+        return min(own, key=_upper)
+    sent = [_sent(registry.scheme(loss.scheme, loss.arguments)) for loss in nearest]
+    enough = max(_sent(scheme), min(sent))
+    others = [loss for loss in same if loss.fits(scheme)], [nearest[i] for i in range(len(sent)) if sent[i] <= enough]
+    return max((min(each, key=_upper) for each in others if each), key=_upper)
 
 
 def trained_by(name: str, settings: Mapping[str, Any]) -> str:
@@ -169,6 +176,11 @@ def loss_table() -> tuple[Loss, ...]:
 
 
 _upper = operator.attrgetter("upper")
+
+
+def _sent(scheme: Scheme) -> float:
+    """Bytes per step that one of two replicas sends, of a few large tensors."""
+    return mean_bytes(scheme, scheme.codec.layout({str(number): (1 << 16,) for number in range(16)}), replicas=2)
 
 
 def _counted(number: int, noun: str) -> str:
