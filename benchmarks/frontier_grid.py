@@ -32,7 +32,8 @@ def adamw(lr: float) -> str:
 
 def dense(lr: float, decay: float = 0.999) -> str:
     """demo with fp32 values."""
-    return f"scheme.name=demo scheme.topk=4 scheme.decay={decay} optimizer.name=SignSGD optimizer.lr={lr}"
+    codec = "scheme.topk=4 scheme.precision=fp32"
+    return f"scheme.name=demo {codec} scheme.decay={decay} optimizer.name=SignSGD optimizer.lr={lr}"
 
 
 def signs(topk: int, chunk: int, decay: float, lr: float) -> str:

@@ -30,7 +30,7 @@ SETS = (
 """The T5 of benchmarks/step_time.py, 7.4 million parameters, and its batch."""
 SCHEMES = {
     "full": "scheme.name=full",
-    "demo 4/64": "scheme.name=demo",
+    "demo 4/64": "scheme.name=demo scheme.precision=fp32",
     "random 1/32": "scheme.name=random scheme.rate=0.03125",
 }
 LINKS = ("10mbit", "100mbit", "1gbit")

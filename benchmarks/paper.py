@@ -81,9 +81,10 @@ SPARSE = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 SGD = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0, 30.0, 100.0)
 ONE_BIT = "scheme.precision=sign scheme.error_feedback=false scheme.decay=0.95"
 DEMO = "scheme.name=demo scheme.topk=4 scheme.chunk=64"
+VALUES = f"{DEMO} scheme.precision=fp32 scheme.decay={{}}"
 SCHEMES = {
     BASELINE: ("scheme.name=full optimizer.name=AdamW", ADAMW),
-    "demo 4/64": (f"{DEMO} scheme.decay={{}} optimizer.name=SignSGD", SIGN),
+    "demo 4/64": (f"{VALUES} optimizer.name=SignSGD", SIGN),
     "demo 1/64, sign": (f"scheme.name=demo scheme.topk=1 {ONE_BIT} optimizer.name=SignSGD", SIGN),
     "random 1/32": ("scheme.name=random scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD", SPARSE),
     "striding 1/32": ("scheme.name=striding scheme.rate=0.03125 scheme.decay=0.95 optimizer.name=SignSGD", SPARSE),
@@ -97,14 +98,17 @@ UNTIMED = {
     "loco 4bit, AdamW": ("scheme.name=loco scheme.precision=4bit optimizer.name=AdamW", ADAMW),
     "random 1/4": ("scheme.name=random scheme.rate=0.25 scheme.decay=0.9 optimizer.name=SignSGD", SIGN),
     "AdamW 0, 0.95 4/64": (
-        f"{DEMO} scheme.decay={{}} optimizer.name=AdamW optimizer.betas=[0.0,0.95]",
+        f"{VALUES} optimizer.name=AdamW optimizer.betas=[0.0,0.95]",
         ADAMW,
     ),
     "decoupled AdamW 4/64": ("scheme.name=decoupled_adamw scheme.topk=4 optimizer.name=AdamW", ADAMW),
     "sign before, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SGD", SGD),
     "sign before and after, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SignSGD", SIGN),
-    "no sign, 4/64": (f"{DEMO} scheme.decay={{}} optimizer.name=SGD", SGD),
-    "demo 4/64, bf16": (f"{DEMO} scheme.precision=bf16 scheme.decay={{}} optimizer.name=SignSGD", SIGN),
+    "no sign, 4/64": (f"{VALUES} optimizer.name=SGD", SGD),
+    "demo 4/64, bf16": (
+        f"{DEMO} scheme.precision=bf16 scheme.error_feedback=true scheme.decay={{}} optimizer.name=SignSGD",
+        SIGN,
+    ),
     "random 1/32, bf16": (
         "scheme.name=random scheme.rate=0.03125 scheme.precision=bf16 scheme.decay=0.95 optimizer.name=SignSGD",
         SPARSE,
@@ -123,7 +127,8 @@ def methods() -> Iterator[Method]:
         yield from (method(task, name, *chosen) for name, chosen in SCHEMES.items())
     for task, pairs in CHUNKS.items():
         for topk, chunk in pairs:
-            sets = f"scheme.name=demo scheme.topk={topk} scheme.chunk={chunk} scheme.decay={{}} optimizer.name=SignSGD"
+            codec = f"scheme.topk={topk} scheme.chunk={chunk} scheme.precision=fp32"
+            sets = f"scheme.name=demo {codec} scheme.decay={{}} optimizer.name=SignSGD"
             yield method(task, f"top-k {topk} of {chunk}", sets, SIGN)
     for task in reversed(TASKS):
         yield from (method(task, name, *chosen) for name, chosen in UNTIMED.items())

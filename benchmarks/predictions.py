@@ -25,7 +25,7 @@ RECIPES = {
 SIGN = "scheme.name=demo scheme.topk=1 scheme.decay=0.95 scheme.precision=sign scheme.error_feedback=false"
 SCHEMES = {
     "full": "scheme.name=full",
-    "demo": "scheme.name=demo",
+    "demo": "scheme.name=demo scheme.precision=fp32",
     "demo, 1 bit": SIGN,
     "random": "scheme.name=random",
     "striding": "scheme.name=striding",

@@ -35,7 +35,7 @@ def test_sixteen_replicas_in_one_process_and_their_report(capsys, monkeypatch, t
         (["--replicas", "3", "--total-batch", "32"], "--total-batch is 32, but must be a multiple of 3"),
         (["--set", "mesh.shards=2"], "mesh.shards is 2, but must be 1 in a simulation"),
         (["--set", "scheme.name=demi"], "unknown scheme 'demi', did you mean 'demo'?"),
-        (["--set", "scheme.topk=64"], "demo with topk=64"),
+        (["--set", "scheme.topk=64", "scheme.precision=fp32"], "demo with topk=64"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, line):

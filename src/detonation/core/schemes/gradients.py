@@ -141,7 +141,7 @@ def demo(
             v2.
         precision: One of "fp32", "bf16", "int8", "4bit", "2bit", "sign" (DisTrO's single bit).
         error_feedback: Whether the rounding error of the precision stays in the momentum. False removes the whole
-            coefficient, as DisTrO does.
+            coefficient, as DisTrO does; take it with "sign", whose errors are as large as its values.
         aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that sent a coefficient as
             in its published code, "majority_vote", "clipped_mean" or "rescaled_mean".
         delay: Steps that a message may be in flight while training goes on, at least 0.

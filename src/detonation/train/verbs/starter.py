@@ -206,6 +206,8 @@ seed = 0
 name = "demo"
 topk = 4  # coefficients sent of each chunk: fewer are fewer bytes
 chunk = 64
+precision = "sign"  # one bit per coefficient; "fp32" sends five times as many bytes
+error_feedback = false
 
 [optimizer]
 name = "SignSGD"  # goes with demo; AdamW (lr {adamw}) goes with full and diloco
