@@ -16,10 +16,13 @@ TITLE = "A twin run"
 STEPS, BATCH, LENGTH = 2000, 16, 256
 CASES: dict[str, tuple[dt.Scheme, Any]] = {
     "AdamW, full": (dt.full(), partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)),
-    "demo 1/64, sign": (dt.demo(1, 64, decay=0.95, precision="sign"), partial(dt.SignSGD, lr=1e-3)),
+    "demo 1/64, sign": (
+        dt.demo(topk=1, decay=0.95, precision="sign", error_feedback=False),
+        partial(dt.SignSGD, lr=1e-3),
+    ),
     "Muon, full": (dt.full(), partial(dt.Muon, lr=5e-3)),
 }
-"""docs/frontier.md recommends the second."""
+"""docs/findings.md recommends the second."""
 
 
 def measure(job: Job) -> None:

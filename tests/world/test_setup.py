@@ -368,14 +368,38 @@ def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
     ],
 )
 def test_a_momentum_on_top_of_the_one_that_a_scheme_remembers_is_warned_of_once(base, scheme, own):
+    lines = warned_of(base, scheme)
+    assert len(lines) == (own is not None)
+    assert all(line.startswith(f"{scheme.name} remembers") and own in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kept"),
+    [
+        (dt.demo(precision="sign"), True),
+        (dt.demo(precision="sign", error_feedback=False), False),
+        (dt.demo(precision="2bit"), False),
+        (dt.random(precision="sign"), False),
+        (dt.random_sign(error_feedback=True), False),
+        (dt.loco(precision="sign"), False),
+        (dt.distro(), False),
+    ],
+)
+def test_errors_of_selected_signs_that_stay_are_warned_of_once(scheme, kept):
+    lines = warned_of(dt.SignSGD, scheme)
+    assert len(lines) == kept and all("pass error_feedback=False" in line for line in lines)
+
+
+def warned_of(base, scheme):
+    """The lines that two replicas log when they are set up."""
+
     def act(communicator):
         model = nn.Linear(4, 2)
         dt.replicate(base(model.parameters(), lr=0.1), model, communicator, scheme)
 
     with logged() as lines:
         simulate_replicas(act, 2)
-    assert len(lines) == (own is not None)
-    assert all(line.startswith(f"{scheme.name} remembers") and own in line for line in lines)
+    return lines
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])

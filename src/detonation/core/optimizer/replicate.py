@@ -18,7 +18,7 @@ from detonation.core.optimizer.setup_checks import (
     check_options,
     check_patience,
     checked_levels,
-    warn_of_momentum,
+    warn_of_losses,
 )
 from detonation.core.replicator.pending import require_stateless
 from detonation.core.schemes.scheme import GradientScheme, Scheme
@@ -115,7 +115,7 @@ def replicate(
         check_patience(patience, [scheme for _, scheme in checked], intra_node)
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
-    warn_of_momentum(optimizer, checked)
+    warn_of_losses(optimizer, checked)
     settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance, patience)
     return Replicated(optimizer, model, checked, settings)
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from detonation.core.agreement.safety import Safety
+from detonation.core.codec.precision import Sign
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
 from detonation.core.optimizer.build import Level
@@ -109,17 +110,28 @@ def check_patience(seconds: float, schemes: Sequence[Scheme], intra_node: Device
         raise ValueError("patience takes no intra_node: shard the model inside the node")
 
 
-def warn_of_momentum(optimizer: Optimizer, levels: Sequence[Level]) -> None:
-    """Warns where an optimizer has a momentum of its own on top of the one that a scheme remembers.
+def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
+    """Warns, on one replica, of two set-ups that train with a far higher loss (docs/findings.md).
 
-    What is sent leaves the memory at once, and such an optimizer spreads it over the steps that follow.
-    docs/findings.md has the losses.
+    The optimizer has a momentum of its own on top of the one that a scheme remembers: sent coordinates leave the memory
+    at once, and such an optimizer spreads them over the steps that follow. Or the errors of signs stay in the memory
+    of a top-k: they are as large as the values, and are selected again.
     """
+    axis = levels[0][0]
+    if (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) != 0:
+        return
     gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
+    for scheme in gradients:
+        kept = scheme.feedback is not None and scheme.feedback.error_feedback
+        if kept and isinstance(scheme.codec.precision, Sign) and not scheme.codec.selection.shared:
+            _log.warning(
+                "%s keeps the errors of its signs, which are as large as its values and make the loss far higher: "
+                "pass error_feedback=False",
+                scheme.name,
+            )
     sparse = [scheme for scheme in gradients if scheme.feedback is not None and scheme.codec.selection.period != 1]
     own = next(filter(None, map(_own_momentum, optimizer.param_groups)), "")
-    axis = levels[0][0]
-    if sparse and own and (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) == 0:
+    if sparse and own:
         _log.warning(
             "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far higher: set it to 0, for "
             "Adam by betas=(0.0, 0.95), or take detonation.loco(), which goes with the optimizer as it is",
