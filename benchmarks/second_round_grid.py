@@ -25,7 +25,10 @@ PAIRS = (
     (("demo 4/64 sign, AdamW 0, 0.95", 2), ("AdamW 0.95, full", 2)),
     (("demo 1/64 sign, AdamW 0, 0.95", 2), ("demo 1/64 sign", 2)),
     (("demo 1/64 sign, alpha 0.2", 2), ("demo 1/64 sign", 2)),
-    (("demo 4/64 sign, Muon", 2), ("muloco 5, 2bit, Muon 0.8", 2)),
+    *(
+        ((name, 2), ("muloco 5, 2bit, rescaled, Muon 0.8", 2))
+        for name in ("demo 4/64 sign, Muon", "loco 4bit, Muon 0.8")
+    ),
     (("random_sign 1/8", 8), ("random_sign 1/8, cycle", 8)),
     *(((f"random_sign 1/{share}, cycle", 8), ("random_sign 1/8, cycle", 8)) for share in (1, 2, 4, 16)),
     *(((f"random_sign 1/{share}", 8), ("random_sign 1/8", 8)) for share in (4, 16)),
@@ -37,6 +40,8 @@ TEXT, ROUNDS, SIZE, IMAGES = 32, 16, 16, 128
 ADAMW = "optimizer.name=AdamW optimizer.betas=[0.9,{}]"
 WITHOUT_MOMENTUM = "optimizer.name=AdamW optimizer.betas=[0.0,{}]"
 MUON = "optimizer.name=Muon optimizer.momentum=0.8"
+MUON_ALONE = "optimizer.name=Muon optimizer.momentum=0"
+"""Under a scheme that remembers a momentum."""
 LONG_MUON = "optimizer.name=Muon"
 """Muon's default, a momentum of 0.95, was worse: docs/log.md."""
 SIGNSGD = "optimizer.name=SignSGD"
@@ -99,9 +104,7 @@ def headline() -> Iterator[Method]:
     yield text("muloco 5, 2bit, Muon 0.8", MEAN + muloco(5), MUON_RATES, seeds=8, variants=with_outer(*LONGER[2]))
     yield text("loco 4bit, Muon 0.8", "scheme.name=loco " + MUON, MUON_RATES)
     yield text("loco 4bit, AdamW", "scheme.name=loco " + ADAMW.format(0.999), ADAMW_RATES, seeds=8, variants=both)
-    yield text(
-        "demo 4/64 sign, Muon", demo(4, "optimizer.name=Muon optimizer.momentum=0"), MUON_RATES, seeds=8, variants=both
-    )
+    yield text("demo 4/64 sign, Muon", demo(4, MUON_ALONE), MUON_RATES, seeds=8, variants=both)
     yield text("demo 1/64 sign", demo(1), SIGN_RATES, seeds=8, variants=both)
     decays = tuple(f"{FLOOR} scheme.decay={decay}" for decay in (0.999, 0.95))
     yield text("demo 4/64 sign", demo(4, decay=None), SIGN_RATES, seeds=8, variants=decays)
@@ -167,6 +170,7 @@ def replicas() -> Iterator[Method]:
         yield text(f"random_sign 1/{share}", vote(share), VOTE_RATES, 8)
     for count in (2, 4, 16, 32):
         yield text("random_sign 1/8", vote(8), VOTE_RATES, count)
+    yield text("demo 4/64 sign, Muon", demo(4, MUON_ALONE), MUON_RATES, 8)
 
 
 def votes() -> Iterator[Method]:
