@@ -39,7 +39,7 @@ class Task:
     """A training task.
 
     sets: settings of the recipe for training, with `total` examples per step over all replicas; timed: settings for
-    timing, with as many examples per step; decay: of the memory of `demo` with fp32 values, from the recipes;
+    timing, with as many examples per step; decay: of the memory of `demo` with fp32 values;
     parameters, steps: of the training.
     """
 

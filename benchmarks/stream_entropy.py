@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/stream_entropy.py [--steps 120]
 
-Two simulated replicas train quick-lm's model on its text. Of the messages of the later half of the steps it counts, per
-row of 64 coefficients, the bits that an ideal coder with fixed tables would take: for each replica by itself, and for
-the union of both, in which their order does not count. The scales of the blocks come on top as they are.
+Two simulated replicas train a model of half the width of quick-lm's on its text. Of the messages of the later half of
+the steps it counts, per row of 64 coefficients, the bits that an ideal coder with fixed tables would take: for each
+replica by itself, and for the union of both, in which their order does not count. The scales of the blocks come on top
+as they are.
 """
 
 import argparse

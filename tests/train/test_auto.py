@@ -13,6 +13,9 @@ from detonation.cli.command import run_command
 from detonation.cluster.network.profile import Operation
 from detonation.core.schemes import buckets
 from detonation.plan.cost import Network, Work, cost
+from detonation.plan.losses import loss_table
+from detonation.plan.search import candidate_settings
+from detonation.plan.spelling import spelled
 from detonation.train.auto import asked, decide
 from detonation.train.recipe.layers import Layers
 from detonation.train.recipe.resolve import parse_sets, resolve
@@ -94,11 +97,33 @@ def test_a_configuration_that_cannot_be_read_chooses_nothing(tmp_path):
         assert decide.chosen_before(tmp_path) is None
 
 
+SIGNS = {"name": "demo", "topk": 2, "chunk": 32, "decay": 0.5, "precision": "sign", "error_feedback": False}
+
+
+def test_what_was_measured_is_considered_as_it_was_over_a_recipe_with_other_settings():
+    candidates = asked.Asked(asked.Auto(), Layers({**RECIPE, "scheme": SIGNS}, {})).candidates()
+    measured = {spelled(dt.scheme(loss.scheme, loss.arguments)) for loss in loss_table() if loss.scheme != "none"}
+    assert measured <= candidates.keys() and spelled(made(SIGNS)) in candidates
+
+
+def test_the_settings_of_an_option_make_it_of_a_recipe_with_other_settings():
+    tuned = {"muloco": {"scheme": {"every": 3, "precision": "sign"}}}
+    layers = Layers({**RECIPE, "scheme": SIGNS, "tuned": tuned}, {})
+    for option in candidate_settings():
+        config = layers.under(option.name, asked.settings_in(layers, option))
+        assert made({"name": option.name, **config.scheme.arguments}).arguments == option.arguments
+
+
+def made(table):
+    """The scheme of a recipe's table."""
+    return dt.scheme(table["name"], {key: value for key, value in table.items() if key != "name"})
+
+
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
     found = asked.Asked(asked.Auto(), Layers(tables, {})).candidates()
     demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
-    assert {arguments["chunk"] for arguments in demos} == {8, 32, 128}  # these two were measured as they are
+    assert {arguments["chunk"] for arguments in demos} == {8, 32, 64, 128}  # these three were measured as they are
     own = [arguments for arguments in demos if arguments["chunk"] == 8]
     assert len(own) >= 3 and {arguments.get("topk") for arguments in own} == {None, 1, 4}  # 16 of 8 there are not
 
@@ -138,6 +163,16 @@ def test_levels_name_their_schemes(tmp_path, capsys):
     assert capsys.readouterr().err == (
         "error: scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]\n"
     )
+
+
+def test_the_flags_that_a_plan_prints_take_its_first_choice(tmp_path, capsys):
+    path = tmp_path / "signs.toml"
+    path.write_text(tomli_w.dumps({**RECIPE, "scheme": SIGNS}))
+    assert run_command(["plan", str(path), "--link", "20mbit,2ms", "--step-time", "0.1", "--json"]) == 0
+    printed = capsys.readouterr()
+    flags = printed.err.split("to take it: --set ")[1].split(";")[0].split()
+    table = resolve(tomllib.loads(path.read_text()), parse_sets(flags)).scheme
+    assert made({"name": table.name, **table.arguments}).arguments == json.loads(printed.out)["first"]["arguments"]
 
 
 def test_a_recipe_that_leaves_the_choice_open_can_be_planned_for(recipe, capsys):

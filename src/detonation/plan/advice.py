@@ -1,10 +1,11 @@
 """Turns ranked options into advice: plain values for programs and a reason in words."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.scheme import Scheme
 from detonation.plan.choice import why
 from detonation.plan.cost import Network, Work
 from detonation.plan.losses import loss_table
@@ -18,10 +19,12 @@ def advise(
     network: Network,
     budget: float = BUDGET,
     optimizers: Mapping[str, str] | None = None,
+    settings: Callable[[Scheme], Mapping[str, object]] = changed,
 ) -> dict[str, Any]:
     """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
 
-    optimizers: As of `options`. `rate_bits_per_s` is None where nothing limits it, as with one node.
+    optimizers: As of `options`. settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s` is
+        None where nothing limits it, as with one node.
     """
     best = ranked[0]
     candidates = [option.cost.scheme for option in ranked]
@@ -29,6 +32,7 @@ def advise(
     return {
         "options": [row(option) for option in ranked],
         "first": row(best),
+        "settings": {"name": best.cost.scheme.name, **settings(best.cost.scheme)},
         "reason": why(best, ranked, network, budget) + _faster(best, ranked),
         "if_half_the_rate": row(half),
         "if_twice_the_rate": row(twice),

@@ -14,10 +14,11 @@ from detonation.plan.spelling import spelled
 BUDGET = 0.1
 """Default share of a step that full synchronisation may spend waiting for the network and still come first."""
 
+_VALUES = {"precision": "fp32", "error_feedback": True}
 _SIGN = {"precision": "sign", "error_feedback": False}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "full": [{"precision": "bf16"}],
-    "demo": [{"topk": topk, **precision} for topk in (1, 4, 16) for precision in ({}, _SIGN)],
+    "demo": [{"topk": topk, **precision} for topk in (1, 4, 16) for precision in (_VALUES, _SIGN)],
     "random": [{"rate": 1 / n} for n in (4, 16, 64)],
     "random_sign": [{"rate": 1 / n} for n in (2, 4, 8, 16)],
     "diloco": [{"every": every} for every in (20, 100, 500)],
@@ -54,10 +55,12 @@ def is_full(option: Option) -> bool:
 
 
 def settings(name: str) -> list[dict[str, Any]]:
-    """Lists the arguments that are considered for a scheme: its defaults, `SETTINGS`, and all measured settings."""
-    defaults = scheme(name, {}).arguments
-    measured = [loss.arguments.items() for loss in loss_table() if loss.scheme == name]
-    return [{}, *SETTINGS.get(name, []), *({k: v for k, v in found if v != defaults[k]} for found in measured)]
+    """Lists the arguments that are considered for a scheme: its defaults, `SETTINGS`, and all measured settings.
+
+    Those that were measured are whole, for they may be laid over a recipe that has others.
+    """
+    measured = [dict(loss.arguments) for loss in loss_table() if loss.scheme == name]
+    return [{}, *SETTINGS.get(name, []), *measured]
 
 
 def candidate_settings() -> list[Scheme]:

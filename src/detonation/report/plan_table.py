@@ -92,7 +92,7 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
 def words(plan: Mapping[str, Any]) -> list[str]:
     """The text beside the table, in lines: the reason, how to take the first, other links, the break-even rate."""
     speed, first = plan["rate_bits_per_s"], plan["first"]["spelled"]
-    lines = [plan["reason"], f"to take it: {_flags(plan['first'])}; scheme.name=auto measures and chooses like this"]
+    lines = [plan["reason"], f"to take it: {_flags(plan)}; scheme.name=auto measures and chooses like this"]
     for key, times in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
         other = plan[key]
         choice = "the same first choice" if other["spelled"] == first else f"first {other['spelled']}"
@@ -115,9 +115,10 @@ def words(plan: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _flags(option: Mapping[str, Any]) -> str:
-    """The flags of `detonation train` that choose an option."""
-    settings = {"name": option["scheme"], **option["changed"]}
+def _flags(plan: Mapping[str, Any]) -> str:
+    """The flags of `detonation train` that choose the first option."""
+    first = plan["first"]
+    settings = plan.get("settings", {"name": first["scheme"], **first["changed"]})  # a page of an older run has none
     return "--set " + " ".join(f"scheme.{key}={_value(value)}" for key, value in settings.items())
 
 

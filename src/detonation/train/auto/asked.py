@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 
 from detonation.choices import unknown
 from detonation.core.schemes.registry import schemes
+from detonation.core.schemes.scheme import Scheme
 from detonation.plan.choice import check_budget
 from detonation.plan.search import BUDGET, settings
-from detonation.plan.spelling import spelled
+from detonation.plan.spelling import changed, spelled
 from detonation.train.loop.session import check_config, check_levels, scheme_of
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.layers import Layers
@@ -81,6 +82,14 @@ class Asked:
             check_levels(config.levels)
             optimizers.check_optimizer(config.optimizer)
         return check_config(self.layers.under("full", {}))
+
+
+def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
+    """The arguments that a recipe must be given to train under `chosen`: those that it has otherwise under its name."""
+    if isinstance(layers.tables.get("scheme"), list):
+        return changed(chosen)
+    own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
+    return {key: value for key, value in chosen.arguments.items() if value != own[key]}
 
 
 def standing(layers: Layers) -> Config:

@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from detonation.plan.losses import trained_by
 from detonation.plan.search import Option, options
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Followed
-from detonation.train.auto.asked import Asked
+from detonation.train.auto.asked import Asked, settings_in
 from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output import directory
@@ -81,7 +82,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
         "link": asdict(measured),
         "compute_s": compute_s,
         "steps": {name: asdict(step) for name, step in work.steps.items()},
-        **advise(found, work, network, asked.auto.budget, trained),
+        **advise(found, work, network, asked.auto.budget, trained, partial(settings_in, asked.layers)),
     }
     followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
     return Chosen(config, f"auto: {line}", plan, followed)

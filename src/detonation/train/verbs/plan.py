@@ -2,19 +2,26 @@
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
+from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work
 from detonation.plan.data_sheets import device_spec, predicted_steps, prediction_note
 from detonation.plan.search import candidate_settings, options
 from detonation.plan.shard_cost import SHARD_NODE, shard_costs
+from detonation.plan.spelling import changed
 from detonation.train.recipe.schema import Config, require
+
+if TYPE_CHECKING:
+    from detonation.train.recipe.layers import Layers
 
 _ROUNDED = 0.05
 """Numbers of parameters that differ by no more may be of one model: people write 1.2b."""
@@ -46,7 +53,8 @@ def plan(question: Question) -> dict[str, Any]:
     profile = Profile.read(question.profile) if question.profile else None
     if profile is not None:
         _same_world(question, profile)
-    config = _config(question, profile) if question.recipe else None
+    layers = _layers(question, profile) if question.recipe else None
+    config = _config(layers) if layers else None
     network = _network(question, profile, config)
     work = _work(question, profile, config, network)
     known = schemes()  # registers those of installed packages
@@ -54,7 +62,7 @@ def plan(question: Question) -> dict[str, Any]:
     if config is not None and config.scheme.name not in known:
         chosen = config.levels[-1].scheme
         candidates = [*candidates, scheme(chosen.name, chosen.arguments)]
-    found = advise(options(candidates, work, network), work, network)
+    found = advise(options(candidates, work, network), work, network, settings=_settings(layers))
     nodes = question.shard_nodes
     if nodes is None:
         nodes = config.mesh.shard_nodes if config else 1
@@ -93,10 +101,8 @@ def _same_world(question: Question, profile: Profile) -> None:
             raise ValueError(f"--{name} is {given}, but {was}: measure again with detonation probe, or say --link")
 
 
-def _config(question: Question, profile: Profile | None) -> Config:
-    # imported for a recipe alone: models and FSDP take a second, and arithmetic needs neither
-    from detonation.train.auto.asked import standing
-    from detonation.train.loop.session import check_config
+def _layers(question: Question, profile: Profile | None) -> "Layers":
+    # imported for a recipe alone, as models and FSDP below: they take a second, and arithmetic needs none of it
     from detonation.train.recipe.layers import read_layers
 
     assert question.recipe is not None
@@ -104,7 +110,23 @@ def _config(question: Question, profile: Profile | None) -> Config:
     if profile is not None:
         replicas, shards = profile.replicas, profile.shards
     mesh = {"replicas": replicas, "shards": shards, "shard_nodes": question.shard_nodes}
-    return check_config(standing(read_layers(question.recipe, question.overrides, mesh=mesh)))
+    return read_layers(question.recipe, question.overrides, mesh=mesh)
+
+
+def _config(layers: "Layers") -> Config:
+    from detonation.train.auto.asked import standing
+    from detonation.train.loop.session import check_config
+
+    return check_config(standing(layers))
+
+
+def _settings(layers: "Layers | None") -> Callable[[Scheme], Mapping[str, object]]:
+    """The arguments that choose a scheme: over the recipe that was asked about, or else over a scheme's defaults."""
+    if layers is None:
+        return changed
+    from detonation.train.auto.asked import settings_in
+
+    return partial(settings_in, layers)
 
 
 def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:

@@ -207,10 +207,10 @@ name = "demo"
 topk = 4  # coefficients sent of each chunk: fewer are fewer bytes
 chunk = 64
 precision = "sign"  # one bit per coefficient; "fp32" sends five times as many bytes
-error_feedback = false
+error_feedback = false  # for "sign"; true for other precisions
 
 [optimizer]
-name = "SignSGD"  # goes with demo; AdamW (lr {adamw}) goes with full and diloco
+name = "SignSGD"  # goes with demo; AdamW (lr {adamw}) goes with full, loco and diloco
 lr = {lr}  # a first guess: try half and double
 
 [schedule]
@@ -227,8 +227,12 @@ checkpoint_every = 100  # detonation train THIS-FILE --out DIR --resume continue
 replicas = {replicas}
 shards = {shards}
 
-# What another scheme needs instead; --scheme full and --scheme diloco bring it along.
+# What another scheme needs instead; --scheme full, loco and diloco bring it along.
 [tuned.full.optimizer]
+name = "AdamW"
+lr = {adamw}
+
+[tuned.loco.optimizer]
 name = "AdamW"
 lr = {adamw}
 
