@@ -87,7 +87,7 @@ def test_a_wrong_setting_is_named_before_any_process_starts(fails, tmp_path, set
 
 def test_a_scheme_that_sends_more_than_full_synchronisation(fails, tmp_path, monkeypatch):
     monkeypatch.setattr(start, "run_local", None)  # no process is started
-    line = fails("--set", "scheme.topk=64")
+    line = fails("--set", "scheme.topk=64", "scheme.precision=fp32")
     assert "would send 1,218,888 bytes per step over 2 replicas, full synchronisation sends 1,181,952" in line
     assert list(tmp_path.iterdir()) == []
 
