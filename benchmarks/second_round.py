@@ -98,13 +98,15 @@ def pairs(done: Rows) -> str:
 
 
 def page(text: str, done: Rows) -> str:
-    """The text of a page with each table anew that stands above a line with the command that prints it."""
+    """The text of a page with each table below `## Tables` anew, above the line with the command that prints it."""
 
     def anew(match: re.Match[str]) -> str:
         command, study = match[1], match[2]
         return f"{table(done, study) if study else pairs(done)}\n\n{command}"
 
-    return re.sub(r"(?:^\|.*\n)+\n(`python benchmarks/second_round\.py (?:table (\w+)|pairs)`)", anew, text, flags=re.M)
+    answers, heading, tables = text.partition("## Tables\n")
+    table_and_command = r"(?:^\|.*\n)+\n(`python benchmarks/second_round\.py (?:table (\w+)|pairs)`)"
+    return answers + heading + re.sub(table_and_command, anew, tables, flags=re.M)
 
 
 LEFT_OUT = r"^Signum|^AdamW 0\.9\d+, full$|Muon 0\.95|alpha"
