@@ -97,10 +97,7 @@ SCHEMES = {
 UNTIMED = {
     "loco 4bit, AdamW": ("scheme.name=loco scheme.precision=4bit optimizer.name=AdamW", ADAMW),
     "random 1/4": ("scheme.name=random scheme.rate=0.25 scheme.decay=0.9 optimizer.name=SignSGD", SIGN),
-    "AdamW 0, 0.95 4/64": (
-        f"{VALUES} optimizer.name=AdamW optimizer.betas=[0.0,0.95]",
-        ADAMW,
-    ),
+    "AdamW 0, 0.95 4/64": (f"{VALUES} optimizer.name=AdamW optimizer.betas=[0.0,0.95]", ADAMW),
     "decoupled AdamW 4/64": ("scheme.name=decoupled_adamw scheme.topk=4 optimizer.name=AdamW", ADAMW),
     "sign before, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SGD", SGD),
     "sign before and after, 4/64": (f"{DEMO} {ONE_BIT} optimizer.name=SignSGD", SIGN),

@@ -33,6 +33,8 @@ import detonation as dt
 
 RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
 PAGE = Path("docs/findings.md")
+HEADING = "\n## Tables\n"
+"""Of the part of `PAGE` that `page` writes."""
 
 
 def run(cell: Cell) -> Row:
@@ -104,9 +106,9 @@ def page(text: str, done: Rows) -> str:
         command, study = match[1], match[2]
         return f"{table(done, study) if study else pairs(done)}\n\n{command}"
 
-    answers, heading, tables = text.partition("## Tables\n")
+    answers, tables = text.split(HEADING)
     table_and_command = r"(?:^\|.*\n)+\n(`python benchmarks/second_round\.py (?:table (\w+)|pairs)`)"
-    return answers + heading + re.sub(table_and_command, anew, tables, flags=re.M)
+    return answers + HEADING + re.sub(table_and_command, anew, tables, flags=re.M)
 
 
 LEFT_OUT = r"^Signum|^AdamW 0\.9\d+, full$|Muon 0\.95|alpha"

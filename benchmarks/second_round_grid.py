@@ -25,10 +25,8 @@ PAIRS = (
     (("demo 4/64 sign, AdamW 0, 0.95", 2), ("AdamW 0.95, full", 2)),
     (("demo 1/64 sign, AdamW 0, 0.95", 2), ("demo 1/64 sign", 2)),
     (("demo 1/64 sign, alpha 0.2", 2), ("demo 1/64 sign", 2)),
-    *(
-        ((name, 2), ("muloco 5, 2bit, rescaled, Muon 0.8", 2))
-        for name in ("demo 4/64 sign, Muon", "loco 4bit, Muon 0.8")
-    ),
+    (("demo 4/64 sign, Muon", 2), ("muloco 5, 2bit, rescaled, Muon 0.8", 2)),
+    (("loco 4bit, Muon 0.8", 2), ("muloco 5, 2bit, rescaled, Muon 0.8", 2)),
     (("random_sign 1/8", 8), ("random_sign 1/8, cycle", 8)),
     *(((f"random_sign 1/{share}, cycle", 8), ("random_sign 1/8, cycle", 8)) for share in (1, 2, 4, 16)),
     *(((f"random_sign 1/{share}", 8), ("random_sign 1/8", 8)) for share in (4, 16)),
