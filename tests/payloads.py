@@ -11,7 +11,8 @@ from torch import Tensor
 import detonation as dt
 from detonation.core.codec.aggregate import Coefficients, Received, aggregate
 from detonation.core.codec.codec import Codec
-from detonation.core.exchange.outgoing import padded
+from detonation.core.codec.message_rows import joined
+from detonation.core.codec.precision import Float
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.integrity.guard import Guard, hash63
 from detonation.core.integrity.header import HEADER_BYTES, Header
@@ -268,18 +269,27 @@ def line_of(parts: Parts) -> Tensor:
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
+def parts_of(codec: Codec, message: Tensor) -> Parts:
+    """The values of a message, in their type or as codes with statistics, and its indices if it carries any."""
+    precision, k = codec.precision, codec.selection.k
+    values, indices = message.split([precision.nbytes(ROWS, k), len(message) - precision.nbytes(ROWS, k)])
+    if isinstance(precision, Float):
+        values = values.view(precision.dtype).view(ROWS, k)
+    return [values, indices] if len(indices) else [values]
+
+
 def sealed(header: Header, content: Parts) -> Parts:
     """The header and tensors of a message."""
-    message, nbytes = padded([[line_of(content)[None]]], HEADER_BYTES)
-    header.seal(message, nbytes)
+    message = joined([[line_of(content)[None]]], HEADER_BYTES)
+    header.seal(message, len(line_of(content)))
     return [message[0, :HEADER_BYTES].clone().view(torch.int64), *content]
 
 
 def opened(scheme: dt.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int) -> Received:
     """The messages of all replicas as an exchange opens them."""
     lines = torch.stack([line_of(parts) for parts in arrived])
-    messages, nbytes = padded([[lines[:, HEADER_BYTES:]]], HEADER_BYTES)
-    messages[:, :HEADER_BYTES] = lines[:, :HEADER_BYTES]
+    messages = joined([[lines[:, HEADER_BYTES:]]], HEADER_BYTES, lines[:, :HEADER_BYTES])
+    nbytes = lines.shape[1] - HEADER_BYTES
     body = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes]
     content = scheme.codec.arrived(body, ROWS, shared, scheme.aggregation)
     refused = guard.admit(messages, nbytes, content.facts(), step)
@@ -298,7 +308,7 @@ def honest(name: str) -> tuple[dict[tuple[int, int], Parts], Tensor | None]:
             flat = torch.randn(ROWS, scheme.codec.selection.chunk, generator=generator)
             selected = scheme.codec.select(flat, step, SEED)
             header = Header(hash63(SCHEMA), step, 0, replica)
-            said[replica, step] = sealed(header, list(scheme.codec.encode(selected)[0].parts))
+            said[replica, step] = sealed(header, parts_of(scheme.codec, scheme.codec.encode(selected)))
     return said, selected.indices if scheme.codec.selection.shared else None
 
 

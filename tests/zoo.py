@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import detonation as dt
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, aggregate
-from detonation.core.codec.codec import Codec, Message
+from detonation.core.codec.codec import Codec
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 """Where the models and batches of the tests are; `make gpu` sets TEST_DEVICE=cuda."""
@@ -102,13 +102,11 @@ class Plain(nn.Module):
         return self.layers[1](self.layers[0](x).tanh()).square().mean(1)
 
 
-def encode(scheme: dt.Scheme, flat: Tensor, step: int, seed: int) -> Message:
-    return scheme.codec.encode(scheme.codec.select(flat, step, seed))[0]
+def encode(scheme: dt.Scheme, flat: Tensor, step: int, seed: int) -> Tensor:
+    return scheme.codec.encode(scheme.codec.select(flat, step, seed))
 
 
-def decode(
-    codec: Codec, messages: Sequence[Message], rows: int, step: int, seed: int, how: str | Aggregation
-) -> Tensor:
+def decode(codec: Codec, messages: Sequence[Tensor], rows: int, step: int, seed: int, how: str | Aggregation) -> Tensor:
     """The update that `messages` make together."""  # [rows, chunk]
     indices = None
     if codec.selection.shared and codec.selection.k < codec.selection.chunk:

@@ -12,9 +12,9 @@ from benchmarks.gpu.common import SIZES, Job, no_waits, numel, stepper, synchron
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.core.codec.form import WHOLE, Sums
+from detonation.core.codec.message_rows import MessageRows, Sums, numbers
+from detonation.core.codec.precision import Float
 from detonation.core.engine.compiled import engine_for
-from detonation.core.exchange.outgoing import form_of
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
@@ -99,16 +99,18 @@ def graphs(job: Job, scheme: dt.Scheme) -> None:
     for held in (False, True):
         memory = Memory(layout, scheme.feedback, job.device) if scheme.feedback else None
         engine = engine_for(codec, layout, memory, Runtime(job.device))
-        form = form_of(codec, layout.rows, WHOLE, False, job.device)
+        octets = torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8, device=job.device)
+        run = MessageRows(codec, layout.rows, partial(torch.Tensor.view_as, octets, octets))
         targets = [torch.zeros_like(gradient) for gradient in gradients]
-        encode = partial(engine.encode_into, lambda form=form: form, gradients, 0)
+        encode = partial(engine.encode_into, run, gradients, 0)
         selected = encode()  # compiles, and copies tables to the device
-        (message,) = codec.encode(selected)
+        message = run.body[0]
         shared = selected.indices if codec.selection.shared else None
         received = codec.received([message, message], layout.rows, shared, scheme.aggregation)
         source: Any = replace(received.source, shared=shared)
-        if scheme.summable and message.form:  # the network adds in place
-            source = Sums([(0, message.values)], torch.ones(1, device=job.device), 2, shared)
+        if scheme.summable and isinstance(codec.precision, Float) and engine.reads_status:  # the network adds in place
+            values = numbers(run.parts[0], codec.precision.dtype).view(layout.rows, -1)
+            source = Sums([(0, values)], torch.ones(1, device=job.device), 2, shared)
         received = replace(received, source=source)
         decode = partial(engine.write, received, targets)
         decode()
@@ -119,9 +121,7 @@ def graphs(job: Job, scheme: dt.Scheme) -> None:
             for act in acts:
                 act()
         synchronize(job.device)
-        found.append(
-            [*targets, *([memory.residual] if memory else []), *([form.buffer[:, form.room :]] if message.form else [])]
-        )
+        found.append([*targets, *([memory.residual] if memory else []), *([run.body] if engine.reads_status else [])])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other), "a graph makes other bits than its launches"
 

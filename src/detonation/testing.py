@@ -3,8 +3,6 @@
 Nothing inside the package imports this module; it needs torch alone, so that it runs in any test suite.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -66,13 +64,13 @@ def _signals(layout: Layout, seed: int, device: torch.device) -> list[Tensor]:
     return [torch.randn(slot.shape, generator=generator).to(device) for slot in layout.slots]
 
 
-def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """The update that one message makes alone, and the parts of that message."""
+def _sent(scheme: Scheme, flat: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """The update that one message makes alone, and that message."""
     codec = scheme.codec
     selected = codec.select(flat, step, 0)
-    (message,) = codec.encode(selected)
+    message = codec.encode(selected)
     received = codec.received([message], len(flat), selected.indices if codec.selection.shared else None, Mean())
-    return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message.parts
+    return codec.basis.inverse(aggregate(received.whole(), Mean(), codec.selection.chunk)), message
 
 
 def _nothing_is_lost(scheme: Scheme, layout: Layout, device: torch.device) -> None:
@@ -103,12 +101,11 @@ def _everyone_is_heard(scheme: Scheme, device: torch.device) -> None:
 
 def _messages_own_their_memory(scheme: Scheme, layout: Layout, device: torch.device) -> None:
     flat = layout.flatten(_signals(layout, 0, device), device)
-    _, parts = _sent(scheme, flat, 0)
-    before = [part.clone() for part in parts]
+    _, message = _sent(scheme, flat, 0)
+    before = message.clone()
     flat.fill_(float("nan"))
-    same = all(torch.equal(part, old) for part, old in zip(parts, before, strict=True))
-    _require(same, "law 4, a message owns its memory", "it changed with the flat")
-    nbytes, known = sum(part.nbytes for part in parts), scheme.codec.nbytes(layout.rows)
+    _require(torch.equal(message, before), "law 4, a message owns its memory", "it changed with the flat")
+    nbytes, known = message.nbytes, scheme.codec.nbytes(layout.rows)
     _require(nbytes == known, "law 4, a size that is known beforehand", f"{nbytes} bytes, {known} by arithmetic")
 
 

@@ -30,7 +30,7 @@ def message(scheme: dt.Scheme) -> dict[str, list]:
     ramp = [torch.arange(45.0).view(5, 9).sub(20), torch.tensor([0.5, -8.0, 3.0])]
     flat = layout.flatten(ramp, torch.device("cpu"))
     selected = scheme.codec.select(flat, step=5, seed=1)
-    (sent,) = scheme.codec.encode(selected)
+    sent = scheme.codec.encode(selected)
     values = scheme.codec.read(sent, layout.rows)
     indices = torch.zeros_like(values, dtype=torch.long) if selected.indices is None else selected.indices
     order = indices.argsort(1)

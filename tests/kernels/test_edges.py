@@ -19,12 +19,11 @@ from detonation.cluster.network.simulated import simulate_replicas  # noqa: E402
 from detonation.core.agreement import selftest  # noqa: E402
 from detonation.core.codec.basis import Identity  # noqa: E402
 from detonation.core.codec.codec import Codec  # noqa: E402
-from detonation.core.codec.form import WHOLE  # noqa: E402
+from detonation.core.codec.message_rows import MessageRows  # noqa: E402
 from detonation.core.codec.precision import PRECISIONS  # noqa: E402
 from detonation.core.codec.selection import TopK  # noqa: E402
 from detonation.core.engine.compiled import engine_for  # noqa: E402
-from detonation.core.exchange.outgoing import form_of  # noqa: E402
-from detonation.core.exchange.owners import RowOwners  # noqa: E402
+from detonation.core.flat.owners import RowOwners  # noqa: E402
 from detonation.core.runtime import Runtime  # noqa: E402
 from detonation.core.schemes import buckets  # noqa: E402
 from detonation.kernels.gpu import inspection, launches, launching  # noqa: E402
@@ -71,11 +70,12 @@ def dealt(out, which, local, messages, turns, run, owned, row):
 @pytest.mark.parametrize("rows, replicas", [(7_000_000_000, 4), (8_750_000_123, 8), (2_200_000_123, 3)])
 def test_more_rows_than_32_bits_count_are_dealt_to_their_owners(rows, replicas):
     owners = RowOwners(rows, replicas, 1024)
-    deal, found = owners.dealt, torch.zeros(3, dtype=torch.int64)
-    dealt[(1,)](found, 1, owners.owned - 1, deal.count, deal.turns, deal.run, owners.owned, 5_000_000)
-    last = deal.turns * replicas + (owners.owned - deal.turns) + owners.owned - 1 - deal.turns
-    block = 5_000_000 // deal.run
-    assert found.tolist() == [last, block % replicas, block // replicas * deal.run + 5_000_000 % deal.run]
+    found = torch.zeros(3, dtype=torch.int64)
+    dealt[(1,)](found, 1, owners.owned - 1, replicas, owners.in_turns, owners.run, owners.owned, 5_000_000)
+    turns = owners.in_turns
+    last = turns * replicas + (owners.owned - turns) + owners.owned - 1 - turns
+    block = 5_000_000 // owners.run
+    assert found.tolist() == [last, block % replicas, block // replicas * owners.run + 5_000_000 % owners.run]
 
 
 @pytest.mark.parametrize("name", TALKING)
@@ -95,7 +95,9 @@ def test_units_of_rows_share_no_byte_of_a_bitmap(chunk, k, precision, monkeypatc
 
     def indices():
         engine = engine_for(codec, layout, None, Runtime(CPU))
-        return engine.encode_into(lambda: form_of(codec, layout.rows, WHOLE, False, CPU), [signal], 0).message.indices
+        run = MessageRows(codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8))
+        engine.encode_into(run, [signal], 0)
+        return run.parts[-1]
 
     by_one_program = indices().clone()
     monkeypatch.setattr(launches, "INTERPRETED", False)  # programs of the size that a GPU has

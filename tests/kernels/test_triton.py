@@ -15,14 +15,13 @@ from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
 from detonation.core.codec.aggregate import ClippedMean, Received
 from detonation.core.codec.basis import Identity
-from detonation.core.codec.form import WHOLE, SharedIndices, Sums
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.engine.accelerated import TritonEngine
 from detonation.core.engine.coding import coding_of, places_of, why_not_triton
 from detonation.core.engine.compiled import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.outgoing import form_of
 from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
@@ -77,9 +76,10 @@ def engines(scheme):
 def sent_and_read(scheme, engine, given, step, zeros):
     """The parts of the message, and the update that two of them make."""
     codec, rows = scheme.codec, engine.layout.rows
-    selected = engine.encode_into(lambda: form_of(codec, rows, WHOLE, zeros, CPU), given, step)
-    (message,) = codec.encode(selected, negative_zeros=zeros)
-    values = codec.read(message, rows).reshape(rows, -1)
+    octets = torch.empty(1, codec.width(rows, HEADER_BYTES), dtype=torch.uint8)
+    run = MessageRows(codec, rows, lambda: octets, room=HEADER_BYTES, negative_zeros=zeros)
+    selected, message = engine.encode_into(run, given, step), run.body[0]
+    values = codec.written(run).clone()
     engine.release(selected, values if engine.needs_own_values else None)
     shared = selected.indices if codec.selection.shared else None
     received = codec.received([message, message], rows, shared, scheme.aggregation)
@@ -87,7 +87,7 @@ def sent_and_read(scheme, engine, given, step, zeros):
         received = replace(received, source=replace(received.source, shared=shared))
     update = [torch.zeros(shape, dtype=torch.bfloat16 if name == "odd" else None) for name, shape in SHAPES.items()]
     engine.write(received, update)
-    return values, message.indices, update
+    return values, None if codec.selection.shared else run.parts[-1][0].clone(), update
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -124,10 +124,10 @@ def test_int8_takes_blocks_one_after_the_other(monkeypatch):
     layout = codec.layout({"weight": (numel,)})
     signal = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     signal[::7], signal[5::1000], signal[65536 : 2 * 65536] = 0, 40, 0  # beyond the bins; a block of zeros
-    (mine,) = codec.encode(engine_for(codec, layout, None, Runtime(CPU)).encode_into(
-        lambda: form_of(codec, layout.rows, WHOLE, False, CPU), [signal], 0))  # fmt: skip
-    (wanted,) = codec.encode(codec.select(signal.view(-1, 1), 0, 0))
-    codes = mine.values[:numel].int() - wanted.values[:numel].int()
+    run = MessageRows(codec, layout.rows, lambda: torch.empty(1, codec.nbytes(layout.rows), dtype=torch.uint8))
+    engine_for(codec, layout, None, Runtime(CPU)).encode_into(run, [signal], 0)
+    mine, wanted = run.body[0], codec.encode(codec.select(signal.view(-1, 1), 0, 0))
+    codes = mine[:numel].int() - wanted[:numel].int()
     assert (
         codes.abs().max() <= 1 and codes.count_nonzero() < 5
     )  # at the edge of a bin the last bit of its width decides
@@ -216,7 +216,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         for replica in range(replicas):
             values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
             sent = codec.encode(codec.select(values * (1e7 if content == "loud" and replica else 1), 0, 0))
-            body = torch.cat([part.reshape(-1).view(torch.uint8) for part in sent[0].parts])
+            body = sent.clone()
             if content == "noise" and replica == 1:
                 body = torch.randint(0, 256, body.shape, dtype=torch.uint8)
             if content == "not a number" and replica == 1:  # the first statistic, or the first value
@@ -233,7 +233,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
         run = launches.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
         found = inspector.inspect(
-            [run], given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows, WHOLE), IDENTITY, 2**40,
+            [run], given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows), IDENTITY, 2**40,
             3, 0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
@@ -255,12 +255,12 @@ def test_messages_are_weighed_as_by_ordinary_torch(name):
     codec, rows = RUN[name].codec, 24
     drawn = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(0))
     for scales in ([1, 5, 2, 0.1], [0, 0, 3, 1], [0, 0], [1]):
-        messages = codec.encode(*(codec.select(drawn * scale, 0, 0) for scale in scales))
+        messages = [codec.encode(codec.select(drawn * scale, 0, 0)) for scale in scales]
         wanted = codec.received(messages, rows, None, ClippedMean())
         mine, other = (launches.Inspector(len(scales), CPU) for _ in range(2))
         other._arrivals += 1  # as if another optimizer's messages were weighed on another stream now
         weights = torch.empty(len(scales))
-        mine.weigh(wanted.source.body, places_of(launches, codec, rows, WHOLE), coding_of(launches, codec), weights)
+        mine.weigh(wanted.source.body, places_of(launches, codec, rows), coding_of(launches, codec), weights)
         torch.testing.assert_close(weights, wanted.aggregation.of_replicas, rtol=1e-6, atol=0)
 
 

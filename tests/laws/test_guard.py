@@ -15,17 +15,31 @@ import detonation as dt
 from detonation.core.codec.aggregate import Mean
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.indices import IndexCoding, PackedIndices
+from detonation.core.codec.message_rows import MessageRows, joined
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute import checksum as summing
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
-from detonation.core.exchange.outgoing import padded
 from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
 from detonation.core.integrity.guard import hash63
 from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
 from detonation.core.runtime import Runtime
-from payloads import CLASSES, REPLICAS, ROWS, SCHEMES, STEP, Seen, fuzz, guard, honest, line_of, opened, sealed
+from payloads import (
+    CLASSES,
+    REPLICAS,
+    ROWS,
+    SCHEMES,
+    STEP,
+    Seen,
+    fuzz,
+    guard,
+    honest,
+    line_of,
+    opened,
+    parts_of,
+    sealed,
+)
 
 
 def test_of_a_thousand_bad_messages_none_is_used_and_each_sender_is_named():
@@ -191,8 +205,8 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
         assert ledger.fatal == 0
         messages = [said[r, STEP] for r in range(REPLICAS)]
         stamp = header.Header(hash63("a schema"), STEP, 0, 2, status=1)
-        empty = codec.encode(codec.empty(ROWS, STEP, 0, torch.device("cpu")))[0]
-        messages[2] = sealed(stamp, list(empty.parts))
+        empty = codec.encode(codec.empty(ROWS, STEP, 0, torch.device("cpu")))
+        messages[2] = sealed(stamp, parts_of(codec, empty))
         received = opened(SCHEMES["list"], guard(SCHEMES["list"], 0, ledger), messages, None, STEP).whole()
         assert not received.values[2].any() and received.values[1].any()
         assert (received.indices.unpacked < codec.selection.chunk).all()
@@ -211,10 +225,10 @@ def test_three_strikes_stop_all_and_name_the_sender():
     assert isinstance(error, BadPeer) and "3 messages of replica 1 were refused, the last at step 2" in str(error)
 
 
-def sealed_by(guard, content, step):
-    message, nbytes = padded([[line_of(content)[None]]], header.HEADER_BYTES)
-    guard.seal(message, nbytes, step, 0)
-    return [message[0, : header.HEADER_BYTES].clone().view(torch.int64), *content]
+def sealed_by(scheme, guard, content, step):
+    octets = joined([[line_of(content)[None]]], header.HEADER_BYTES)
+    guard.seal([MessageRows(scheme.codec, ROWS, lambda: octets, room=header.HEADER_BYTES)], step, 0)
+    return [octets[0, : header.HEADER_BYTES].clone().view(torch.int64), *content]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
@@ -223,7 +237,7 @@ def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
     said, _ = honest("list")
     scheme, ledgers = SCHEMES["list"], [Seen(r) for r in range(REPLICAS)]
     guards = [guard(scheme, r, ledgers[r], late) for r in range(REPLICAS)]
-    messages = [sealed_by(guards[r], said[r, STEP][1:], STEP) for r in range(REPLICAS)]
+    messages = [sealed_by(scheme, guards[r], said[r, STEP][1:], STEP) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         arrived = [list(parts) for parts in messages]
         if r == 2:
@@ -231,7 +245,7 @@ def test_a_message_that_was_damaged_for_one_only_shows_with_the_next(late):
         opened(scheme, guards[r], arrived, None, STEP)
         ledgers[r].catch_up(math.inf)
     assert [ledger.refused for ledger in ledgers] == [0, 0, 1]
-    following = [sealed_by(guards[r], said[r, STEP][1:], STEP + 1) for r in range(REPLICAS)]
+    following = [sealed_by(scheme, guards[r], said[r, STEP][1:], STEP + 1) for r in range(REPLICAS)]
     for r in range(REPLICAS):
         opened(scheme, guards[r], following, None, STEP + 1)
         ledgers[r].catch_up(math.inf)

@@ -49,7 +49,7 @@ def indices_of(selected):
 
 def received(codec, sent, aggregation=AGGREGATIONS["mean"]):
     """What replicas that sent these selections receive."""
-    messages = codec.encode(*sent)
+    messages = [codec.encode(each) for each in sent]
     return codec.received(messages, len(sent[0].values), None, aggregation)
 
 
@@ -86,7 +86,7 @@ def test_a_step_is_the_one_of_plain_torch(fast, chunk, precision, error_feedback
     largest = coefficients.abs().topk(topk, dim=1).values
     close(selected.values.abs().sort(1, descending=True).values, largest)
     assert all(len(set(row)) == topk for row in indices.tolist())
-    read = scheme.codec.read(scheme.codec.encode(selected)[0], layout.rows)
+    read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
     reference.release(selected, read)
     release(fast, selected, read)
     close(reference.memory.residual, fast.memory.residual)
@@ -107,7 +107,7 @@ def test_law_1_nothing_is_lost(fast, shapes, steps, precision):
     for step in range(steps):
         put_in += layout.flatten(signals(layout, step), CPU)
         selected = fast.encode(signals(layout, step), step)
-        read = scheme.codec.read(scheme.codec.encode(selected)[0], layout.rows)
+        read = scheme.codec.read(scheme.codec.encode(selected), layout.rows)
         release(fast, selected, read)
         sent += fast.decode(received(scheme.codec, [selected]))
     for left, went, total in zip(*[layout.views(f) for f in (fast.memory.residual, sent, put_in)], strict=True):
@@ -172,7 +172,7 @@ def test_signs_move_weights_as_the_update_does_and_leave_the_messages(name):
     selected = [engine.encode(signals(layout, r), 0) for r in range(2)]
     shared = selected[0].indices if codec.selection.shared else None
     for count in (1, 2):
-        agreed = codec.received(codec.encode(*selected[:count]), layout.rows, shared, aggregation)
+        agreed = codec.received([codec.encode(each) for each in selected[:count]], layout.rows, shared, aggregation)
         updates, again, weights = (signals(layout, 50) for _ in range(3))
         engine.write(agreed, updates)
         rates = [(1 - 0.01 * i, 1e-3 * i) for i, _ in enumerate(layout.slots)]

@@ -133,7 +133,7 @@ def test_the_engine_of_the_device_decodes_what_the_reference_does(name):
         memory = Memory(layout, scheme.feedback, device)
         engine = engine_for(scheme.codec, layout, memory, runtime)
         selected = engine.encode([signal.to(device) for signal in signals], 0)
-        messages = scheme.codec.encode(selected)
+        messages = [scheme.codec.encode(selected)]
         shared = selected.indices if scheme.codec.selection.shared else None
         received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
         targets = [torch.empty(slot.shape, device=device) for slot in layout.slots]

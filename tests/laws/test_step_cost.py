@@ -75,7 +75,7 @@ def watched(scheme, shapes, kernels):
 
 def advance(engine, scheme, rows, gradients, step):
     selected = engine.encode(gradients, step)
-    (message,) = scheme.codec.encode(selected)
+    message = scheme.codec.encode(selected)
     if not engine.releases_at_once:
         engine.release(selected, scheme.codec.read(message, rows) if engine.needs_own_values else None)
     shared = selected.indices if scheme.codec.selection.shared else None

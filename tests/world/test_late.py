@@ -60,9 +60,9 @@ def damage(guard, at):
     count = iter(range(1000))
     seal, seal_sum = guard.seal, guard.seal_sum
 
-    def damaged(messages, *arguments, **options):
-        seal(messages, *arguments, **options)
-        for message in messages:
+    def damaged(runs, *arguments, **options):
+        seal(runs, *arguments, **options)
+        for message in runs[0].octets:
             if next(count) in (at, at + 1):
                 message[HEADER_BYTES - 1] += 1
 

@@ -9,7 +9,7 @@ import torch
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.codec.aggregate import Mean
-from detonation.core.exchange.owners import RowOwners
+from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.tensors import digest
 from detonation.core.link.link import Link
 from detonation.core.memory import Feedback

@@ -72,10 +72,10 @@ class Library:
         numel: ctypes.Array[ctypes.c_int64],
         decay: float,
         release: float,
-        k: int,
         width: int,
-        nbytes: int,
-    ) -> tuple[Tensor, Tensor]:
+        values: Tensor,
+        indices: Tensor,
+    ) -> None:
         """Adds the gradients to the decayed residual, and selects its `k` largest DCT coefficients per row.
 
         Args:
@@ -83,20 +83,17 @@ class Library:
             gradients: fp32, one per parameter; None is zero.
             numel: Coordinates of each parameter.
             width: Bits per index; 0 for a bitmap.
-            nbytes: Of all indices.
+            values, indices: Where what was selected goes; contiguous.
 
-        Shapes: `[rows, chunk]` fp32 -> values `[rows, k]` fp32, indices `[nbytes]` uint8.
+        Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8.
         """
-        rows, chunk = residual.shape
-        values = torch.empty(rows, k, dtype=torch.float32, device="cpu")
-        indices = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        (rows, chunk), k = residual.shape, values.shape[1]
         pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
         status = self._library.detonation_encode(
             residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, values.data_ptr(),
             indices.data_ptr(),
         )  # fmt: skip
         assert status == 0
-        return values, indices
 
     def release(
         self,

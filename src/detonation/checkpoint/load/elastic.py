@@ -20,8 +20,8 @@ from torch import Tensor
 
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import CheckpointReader, TensorPart, assemble
-from detonation.core.exchange.owners import RowOwners
 from detonation.core.flat.layout import Layout
+from detonation.core.flat.owners import RowOwners
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.replicator.channel import Channel
 from detonation.core.schemes.buckets import rows_of_a_turn

@@ -27,12 +27,12 @@ def selftest(scheme: Scheme, runtime: Runtime) -> str:
 
 def _hash(scheme: Scheme, runtime: Runtime) -> str:
     layout = scheme.codec.layout({"selftest": _SHAPE})
-    before, messages = _ramp(runtime.device), []
+    before, messages = _ramp(runtime.device), list[Tensor]()
     for scale in (1.0, 3.0):
         memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
         engine = engine_for(scheme.codec, layout, memory, runtime)
         selected = engine.encode([scale * before], 0)
-        messages += scheme.codec.encode(selected)
+        messages.append(scheme.codec.encode(selected))
     shared = selected.indices if scheme.codec.selection.shared else None
     received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
     update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
 
-from detonation.core.codec.form import WHOLE, Dealt
 from detonation.core.codec.indices import PackedIndices, narrow
 from detonation.core.compute.scatter_sum import beside_each_other, scatter_sum
+from detonation.core.flat.owners import RowOwners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,7 +214,7 @@ class Received:
         width: The coefficients of a row, of all replicas together; 0 if that is not known.
         release: Returns the receive buffer; called once all of it is decoded.
         source: The messages as they arrived (`Arrived`), for an engine that decodes their bytes itself.
-        dealt: How the rows are dealt to several messages.
+        owners: Of the rows, where each message holds those of one owner.
     """
 
     rows: int
@@ -224,7 +224,7 @@ class Received:
     width: int = 0
     release: Callable[[], None] | None = None
     source: object = None
-    dealt: Dealt = WHOLE
+    owners: RowOwners | None = None
 
     def __post_init__(self) -> None:
         if not self.aggregation.rowwise:  # blocks of rows can be aggregated once the norms are known

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from detonation.core.codec.aggregate import Aggregation, Coefficients, Received
-from detonation.core.codec.form import SharedIndices
 from detonation.core.codec.indices import PackedIndices, narrow
+from detonation.core.codec.message_rows import SharedIndices, numbers
 from detonation.core.codec.precision import BlockCodebook, Float
 from detonation.core.compute.value_blocks import decoded
 
@@ -38,8 +37,7 @@ class Arrived:
         Shapes: -> faults `[replicas]` int64: those of `IndexCoding.faults`, or 3 for statistics that no encoder
         produces; and the norm `[replicas]` fp32.
         """
-        precision, k = self.codec.precision, self.codec.selection.k
-        lawful, norms = precision.check(self._values(0, self.rows), self.rows, k)
+        lawful, norms = self.codec.precision.check(self._encoded, self.rows, self.codec.selection.k)
         if self._packed is None:
             faults = torch.zeros(len(norms), dtype=torch.int64, device=norms.device)
         else:
@@ -52,7 +50,8 @@ class Arrived:
         Shapes: `[replicas]` bool.
         """
         self.body.masked_fill_(skipped.unsqueeze(1), 0)
-        vars(self).pop("_levels", None)
+        for known in ("_levels", "_encoded"):  # the second may be a copy
+            vars(self).pop(known, None)
         if self._packed is not None:
             self._packed.blank(skipped)
 
@@ -72,9 +71,11 @@ class Arrived:
         """
         precision, shape = self.codec.precision, (end - first, self.codec.selection.k)
         if isinstance(precision, BlockCodebook):
-            packed, begin = self._parts(first, end)[0], first * shape[1] // precision.block
+            packed, begin = self.codec.cut(self._parts, first, end)[0], first * shape[1] // precision.block
             return decoded(packed, self._levels, begin, shape, precision.width, precision.block)
-        return precision.decode(self._values(first, end), *shape)
+        if isinstance(precision, Float):
+            return self._encoded[:, first:end].to(torch.float32)
+        return self.codec.values(self.codec.cut(self._parts, first, end), end - first)
 
     def indices(self, first: int, end: int) -> Tensor | PackedIndices | None:
         """Their indices; see `Coefficients`.
@@ -86,34 +87,26 @@ class Arrived:
         return None if self.shared is None else narrow(self.shared)[..., first:end, :]
 
     @cached_property
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The parts of each message; see `Codec.lengths`."""  # [replicas, length] uint8 each
+        return torch.split(self.body, list(self.codec.lengths(self.rows)), 1)
+
+    @cached_property
+    def _encoded(self) -> Tensor:
+        """The values as they travelled."""  # [replicas, rows, k] of a floating-point type, or [replicas, nbytes] uint8
+        precision = self.codec.precision
+        if isinstance(precision, Float):
+            return numbers(self._parts[0], precision.dtype).view(len(self.body), self.rows, self.codec.selection.k)
+        return self.body[:, : precision.nbytes(self.rows, self.codec.selection.k)]
+
+    @cached_property
     def _levels(self) -> Tensor:
         """The levels of all blocks, where values are codes."""
         assert isinstance(self.codec.precision, BlockCodebook)
-        return self.codec.precision.all_levels(self._parts(0, self.rows)[1])
+        return self.codec.precision.all_levels(self._parts[1])
 
     @cached_property
     def _packed(self) -> PackedIndices | None:
-        coding = self.codec.index_coding
         if self.codec.selection.shared:
             return None
-        return PackedIndices(coding, self.body[:, self.body.shape[1] - coding.nbytes(self.rows) :], self.rows)
-
-    def _values(self, first: int, end: int) -> Tensor:
-        """The encoded values of some rows."""
-        precision, parts = self.codec.precision, self._parts(first, end)
-        if isinstance(precision, Float):
-            size, values = precision.size, parts[0]
-            if first == end:  # of no rows the strides say nothing
-                return values.new_empty(len(self.body), 0, self.codec.selection.k, dtype=precision.dtype)
-            if values.storage_offset() % size or values.stride(0) % size:
-                values = values.contiguous()
-            return values.view(precision.dtype).view(len(self.body), end - first, self.codec.selection.k)
-        length = sum(part.shape[1] for part in parts)
-        return self.body[:, :length] if (first, end) == (0, self.rows) else torch.cat(parts, 1)
-
-    def _parts(self, first: int, end: int) -> list[Tensor]:
-        """The encoded values of some rows, part by part as in `Precision.lengths`."""
-        precision, k = self.codec.precision, self.codec.selection.k
-        lengths, begins, ends = (precision.lengths(rows, k) for rows in (self.rows, first, end))
-        starts = [0, *accumulate(lengths)]
-        return [self.body[:, at + a : at + b] for at, a, b in zip(starts, begins, ends, strict=False)]
+        return PackedIndices(self.codec.index_coding, self._parts[-1], self.rows)

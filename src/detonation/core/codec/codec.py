@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +13,13 @@ import torch
 from detonation.core.codec.aggregate import Aggregation, Received
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import Basis
-from detonation.core.codec.form import MessageForm, SharedIndices, indices_by_rule
-from detonation.core.codec.indices import IndexCoding, PackedIndices, Unpackable, narrow
-from detonation.core.codec.precision import FP32, Precision
+from detonation.core.codec.indices import IndexCoding, Unpackable, narrow
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, indices_by_rule, numbers, zero_byte
+from detonation.core.codec.precision import Float, Precision
 from detonation.core.codec.selection import Selection
-from detonation.core.flat.layout import Layout
+from detonation.core.compute.checksum import LINE_BYTES
+from detonation.core.flat.layout import Layout, copy
+from detonation.core.flat.owners import RowOwners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,37 +30,12 @@ class Selected:
     """The coefficients that a message carries, before they are encoded.
 
     Args:
-        values: `[rows, k]` fp32; `[messages, rows, k]` for several messages.
+        values: `[rows, k]` fp32; `[rows, 0]` where an engine has written them into a run, and nobody needs them.
         indices: Of the values, as many, or None where `values` are whole rows.
-        owned: Whether nothing else refers to `values`, so that a message can use them without a copy.
-        message: The coefficients as an engine has encoded them already; `values` are then `[rows, 0]`.
     """
 
     values: Tensor
     indices: Tensor | Unpackable | None
-    owned: bool = False
-    message: Message | None = None
-
-
-@dataclass(frozen=True)
-class Message:
-    """One replica's encoded values, and their encoded indices where the receivers cannot compute them.
-
-    It owns its memory: later changes of the residual do not change it.
-
-    Args:
-        values: The output of the precision.
-        indices: `[nbytes]` uint8.
-        form: The form of a message that an engine wrote; values and indices lie in its buffer.
-    """
-
-    values: Tensor
-    indices: Tensor | None = None
-    form: MessageForm | None = None
-    parts: tuple[Tensor, ...] = field(init=False)  # the tensors to send, in order
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", (self.values,) if self.indices is None else (self.values, self.indices))
 
 
 @dataclass(frozen=True)
@@ -68,6 +45,7 @@ class Codec:
     basis: Basis
     selection: Selection
     precision: Precision
+    _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def summable(self) -> bool:
@@ -85,16 +63,15 @@ class Codec:
 
     def nbytes(self, rows: int) -> int:
         """Bytes of a message of `rows` rows, independent of its values."""
-        indices = 0 if self.selection.shared else self.index_coding.nbytes(rows)
-        return self.precision.nbytes(rows, self.selection.k) + indices
+        return sum(self.lengths(rows))
 
-    def select(self, flat: Tensor, step: int, seed: int) -> Selected:
-        """The coefficients of `flat` to send at `step`; `flat` does not change.
+    def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
+        """The coefficients of `flat` to send at `step`; `flat` does not change. `out` as in `pick`.
 
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
         coefficients = self.basis.forward(flat)
-        return self.pick(coefficients, self.shared_indices(len(flat), step, seed, flat.device))
+        return self.pick(coefficients, self.shared_indices(len(flat), step, seed, flat.device), out)
 
     def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor | None:
         """The indices that a shared selection sends at `step`; None where the data decide, or whole rows are sent.
@@ -116,7 +93,7 @@ class Codec:
         if self.dense:
             return Selected(coefficients, None)
         indices = self.selection.indices(coefficients, 0, 0) if shared is None else narrow(shared).to(torch.int64)
-        return Selected(torch.gather(coefficients, 1, indices, out=out), indices, owned=True)
+        return Selected(torch.gather(coefficients, 1, indices, out=out), indices)
 
     def empty(self, rows: int, step: int, seed: int, device: torch.device) -> Selected:
         """The content of an empty message: zeros, at valid indices.
@@ -130,20 +107,87 @@ class Codec:
             indices = torch.arange(self.selection.k, dtype=torch.int64, device=device).expand(rows, -1)
         return Selected(torch.zeros(rows, self.selection.k, dtype=torch.float32, device=device), indices)
 
-    def encode(self, *selected: Selected, negative_zeros: bool = False) -> list[Message]:
-        """Encodes each selection as one message, or as several of the same size where its values have such a dim.
+    def encode(self, selected: Selected, negative_zeros: bool = False) -> Tensor:
+        """A message of its own memory: later changes of the residual do not change it.
 
         Args:
             negative_zeros: See `Precision.encode`.
-        """
-        return [each.message or self._encoded(each, negative_zeros) for each in selected]
 
-    def read(self, message: Message, rows: int) -> Tensor:
-        """The values of `message` as every receiver decodes them.
-
-        Shapes: -> `[..., rows, k]` fp32.
+        Shapes: -> `[nbytes]` uint8.
         """
-        return self.precision.decode(message.values, rows, self.selection.k)
+        rows = len(selected.values)
+        device = selected.values.device
+        memory = partial(torch.empty, 1, self.nbytes(rows), dtype=torch.uint8, device=device)
+        run = MessageRows(self, rows, memory, negative_zeros=negative_zeros)
+        self.write(selected, run)
+        return run.body[0]
+
+    def read(self, message: Tensor, rows: int) -> Tensor:
+        """The values of `message`, the output of `encode`, as every receiver decodes them.
+
+        Shapes: `[nbytes]` uint8 -> `[rows, k]` fp32.
+        """
+        return self.values(torch.split(message.unsqueeze(0), list(self.lengths(rows)), 1), rows)[0]
+
+    def width(self, rows: int, room: int) -> int:
+        """The bytes of a message with `room` for its header: up to the end of a line of its checksum."""
+        return -(-(room + self.nbytes(rows)) // LINE_BYTES) * LINE_BYTES
+
+    def write(self, selected: Selected, run: MessageRows) -> None:
+        """Encodes a selection into a run, unless its values lie there already."""
+        values, indices = selected.values, selected.indices
+        if run.owners:
+            values, indices = self._dealt(selected, run.owners)
+        count, encoded = run.owners.replicas if run.owners else 1, list["Tensor | None"]()
+        if not isinstance(self.precision, Float):  # before the memory of the run is taken
+            octets = self.precision.encode(values, run.negative_zeros).view(count, -1)
+            encoded += torch.split(octets, list(self.precision.lengths(run.rows, self.selection.k)), 1)
+            targets = [*run.parts]
+        elif run.owners:  # each message begins at any address
+            encoded.append(values.to(self.precision.dtype).view(torch.uint8).view(count, -1))
+            targets = [*run.parts]
+        else:
+            assert run.numbers is not None
+            encoded.append(None if values.data_ptr() == run.numbers.data_ptr() else values)
+            targets = [run.numbers, *run.parts[1:]]
+        if indices is not None and not self.selection.shared:
+            encoded.append(self.index_coding.encode(indices).view(count, -1))
+        if (run.room or run.whole) and (padding := run.padding) is not None:
+            targets.append(padding)
+            encoded.append(zero_byte(padding.device).expand_as(padding))
+        copy(targets, encoded)
+
+    def _dealt(self, selected: Selected, owners: RowOwners) -> tuple[Tensor, Tensor | None]:
+        """The values and the indices of each owner; padding is zeros, at valid indices."""  # [owners, owned, k]
+        if self.selection.shared or selected.indices is None:
+            return owners.deal(selected.values), None
+        sent = narrow(selected.indices)
+        padding = torch.arange(self.selection.k, dtype=sent.dtype, device=sent.device) if owners.missing else None
+        values, indices = owners.deal_each([(selected.values, None), (sent, padding)])
+        return values, indices
+
+    def written(self, run: MessageRows) -> Tensor:
+        """The values of a run, as every receiver decodes them; in fp32 they may share its memory.
+
+        Shapes: -> `[rows of the flat, k]` fp32.
+        """
+        if run.whole or isinstance(self.precision, Float):
+            values = self.values(run.parts, run.rows)
+        else:
+            encoded = run.body[:, : self.precision.nbytes(run.rows, self.selection.k)]
+            values = self.precision.decode(encoded, run.rows, self.selection.k)
+        return run.owners.collect(values) if run.owners else values[0]
+
+    def values(self, parts: Sequence[Tensor], rows: int) -> Tensor:
+        """The values of messages, from their parts.
+
+        Shapes: `[messages, length]` uint8 each -> `[messages, rows, k]` fp32.
+        """
+        k = self.selection.k
+        if isinstance(self.precision, Float):
+            return numbers(parts[0], self.precision.dtype).view(len(parts[0]), rows, k).to(torch.float32)
+        encoded = parts if self.selection.shared else parts[:-1]
+        return self.precision.decode(torch.cat(tuple(encoded), 1), rows, k)
 
     @cached_property
     def unit(self) -> int:
@@ -153,20 +197,21 @@ class Codec:
 
     def lengths(self, rows: int) -> tuple[int, ...]:
         """The bytes of each part of a message of `rows` rows; between two aligned rows every part can be cut."""
-        indices = () if self.selection.shared else (self.index_coding.nbytes(rows),)
-        return (*self.precision.lengths(rows, self.selection.k), *indices)
+        if rows not in self._lengths:
+            indices = () if self.selection.shared else (self.index_coding.nbytes(rows),)
+            self._lengths[rows] = (*self.precision.lengths(rows, self.selection.k), *indices)
+        return self._lengths[rows]
 
-    def parts(self, message: Message, rows: int, count: int) -> list[Tensor]:
-        """The bytes of `count` messages, encoded together, part by part as in `lengths`.
+    def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
+        """The rows from `first` to below `end`, where messages can be cut, of messages in parts.
 
-        Shapes: -> `[count, length]` uint8 each.
+        Shapes: `[messages, length]` uint8 each -> the same.
         """
-        octets = [part.reshape(count, part.numel() // count).view(torch.uint8) for part in message.parts]
-        return [*torch.split(octets[0], list(self.precision.lengths(rows, self.selection.k)), 1), *octets[1:]]
+        return [part[:, a:b] for part, a, b in zip(parts, self.lengths(first), self.lengths(end), strict=False)]
 
     def received(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Tensor],
         rows: int,
         shared: Tensor | Unpackable | None,
         aggregation: Aggregation,
@@ -176,14 +221,13 @@ class Codec:
         Args:
             shared: The indices of every message where all replicas know them, else None.
 
-        Shapes: shared `[rows, k]` integer.
+        Shapes: messages `[nbytes]` uint8, shared `[rows, k]` integer.
         """
-        nbytes = self.nbytes(rows)  # of each; the next one begins at an address for any type
-        lines = torch.zeros(len(messages), nbytes + 8 - nbytes % 8, dtype=torch.uint8, device=messages[0].values.device)
-        for line, message in zip(lines, messages, strict=True):
-            torch.cat([part.reshape(-1).view(torch.uint8) for part in message.parts], out=line[:nbytes])
+        nbytes, device = self.nbytes(rows), messages[0].device
+        body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[:, :nbytes]
+        copy(body.unbind(), messages)
         known = None if shared is None else narrow(shared)
-        return self.arrived(lines[:, :nbytes], rows, known, aggregation).received(self.unit)
+        return self.arrived(body, rows, known, aggregation).received(self.unit)
 
     def arrived(
         self, body: Tensor, rows: int, shared: Tensor | SharedIndices | None, aggregation: Aggregation
@@ -197,16 +241,6 @@ class Codec:
         Shapes: body `[replicas, nbytes]` uint8, shared `[rows, k]` integer.
         """
         return Arrived(self, body, rows, shared, aggregation)
-
-    def _encoded(self, selected: Selected, negative_zeros: bool) -> Message:
-        exact = selected.owned and self.precision == FP32
-        values = selected.values if exact else self.precision.encode(selected.values, negative_zeros)
-        if self.selection.shared or selected.indices is None:
-            return Message(values)
-        indices = selected.indices
-        return Message(
-            values, self.index_coding.encode(indices if isinstance(indices, PackedIndices) else narrow(indices))
-        )
 
     @cached_property
     def dense(self) -> bool:

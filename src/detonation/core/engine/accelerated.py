@@ -1,7 +1,7 @@
 """The Triton engine: a replica's encode and decode on an accelerator, each in one launch over all rows."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor
 from detonation.core.codec.aggregate import Aggregation, Mean, Received
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import DCT, Identity, dct_matrix
-from detonation.core.codec.codec import Codec, Message, Selected
-from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices, Sums
+from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
-from detonation.core.codec.precision import FP32, PRECISIONS, Float
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
+from detonation.core.codec.precision import FP32, PRECISIONS
 from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT
@@ -73,29 +73,23 @@ class TritonEngine(ReferenceEngine):
         self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
         self._coders: dict[Codec, Any] = {}
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
-        plain, rows = replace(self.codec, precision=FP32), self.layout.rows
-        if self._releases == "read":  # the memory is released as the message is read, so that one must be written
-            whole = torch.empty(1, self.codec.nbytes(rows), dtype=torch.uint8, device=self.device)
-            return self.encode_into(lambda: MessageForm(whole, 0, rows), signals, step, bad)
-        width = -(-plain.nbytes(rows) // 8) * 8
-        form = MessageForm(torch.empty(1, width, dtype=torch.uint8, device=self.device), 0, rows)
-        message = self._encoded(plain, signals, step, bad, form)
-        return Selected(message.values, self._indices(message, step), owned=True)
+    def encode(
+        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+    ) -> Selected:
+        # where the memory is released as the message is read, one must be written
+        codec = self.codec if self._releases == "read" else replace(self.codec, precision=FP32)
+        rows = self.layout.rows
+        run = MessageRows(
+            codec, rows, partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
+        )
+        self._encode(codec, signals, step, bad, run)
+        return Selected(codec.written(run), self._indices(run, step))
 
     def encode_into(
-        self,
-        form: Callable[[], MessageForm | None],
-        signals: Sequence[Tensor | None],
-        step: int,
-        bad: Tensor | None = None,
+        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
     ) -> Selected:
-        place = form()
-        if place is None:
-            return self.encode(signals, step, bad)
-        message = self._encoded(self.codec, signals, step, bad, place)
-        indices = self._indices(message, step) if self.codec.selection.shared else None
-        return Selected(self._nothing, indices, owned=True, message=message)
+        self._encode(self.codec, signals, step, bad, run)
+        return Selected(self._nothing, self._indices(run, step) if self.codec.selection.shared else None)
 
     def scan(self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None) -> Tensor:
         key = tuple(numbers)
@@ -111,20 +105,15 @@ class TritonEngine(ReferenceEngine):
             return super().empty(step)
         # by their rule, so that kernels decode here what they decode on the replicas that send something
         shared = SharedIndices(selection, rows, step, self._seed, self.device)
-        return Selected(torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared, owned=True)
+        return Selected(torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared)
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         """Nothing: what was sent has left the memory as it was encoded."""
 
-    def own_message(self, selected: Selected, own: Tensor | None) -> Received:
-        message, mean = selected.message, Mean()
-        if message is None or message.form is None:
-            return super().own_message(selected, own)
-        form, rows = message.form, self.layout.rows
-        body = form.buffer[:, form.room : form.room + self.codec.nbytes(form.owned)]
+    def own_message(self, run: MessageRows, selected: Selected) -> Received:
         shared = selected.indices if isinstance(selected.indices, SharedIndices) else None
-        source = Arrived(self.codec, body, form.owned, shared, mean)
-        return Received(rows, source.read, mean, source=source, dealt=form.dealt)  # a kernel reads it wherever it lies
+        source = Arrived(self.codec, run.body, run.rows, shared, Mean())
+        return Received(self.layout.rows, source.read, source=source, owners=run.owners)  # a kernel reads it in place
 
     def decode(self, received: Received) -> Tensor:
         if not self.reads(received):
@@ -169,58 +158,46 @@ class TritonEngine(ReferenceEngine):
             _say(f"decodes in torch, because {reason}")
         return not reason
 
-    def reply(self, received: Received, form: MessageForm, step: int) -> Message:
+    def reply(self, received: Received, run: MessageRows, step: int) -> None:
         """Encodes the coefficients that the memory holds together with those of an update."""
         source = received.source
         assert isinstance(source, Arrived)
-        coding, places = (
-            coding_of(self._kernels, source.codec),
-            places_of(self._kernels, source.codec, source.rows, WHOLE),
-        )
+        coding, places = coding_of(self._kernels, source.codec), places_of(self._kernels, source.codec, source.rows)
         name = AGGREGATION_NAMES[type(received.aggregation)]
         arrivals = self._kernels.Arrivals(source.body, places, coding, len(source.body), name)
-        return self._encoded(self.codec, [None], step, None, form, arrivals)
+        self._encode(self.codec, [None], step, None, run, arrivals)
 
-    def _encoded(
+    def _encode(
         self,
         codec: Codec,
         signals: Sequence[Tensor | None],
         step: int,
         bad: Tensor | None,
-        form: MessageForm,
+        run: MessageRows,
         arrivals: Any = None,
-    ) -> Message:
-        """Encodes a signal in one launch."""
-        coder, memory = self._coder(codec), self.memory
-        lengths = codec.lengths(form.owned)
+    ) -> None:
+        """Encodes a signal into `run` in one launch."""
+        memory = self.memory
         self._rotate(codec, step)
         readable = [None if s is None else self._readable(s) for s in signals]  # copies live until the launch
-        coder.encode(
+        self._coder(codec).encode(
             self._signals.update(readable),
             self._fine if bad is None else bad,
-            form.buffer[:, form.room :],
-            places_of(self._kernels, codec, form.owned, form.dealt),
+            run.octets[:, run.room :],
+            places_of(self._kernels, codec, run.rows, run.owners),
             memory.residual if memory else None,
             memory.feedback.decay if memory else 0.0,
             memory.feedback.alpha if memory else 0.0,
             release=self._releases,
-            negative_zeros=form.negative_zeros,
+            negative_zeros=run.negative_zeros,
             arrived=arrivals,
         )
-        body = form.buffer[:, form.room : form.room + sum(lengths)]
-        split = 0 if codec.selection.shared else lengths[-1]
-        values, indices = torch.split(body, [body.shape[1] - split, split], 1)
-        if len(body) == 1:  # each of several begins at any address
-            values, indices = values[0], indices[0]
-            if isinstance(codec.precision, Float):
-                values = values.view(codec.precision.dtype).view(form.owned, codec.selection.k)
-        return Message(values, None if codec.selection.shared else indices, form)
 
-    def _indices(self, message: Message, step: int) -> SharedIndices | PackedIndices:
+    def _indices(self, run: MessageRows, step: int) -> SharedIndices | PackedIndices:
         rows, codec = self.layout.rows, self.codec
-        if message.indices is None:
+        if codec.selection.shared:
             return SharedIndices(codec.selection, rows, step, self._seed, self.device)
-        return PackedIndices(codec.index_coding, message.indices, rows)
+        return PackedIndices(codec.index_coding, run.parts[-1][0], rows)
 
     def _decode(
         self,
@@ -238,13 +215,13 @@ class TritonEngine(ReferenceEngine):
         # kernels write unseen by autograd; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
-            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(self._kernels, codec, received.rows, WHOLE)
+            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(self._kernels, codec, received.rows)
             self._coder(codec).decode(
                 *of_sum, source.replicas, "sum", into, addresses, flat, rates, None, source.runs, source.report
             )
             return
-        replicas = 1 if received.dealt.count > 1 else len(source.body)
-        places = places_of(self._kernels, source.codec, source.rows, received.dealt)
+        replicas = 1 if received.owners else len(source.body)
+        places = places_of(self._kernels, source.codec, source.rows, received.owners)
         aggregation = received.aggregation
         name, weights = AGGREGATION_NAMES[type(aggregation)], getattr(aggregation, "of_replicas", None)
         self._coder(source.codec).decode(source.body, places, replicas, name, into, addresses, flat, rates, weights)

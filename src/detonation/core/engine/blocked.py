@@ -28,9 +28,11 @@ class BlockedEngine(ReferenceEngine):
         self._blocks = [self._block(first, min(first + self._some, layout.rows)) for first in firsts]
         self._memories = [memory.of_rows(block.layout, block.first) for block in self._blocks]
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
+    def encode(
+        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+    ) -> Selected:
         k, coding = self.codec.selection.k, self.codec.index_coding
-        values = torch.empty(self.layout.rows, k, dtype=torch.float32, device="cpu")
+        values = torch.empty(self.layout.rows, k, dtype=torch.float32, device="cpu") if out is None else out
         indices = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
         finder = cache(partial(TopKFinder, self.codec.selection.chunk, k))  # made anew each step: megabytes
         for block, memory in zip(self._blocks, self._memories, strict=True):
@@ -42,7 +44,7 @@ class BlockedEngine(ReferenceEngine):
             if self._exact:
                 memory.release([self._basis.inverse_sparse(some, found, residual.shape[1])])
         encoded = torch.cat([coding.encode(some) for some in torch.split(indices, 8 * self._some)])
-        return Selected(values, PackedIndices(coding, encoded, self.layout.rows), owned=True)
+        return Selected(values, PackedIndices(coding, encoded, self.layout.rows))
 
     def write(self, received: Received, targets: Sequence[Tensor]) -> None:
         if not all(target.is_contiguous() for target in targets):

@@ -6,9 +6,10 @@ from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, Mea
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec
-from detonation.core.codec.form import Dealt, SharedIndices, Sums
+from detonation.core.codec.message_rows import SharedIndices, Sums
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.selection import Everything, Random, Slicing, Striding, TopK
+from detonation.core.flat.owners import RowOwners
 
 LONGEST_TRANSFORM, LONGEST_ROW, LONGEST_SHARED = 128, 256, 1024
 """The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold; and those of a
@@ -67,7 +68,8 @@ def coding_of(kernels: Any, codec: Codec) -> Any:
     )
 
 
-def places_of(kernels: Any, codec: Codec, owned: int, dealt: Dealt) -> Any:
-    """The bytes of a message of `owned` rows, as kernels read them (`Places`)."""
-    lengths = codec.precision.lengths(owned, codec.selection.k)
-    return kernels.Places(lengths[0], sum(lengths), dealt.count, dealt.turns, dealt.run, owned)
+def places_of(kernels: Any, codec: Codec, rows: int, owners: RowOwners | None = None) -> Any:
+    """The bytes of a message of `rows` rows, as kernels read them (`Places`); of one for each owner of rows."""
+    lengths = codec.precision.lengths(rows, codec.selection.k)
+    dealt = (owners.replicas, owners.in_turns, owners.run) if owners else (1, 0, 1)
+    return kernels.Places(lengths[0], sum(lengths), *dealt, rows)

@@ -12,6 +12,8 @@ from detonation.core.codec.aggregate import Mean, MeanNonzero, Received
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
+from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.precision import FP32
 from detonation.core.codec.selection import TopK
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import Library, SignRate
@@ -42,18 +44,33 @@ class NativeEngine(ReferenceEngine):
         self.releases_at_once = self._exact
         self._released_share = memory.feedback.alpha if self._exact else 0.0
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
-        values, indices = self._library.encode(
+    def encode(
+        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+    ) -> Selected:
+        values = torch.empty(self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu")
+        return self._encoded(signals, values, torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu"))
+
+    def encode_into(
+        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
+    ) -> Selected:
+        if run.owners or self.codec.precision != FP32:
+            return super().encode_into(run, signals, step, bad)
+        assert run.numbers is not None
+        return self._encoded(signals, run.numbers, run.parts[-1][0])
+
+    def _encoded(self, signals: Sequence[Tensor | None], values: Tensor, indices: Tensor) -> Selected:
+        """Absorbs a signal, and selects into `values` and `indices`."""  # [rows, k] fp32, [nbytes] uint8
+        self._library.encode(
             self._memory.residual,
             [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],
             self._numel,
             self._memory.feedback.decay,
             self._released_share,
-            self.codec.selection.k,
             self._width,
-            self._index_bytes,
+            values,
+            indices,
         )
-        return Selected(values, PackedIndices(self._coding, indices, self.layout.rows), owned=True)
+        return Selected(values, PackedIndices(self._coding, indices, self.layout.rows))
 
     def release(self, selected: Selected, own: Tensor | None) -> None:
         if own is not None and selected.indices is not None:

@@ -1,6 +1,6 @@
 """The reference engine: the arithmetic of one replica's step in ordinary torch, the standard for all other engines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, Received, aggregate
 from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.form import MessageForm
 from detonation.core.codec.indices import narrow
+from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.engine.rows_at_once import Room, decoded_at_once, is_heavy, released_at_once, selected_at_once
@@ -52,12 +52,15 @@ class ReferenceEngine:
         self.releases_at_once = memory is None
         """True if `encode` already removes the sent values from memory, so that `release` has nothing to do."""
 
-    def encode(self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None) -> Selected:
+    def encode(
+        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+    ) -> Selected:
         """Adds a signal to the memory and selects the coefficients to send.
 
         Args:
             bad: On a device that decides by itself, `[]` bool: where it is True zeros are selected, and the memory does
                 not change.
+            out: Where the values may go; new memory when left out.
 
         Shapes: one local shape per parameter -> values `[rows, k]`.
         """
@@ -65,9 +68,9 @@ class ReferenceEngine:
         some = rows if codec.dense or (self._on_cpu and codec.selection.shared) else self._selected_rows
         if rows <= some:
             flat = self._absorbed(self.layout, self.memory, signals, bad)
-            return self._narrow(codec.select(flat, step, self._seed), bad)
+            return self._narrow(codec.select(flat, step, self._seed, out), bad)
         shared = codec.shared_indices(rows, step, self._seed, self.device)
-        values = torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device)
+        values = torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device) if out is None else out
         indices = torch.empty(values.shape, dtype=codec.index_coding.dtype, device=self.device)
         for first, flat in self._absorbed_parts(signals, bad):
             for start in range(0, len(flat), some):
@@ -81,7 +84,7 @@ class ReferenceEngine:
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
-        return Selected(values, indices, owned=True)
+        return Selected(values, indices)
 
     def _absorbed(
         self, layout: Layout, memory: Memory | None, signals: Sequence[Tensor | None], bad: Tensor | None
@@ -100,17 +103,17 @@ class ReferenceEngine:
             yield block.first, self._absorbed(block.layout, memory, block.cut(signals), bad)
 
     def encode_into(
-        self,
-        form: Callable[[], MessageForm | None],
-        signals: Sequence[Tensor | None],
-        step: int,
-        bad: Tensor | None = None,
+        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
     ) -> Selected:
-        """`encode`, for an engine that writes the message itself: in the form that `form` makes, unless that is None.
+        """`encode`, and writes the coefficients into `run`.
 
         Shapes: one local shape per parameter.
         """
-        return self.encode(signals, step, bad)
+        # what the network adds up is still needed as it was, to release it
+        fits = self.codec.precision == FP32 and not (run.is_summed or self.codec.dense)
+        selected = self.encode(signals, step, bad, run.numbers if fits else None)
+        self.codec.write(selected, run)
+        return selected
 
     def scan(self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None) -> Tensor:
         """For an engine that reads a status: the status of signals with these rising `numbers`; see `Scanner.scan`.
@@ -119,22 +122,21 @@ class ReferenceEngine:
         """
         raise NotImplementedError
 
-    def own_message(self, selected: Selected, own: Tensor | None) -> Received:
-        """This replica's message as the only one that was received: `own` are its values as receivers decode them.
+    def own_message(self, run: MessageRows, selected: Selected) -> Received:
+        """This replica's message as the only one that was received, as every receiver decodes it.
 
-        Shapes: own `[rows, k]` fp32; None for a message that this engine wrote.
+        It shares memory with `run`.
         """
-        assert own is not None
-        return self.of_one(own, selected)
+        return self.of_one(self.codec.written(run), selected)
 
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
         """A selection without values that must not count, and with indices in the smallest type that holds them."""
-        values, indices, owned = selected.values, selected.indices, selected.owned
+        values, indices = selected.values, selected.indices
         if bad is not None:
-            values, owned = values.masked_fill(bad, 0.0), True
+            values = values.masked_fill(bad, 0.0)
         if isinstance(indices, Tensor):
             indices = indices.to(self.codec.index_coding.dtype)
-        return Selected(values, indices, owned)
+        return Selected(values, indices)
 
     def empty(self, step: int) -> Selected:
         """The content of an empty message: zeros; the memory does not change.
@@ -232,7 +234,7 @@ class ReferenceEngine:
         some = self._decoded_at_once(received)
         # what owners sent costs launches to read, and is read in few parts
         read = some
-        if self._room.few_launches and received.dealt.count > 1:
+        if self._room.few_launches and received.owners:
             read = received.rows if self.codec.selection.shared else -(-received.rows // READS)
         for block in received.blocks(some, read):
             decoded = self._decoded(block, received.aggregation)

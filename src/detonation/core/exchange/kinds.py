@@ -6,9 +6,9 @@ from detonation.core.engine import rows_at_once
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.one_stage import AllGather, AllReduce
-from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.layout import Layout
+from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link

@@ -1,6 +1,5 @@
 """Exchanges of one collective: an all-reduce or an all-gather."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -9,15 +8,15 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Received
-from detonation.core.codec.codec import Codec, Selected
-from detonation.core.codec.form import WHOLE, MessageForm, SharedIndices, Sums
+from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import narrow
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.precision import Float
-from detonation.core.exchange.exchange import InFlight, negative_zeros, opened, played, sealed
-from detonation.core.exchange.outgoing import Outgoing, form_of
-from detonation.core.exchange.workspace import Workspace, workspace_for
+from detonation.core.exchange.exchange import negative_zeros, opened, played, sealed
+from detonation.core.exchange.message import Message
+from detonation.core.exchange.workspace import fresh, workspace_for
 from detonation.core.integrity.guard import Guard
-from detonation.core.integrity.header import DIGITS
+from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.link.link import Link
 from detonation.core.link.tape import Tape
 from detonation.core.schemes.buckets import aligned_rows
@@ -44,77 +43,49 @@ class AllReduce:
         assert isinstance(codec.precision, Float)
         self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
         self._dtype, self._k, self._digits = codec.precision.dtype, codec.selection.k, DIGITS * link.replicas
-        self._workspace = workspace_for(scheme, link) if guard.kernels is not None else Workspace()
+        self._workspace, self._fresh = workspace_for(scheme, link, guard.kernels is not None), fresh(guard)
 
-    def start(self, step: int) -> InFlight:
-        buffer = self._take("sum", self._rows * self._k + self._digits)
-        if self._guard.kernels is None:  # which write all of the digits
-            buffer[len(buffer) - self._digits :].zero_()
-        return InFlight(step, buffer)
+    def start(self, step: int) -> Message:
+        return Message(step, self._codec, self._guard.kernels)
 
-    def _take(self, name: Hashable, count: int) -> Tensor:
-        """Memory for `count` numbers."""
-        octets = self._workspace.take(name, (count * self._dtype.itemsize,), self._guard.usual.device)
-        return octets.view(self._dtype)
+    def run(self, message: Message, first: int, rows: int) -> MessageRows:
+        # the digits of all replicas leave with the first rows
+        nbytes = (rows * self._k + (0 if first else self._digits)) * self._dtype.itemsize
+        memory = self._fresh and partial(self._fresh, 1, nbytes)
+        memory = memory or partial(self._workspace.take, ("sum", first), (1, nbytes), self._guard.usual.device)
+        message.waiting = run = MessageRows(self._codec, rows, memory, first, is_summed=True)
+        return run
 
-    def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
-        buffer, count = flight.message, rows * self._k
-        assert isinstance(buffer, Tensor)
-        if self._guard.kernels is None:
-            return None
-        if self._scheme.needs_own_update:  # the network adds into its buffer
-            part = self._take(("own", first), count)
-        elif first or rows == self._rows:
-            part = buffer[first * self._k :][:count]
-        else:  # with room for the digits, which leave with the first rows
-            flight.last = self._take("last", count + self._digits)
-            part = flight.last[:count]
-        return MessageForm(part.view(torch.uint8).unsqueeze(0), 0, rows)
-
-    def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
-        # selected values [rows, k] fp32 -> [rows, k] fp32
-        message, buffer = selected.message, flight.message
-        assert isinstance(buffer, Tensor)
-        flight.know(first, selected.indices)
-        values = selected.values if message is None else message.values
-        flight.waiting.append((first, len(values)))
-        if message is not None and not self._scheme.needs_own_update:  # an engine has written them where they leave
-            return None
-        part = buffer[first * self._k : first * self._k + values.numel()].view_as(values)
-        part.copy_(values)
-        return part.to(torch.float32, copy=True) if read_own else None  # the network is about to add into the buffer
-
-    def send(self, flight: InFlight, status: int | Tensor | None) -> None:
-        buffer = flight.message
-        assert isinstance(buffer, Tensor)
-        first, rows = min(flight.waiting)[0], sum(rows for _, rows in flight.waiting)
-        flight.waiting.clear()
-        run = buffer[first * self._k : (first + rows) * self._k]
+    def send(self, message: Message, status: int | Tensor | None) -> None:
+        run = message.leave()
+        message.sent.clear()
+        values = run.octets[0].view(self._dtype)
         if status is not None:
-            whole = buffer if flight.last is None else flight.last
-            digits = whole[len(whole) - self._digits :]
+            digits = values[run.rows * self._k :]
+            if self._guard.kernels is None:  # which write all of the digits
+                digits.zero_()
             self._guard.seal_sum(digits, status)
-            run = whole if rows == self._rows or flight.last is not None else torch.cat([run, digits])
-        flight.sums.append((first, rows, self._link.all_reduce(run)))
+        message.sums.append(self._link.all_reduce(values))
 
-    def forward(self, flight: InFlight) -> None:
+    def forward(self, message: Message) -> None:
         pass
 
-    def receive(self, flight: InFlight) -> Received:
-        totals = [(first, rows, self._of_all(wait(), rows)) for first, rows, wait in flight.sums]
-        digits = totals[-1][2][totals[-1][1] * self._k :]
-        if self._link.tape and not self._link.tape.plays:
-            values = [total[: rows * self._k] for _, rows, total in sorted(totals, key=lambda run: run[0])]
-            whole = totals[0][2] if len(totals) == 1 else torch.cat([*values, digits])
-            self._link.tape.put(self._guard.place, flight.step, whole)
+    def receive(self, message: Message) -> Received:
+        rows = message.rows or [(0, self._rows)]
+        totals = [(at, self._of_all(wait(), count)) for (at, count), wait in zip(rows, message.sums, strict=True)]
+        digits = totals[-1][1][rows[-1][1] * self._k :]
         ordered = sorted(totals, key=lambda run: run[0])
-        runs = {first: total[: rows * self._k].view(rows, self._k) for first, rows, total in ordered}
-        shared, replicas, source = flight.indices(), self._link.replicas, None
+        counts = dict(rows)
+        runs = {at: total[: counts[at] * self._k].view(counts[at], self._k) for at, total in ordered}
+        if self._link.tape and not self._link.tape.plays:
+            whole = torch.cat([*(run.view(-1) for run in runs.values()), digits]) if len(runs) > 1 else totals[0][1]
+            self._link.tape.put(self._guard.place, message.step, whole)
+        shared, replicas, source = message.indices, self._link.replicas, None
         if self._guard.kernels is not None:
             report = self._workspace.take("report", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
-            self._guard.inspect_sum(list(runs.values()), digits, flight.step, report)
+            self._guard.inspect_sum(list(runs.values()), digits, message.step, report)
             source = Sums(list(runs.items()), report, replicas, shared)
-        elif not self._guard.open_sum(list(runs.values()), digits, flight.step):
+        elif not self._guard.open_sum(list(runs.values()), digits, message.step):
             runs = {first: torch.zeros_like(run) for first, run in runs.items()}
         read = partial(_read_sums, runs, shared, None if source is None else source.report)
         return Received(self._rows, read, Divided(replicas), source=source)
@@ -129,12 +100,11 @@ class AllReduce:
             total[: rows * self._k] *= self._link.replicas / (self._link.replicas - absent)
         return total
 
-    def play(self, flight: InFlight, tape: Tape) -> None:
+    def play(self, message: Message, tape: Tape) -> None:
         def take() -> Tensor:  # [rows * k + digits]
-            return tape.take(self._guard.place, flight.step).to(self._guard.usual.device).view(self._dtype)
+            return tape.take(self._guard.place, message.step).to(self._guard.usual.device).view(self._dtype)
 
-        flight.waiting.clear()
-        flight.sums.append((0, self._rows, take))
+        message.sums.append(take)
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "AllReduce":
         return AllReduce(self._scheme, self._codec, self._link, guard, rows)
@@ -162,47 +132,37 @@ class AllGather:
 
     def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
         self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
-        self._workspace = workspace_for(scheme, link)
+        self._workspace, self._fresh = workspace_for(scheme, link, guard.kernels is not None), fresh(guard)
+        self._unit = aligned_rows(codec)
 
-    def start(self, step: int) -> InFlight:
-        return InFlight(step, Outgoing(self._codec, 1, kernels=self._guard.kernels))
+    def start(self, step: int) -> Message:
+        return Message(step, self._codec, self._guard.kernels)
 
-    def form(self, flight: InFlight, first: int, rows: int) -> MessageForm | None:
-        zeros, device = self._zeros(flight.step), self._guard.usual.device
-        return form_of(self._codec, rows, WHOLE, zeros, device, first, self._workspace)
+    def run(self, message: Message, first: int, rows: int) -> MessageRows:
+        room = 0 if first else HEADER_BYTES
+        whole = rows == self._rows  # which is sealed where it lies
+        shape = 1, self._codec.width(rows, room) if whole else room + self._codec.nbytes(rows)
+        memory = self._fresh and partial(self._fresh, *shape)
+        memory = memory or partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
+        zeros = negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
+        message.waiting = run = MessageRows(self._codec, rows, memory, first, room, negative_zeros=zeros)
+        return run
 
-    def _zeros(self, step: int) -> bool:
-        return negative_zeros(self._scheme, step, self._link.replica, self._link.replicas)
+    def send(self, message: Message, status: int | Tensor | None) -> None:
+        octets = sealed(message, self._guard, status)
+        message.arriving.append(self._link.all_gather(octets[0]))
 
-    def add(self, flight: InFlight, first: int, selected: Selected, read_own: bool) -> Tensor | None:
-        # selected values [rows, k] fp32 -> [rows, k] fp32
-        assert isinstance(flight.message, Outgoing)
-        rows = len(selected.values)
-        (message,) = self._codec.encode(selected, negative_zeros=self._zeros(flight.step))
-        flight.message.add(first, rows, message)
-        if self._codec.selection.shared:
-            flight.know(first, selected.indices)
-        return self._codec.read(message, rows) if read_own else None
-
-    def send(self, flight: InFlight, status: int | Tensor | None) -> None:
-        assert isinstance(flight.message, Outgoing)
-        octets = sealed(flight.message, self._guard, flight.step, status)
-        flight.message.arriving.append(self._link.all_gather(octets.view(-1)))
-
-    def forward(self, flight: InFlight) -> None:
+    def forward(self, message: Message) -> None:
         pass
 
-    def receive(self, flight: InFlight) -> Received:
-        aggregation, shared = self._scheme.aggregation, flight.indices()
-        tape, workspace = self._link.tape, self._workspace
-        arrived = opened(
-            flight, self._codec, self._guard, self._rows, shared, aggregation, tape=tape, workspace=workspace
-        )
-        assert isinstance(flight.message, Outgoing)
-        return arrived.received(aligned_rows(self._codec), flight.message.release)
+    def receive(self, message: Message) -> Received:
+        aggregation, tape, workspace = self._scheme.aggregation, self._link.tape, self._workspace
+        shared = message.indices
+        arrived = opened(message, self._guard, self._rows, shared, aggregation, tape=tape, workspace=workspace)
+        return arrived.received(self._unit, message.release)
 
-    def play(self, flight: InFlight, tape: Tape) -> None:
-        flight.message = played(tape, self._guard, self._codec, flight.step, self._link.replicas)
+    def play(self, message: Message, tape: Tape) -> None:
+        message.played = played(tape, self._guard, message.step, self._link.replicas)
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "AllGather":
         return AllGather(self._scheme, self._codec, self._link, guard, rows)

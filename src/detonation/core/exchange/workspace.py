@@ -1,11 +1,13 @@
 """Workspace: the memory of messages, written again step after step, so that a step on an accelerator allocates none."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.schemes.scheme import Scheme
 
@@ -38,11 +40,17 @@ class Workspace:
         return oldest
 
 
-def workspace_for(scheme: Scheme, link: Link) -> Workspace:
+def workspace_for(scheme: Scheme, link: Link, on_device: bool) -> Workspace:
     """The workspace of a channel.
 
     Gradients leave at every step. A round is rare, and its messages take memory only while they travel. A communicator
-    that outlives replicas may send a message once more, long after it has arrived here.
+    that outlives replicas may send a message once more, long after it has arrived here; one of simulated replicas, on
+    a CPU, hands a message itself to others, who may still read it.
     """
-    kept = scheme.signal == "gradients" and link.elastic is None
+    kept = on_device and scheme.signal == "gradients" and link.elastic is None
     return Workspace(scheme.round.delay + 1 if kept else 0)
+
+
+def fresh(guard: Guard) -> Callable[..., Tensor] | None:
+    """Makes new memory for messages in the place of a workspace, where no kernels seal them; takes a shape."""
+    return None if guard.kernels else partial(torch.empty, dtype=torch.uint8, device=guard.usual.device)

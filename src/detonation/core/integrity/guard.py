@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detonation.core.codec.message_rows import MessageRows, joined, row_run
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
@@ -71,29 +72,26 @@ class Guard:
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
-    def seal(self, messages: Tensor, nbytes: int, step: int, status: int | Tensor, phase: int = 0) -> None:
-        """Writes a header before the bytes of each message of one collective.
+    def seal(self, runs: Sequence[MessageRows], step: int, status: int | Tensor, phase: int = 0) -> None:
+        """Writes the header of each message of one collective, in the room of its first run.
 
         Args:
-            nbytes: Of each message, after its header.
+            runs: In the order of their rows: of one replica's message, or of one to each owner.
             status: 0, or 1 + the number of the parameter because of which a part of the message is zeros.
             phase: Which of the collectives of an exchange; the last is 0.
-
-        Shapes: `[messages, 64 + nbytes + padding]` uint8, whose padding is zeros.
         """
-        header = self._header(step, status, phase)
-        if self.kernels is None:
-            header.seal(messages, nbytes)
+        header, octets = self._header(step, status, phase), runs[0].octets
+        nbytes = runs[0].nbytes if len(runs) == 1 else runs[0].codec.nbytes(sum(run.rows for run in runs))
+        if self.kernels is not None:
+            self._seal(
+                [row_run(self.kernels, run.codec, run.octets, run.room, run.rows) for run in runs], nbytes, header
+            )
+        elif len(runs) == 1:
+            header.seal(octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets, nbytes)
         else:
-            self._seal([self.kernels.RowRun(messages, HEADER_BYTES, 0, (nbytes, 0, 0))], nbytes, header)
-
-    def seal_runs(self, runs: Sequence[Any], nbytes: int, step: int, status: int | Tensor, phase: int = 0) -> None:
-        """`seal` by kernels, for messages that lie in several runs of rows.
-
-        Args:
-            runs: In the order of their rows (`RowRun`).
-        """
-        self._seal(runs, nbytes, self._header(step, status, phase))
+            whole = joined([run.parts for run in runs], HEADER_BYTES)
+            header.seal(whole, nbytes)
+            octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
 
     def _header(self, step: int, status: int | Tensor, phase: int) -> Header:
         received = 0

@@ -103,7 +103,7 @@ def unsealed(messages: Tensor) -> tuple[Tensor, Tensor]:
 
     Shapes: `[messages, nbytes]` uint8 -> `[messages, 8]` and `[messages]` int64.
     """
-    words = messages[:, :HEADER_BYTES].clone().view(torch.int64)
+    words = messages[:, :HEADER_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int64)
     return words, checksums(messages, CHECKSUM_AT)
 
 

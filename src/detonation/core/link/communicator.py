@@ -91,7 +91,7 @@ class ProcessGroupCommunicator:
         self._group = axis.get_group()
         self._size, self.replica = axis.size(), axis.get_local_rank()
         # a gloo group reads host memory only: a message from an accelerator takes a detour
-        self._staging = HostStaging() if dist.get_backend(self._group) == "gloo" else None
+        self._staging = HostStaging() if dist.get_backend(self._group) == "gloo" and axis.device_type != "cpu" else None
         self._free: list[Tensor] = []  # receive buffers that were returned
 
     def size(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from detonation.core.agreement.consensus import StopConsensus
-from detonation.core.exchange.owners import RowOwners
 from detonation.core.exchange.two_stage import TwoStage
+from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
 from detonation.core.link.link import links_of_shards, mismatch_on_all

@@ -1,7 +1,7 @@
 """`Replicated`: a torch optimizer whose step all replicas agree on."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
 from detonation.core.schemes.scheme import Scheme
 
+_NO_TURN = nullcontext()
+
 
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
@@ -51,6 +53,7 @@ class Replicated(OptimizerWrapper):
     def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings) -> None:
         super().__init__(base)
         self.levels, self.settings, self.step_count = tuple(levels), settings, 0
+        self._elastic = any(hasattr(axis, "enter_step") for axis, _ in levels)
         self.tape: Tape | None = None
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
@@ -98,19 +101,22 @@ class Replicated(OptimizerWrapper):
         if not overlapping and not self.base.state and states.only_creates_state():
             self._base_step.unclipped()
             return loss
-        states.warn_of_lost_memory(self)
-        self._base_step.overflow = self.unscale()
-        with turn_of(self._consensus), PROGRESS:
-            self.set_up()
+        if self.memory_lost:
+            states.warn_of_lost_memory(self)
+        self._base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
+        consensus = self._consensus
+        with turn_of(consensus) if consensus is None or consensus.patience else _NO_TURN, PROGRESS:
+            if self._replicators is None:
+                self.set_up()
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
-                if not overlapping:
+                if not overlapping and self._elastic:
                     self.renumber()
                 self._consensus.enter_step(self.step_count, begun)
                 if not overlapping and self._trained.changed:
                     self._change_trained(in_buckets=begun)
-                self._agreed_step(self.build(), self._consensus)
+                self._agreed_step(self._replicators or [], self._consensus)
         return loss
 
     def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.precision import FP32
+from detonation.core.codec.codec import Selected
+from detonation.core.codec.message_rows import MessageRows
 from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.compiled import engine_for
@@ -60,6 +61,7 @@ class Channel:
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
+        self._whole = BucketPipeline(Bucket.whole(layout), self.engine)
         self._alone: dict[int, Exchange] = {}  # by the first row of a bucket that is a message of its own
 
     @cached_property
@@ -81,7 +83,7 @@ class Channel:
     def start(self, step: int) -> Transfer:
         """The transfer of `step`, with nothing in it yet."""
         self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(Bucket.whole(self.layout), self.engine, self.exchange, self.exchange.start(step))
+        return Transfer(self._whole.bucket, self.engine, self.exchange, self.exchange.start(step))
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
         """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
@@ -91,7 +93,7 @@ class Channel:
         transfer = self.start(step)
         # engines on a CPU work in blocks of their own, which fit into its caches
         at_once = self.runtime.device.type == "cpu" or self.engine.reads_status  # kernels need no temporaries
-        pipelines = [BucketPipeline(Bucket.whole(self.layout), self.engine)] if at_once else self.pipelines
+        pipelines = [self._whole] if at_once else self.pipelines
         parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in pipelines]
         self._send(transfer, parts, self._status(self.engine, signals))
         return transfer
@@ -135,7 +137,9 @@ class Channel:
             bad = found > 0
             if found and not transfer.status:
                 transfer.status = 1 + bucket.pieces[found - 1].index
-        self._encode(transfer, pipeline, pieces, bad)
+        run = self.exchange.run(transfer.message, bucket.first, bucket.layout.rows)
+        self._encode(transfer, pipeline, run, pieces, bad)
+        del run  # the exchange may send a copy
         status: int | Tensor | None = None
         if is_last and self.engine.reads_status:
             status = self._statuses
@@ -143,7 +147,7 @@ class Channel:
             of_all = [numbers for numbers, _ in transfer.within]
             status = first_outside(of_all, [w for _, w in transfer.within]) if any(of_all) else transfer.status
             transfer.is_empty = status > 0
-        self.exchange.send(transfer.flight, status)
+        self.exchange.send(transfer.message, status)
         self._release(transfer)
         return bad
 
@@ -211,55 +215,76 @@ class Channel:
         elif isinstance(status, Tensor) and self.scheme.signal == "parameters":
             transfer.is_empty = status.any()
         bad = status if isinstance(status, Tensor) and self.engine.reads_status else transfer.is_empty
+        run = transfer.exchange.run(transfer.message, 0, transfer.bucket.layout.rows)
         for pipeline, pieces in parts:
-            self._encode(transfer, pipeline, pieces, bad)
+            bucket = pipeline.bucket
+            part = run if len(parts) == 1 else run.of_rows(bucket.first, bucket.layout.rows)
+            self._encode(transfer, pipeline, part, pieces, bad)
             if pipeline.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
                 self._release(transfer)
-        transfer.exchange.send(transfer.flight, status)
+        del run, part  # the exchange may send a copy
+        transfer.exchange.send(transfer.message, status)
         self._release(transfer)
 
     def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
         for pipeline in pipelines:
-            self._encode(transfer, pipeline, [], bad=True)  # whose indices may be needed
+            self._empty(transfer, pipeline)  # whose indices may be needed
         if is_last:
             assert self.link.tape is not None
-            transfer.exchange.play(transfer.flight, self.link.tape)
+            transfer.exchange.play(transfer.message, self.link.tape)
             transfer.forwarded = True
 
     def _send_zeros(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int) -> None:
         """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
         for pipelines in collectives:
-            for pipeline in pipelines:
-                self._encode(transfer, pipeline, [], bad=True)
-            transfer.exchange.send(transfer.flight, status if pipelines is collectives[-1] else None)
+            begin, buckets = transfer.bucket.first, [each.bucket for each in pipelines]
+            first = min(each.first for each in buckets)
+            run = transfer.exchange.run(transfer.message, first - begin, sum(each.layout.rows for each in buckets))
+            for pipeline, bucket in zip(pipelines, buckets, strict=True):
+                part = run.of_rows(bucket.first - first, bucket.layout.rows)
+                pipeline.engine.codec.write(self._empty(transfer, pipeline), part)
+            transfer.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
+
+    def _empty(self, transfer: Transfer, pipeline: BucketPipeline) -> Selected:
+        """The content of a bucket without a signal."""
+        selected = pipeline.engine.empty(transfer.message.step)
+        self._know(transfer, pipeline, selected)
+        return selected
+
+    def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
+        """Keeps the indices that all replicas know."""
+        if self.scheme.codec.selection.shared:
+            transfer.message.know(pipeline.bucket.first - transfer.bucket.first, selected.indices)
 
     def _encode(
-        self, transfer: Transfer, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], bad: bool | Tensor
+        self,
+        transfer: Transfer,
+        pipeline: BucketPipeline,
+        run: MessageRows,
+        pieces: Sequence[Tensor | None],
+        bad: bool | Tensor,
     ) -> None:
-        """Encodes the pieces of a signal in a bucket, or zeros where the signal is not finite."""
-        bucket, engine, step = pipeline.bucket, pipeline.engine, transfer.flight.step
-        exchange, flight, first = transfer.exchange, transfer.flight, bucket.first - transfer.bucket.first
+        """Encodes the pieces of a signal in a bucket into `run`, or zeros where the signal is not finite."""
+        engine, step = pipeline.engine, transfer.message.step
         if isinstance(bad, Tensor) or not bad:
-            form = partial(exchange.form, flight, first, bucket.layout.rows)
-            selected = engine.encode_into(form, pieces, step, bad if isinstance(bad, Tensor) else None)
+            selected = engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
+            self._know(transfer, pipeline, selected)
+            if not engine.releases_at_once:
+                own = engine.codec.written(run) if engine.needs_own_values else None
+                kept = selected if own is None else replace(selected, values=own)  # without the values as they were
+                transfer.unreleased.append((engine, kept, own))
         else:
-            selected = engine.empty(step)
-        read_own = selected.message is None and (self._needs_own_update or engine.needs_own_values)
-        own = exchange.add(flight, first, selected, read_own)
-        as_read = selected if own is None else replace(selected, values=own)  # without the values as they were
-        if engine.needs_own_values or engine.codec.precision == FP32:
-            selected = as_read
+            selected = self._empty(transfer, pipeline)
+            engine.codec.write(selected, run)
         if self._needs_own_update:
-            transfer.own.append(OwnPart(pipeline, as_read, own))
-        if not engine.releases_at_once and (isinstance(bad, Tensor) or not bad):
-            transfer.unreleased.append((pipeline, selected, own))
+            transfer.own.append(OwnPart(pipeline, engine.own_message(run.copy() if run.is_summed else run, selected)))
 
     def _release(self, transfer: Transfer) -> None:
         """Removes what was sent from memory, while the collective runs."""
         while transfer.unreleased:
-            pipeline, selected, own = transfer.unreleased.pop(0)
-            pipeline.engine.release(selected, own)
+            engine, selected, own = transfer.unreleased.pop(0)
+            engine.release(selected, own)
 
     def _start_part(self, pipeline: BucketPipeline, step: int) -> Transfer:
         """The transfer of one bucket as a message of its own, with nothing in it yet."""
@@ -279,14 +304,13 @@ class Channel:
 
     def _guard(self, layout: Layout, number: int) -> Guard:
         """The guard of bucket `number`, 0 for the whole."""
-        scheme, runtime = self.scheme, self.runtime
-        arguments = (scheme.name, dict(scheme.arguments))
-        schema = repr((*arguments, layout.slots, runtime.seed, self.engine.name, self.link.replicas))
-        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names), SILENT]
-        of_message = names, schema, self.place << 10 | number, self.link.replica, scheme.round.delay
-        kernels, _ = kernel_library.gpu_kernels(runtime) if self.engine.reads_status else (None, "")
+        arguments = (self.scheme.name, dict(self.scheme.arguments))
+        schema = repr((*arguments, layout.slots, self.runtime.seed, self.engine.name, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
-        return Guard(*of_message, self.counts, runtime.decides_on_device, self._usual, kernels, forget)
+        at = schema, self.place << 10 | number, self.link.replica, self.scheme.round.delay
+        kernels = kernel_library.gpu_kernels(self.runtime)[0] if self.engine.reads_status else None
+        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names), SILENT]
+        return Guard(names, *at, self.counts, self.runtime.decides_on_device, self._usual, kernels, forget)
 
     def _pipeline(self, bucket: Bucket) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)

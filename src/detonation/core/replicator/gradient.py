@@ -89,7 +89,7 @@ class GradientReplicator(Replicator):
         transfer = self._send(step)
         if transfer.own:
             self._own_updates.exchange(OwnUpdate(self.layout, transfer.own))
-        update = self._updates.exchange(transfer).receive()
+        update = (self._updates.exchange(transfer) if self._delayed else transfer).receive()
         if not (self.last and taken(update, self.parameters, self._base)):
             update.write(gradients_to_fill(self.parameters))
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import Tensor
 
@@ -10,7 +9,8 @@ from detonation.core.codec.aggregate import Received
 from detonation.core.codec.codec import Selected
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.exchange import Exchange, InFlight
+from detonation.core.exchange.exchange import Exchange
+from detonation.core.exchange.message import Message
 from detonation.core.flat.rows import Bucket
 
 
@@ -24,15 +24,15 @@ class BucketPipeline:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """The part of this replica's message in one bucket, as every receiver decodes it.
-
-    Args:
-        values: `[rows, k]` fp32; None where an engine has encoded them already.
-    """
+    """The part of this replica's message in one bucket, as every receiver decodes it."""
 
     pipeline: BucketPipeline
-    selected: Selected
-    values: Tensor | None
+    received: Received
+
+    @property
+    def engine(self) -> ReferenceEngine:
+        """The engine that encoded it."""
+        return self.pipeline.engine
 
     def decode(self) -> Tensor:
         """The update of these rows if all replicas had sent this message.
@@ -41,16 +41,6 @@ class OwnPart:
         """
         return self.engine.decode(self.received)
 
-    @property
-    def engine(self) -> ReferenceEngine:
-        """The engine that encoded it."""
-        return self.pipeline.engine
-
-    @cached_property
-    def received(self) -> Received:
-        """The message as if it were the only one."""
-        return self.engine.own_message(self.selected, self.values)
-
 
 @dataclass
 class Transfer:
@@ -58,30 +48,31 @@ class Transfer:
 
     However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
     own: what this replica sent, bucket by bucket; only for a scheme that needs it. is_empty: True if a part of it is
-    zeros because of values that are not finite; `[]` bool where only the device knows.
+    zeros because of values that are not finite; `[]` bool where only the device knows. unreleased: the selections that
+    are still to leave the memory, with their values as every receiver decodes them, where these differ.
     """
 
     bucket: Bucket
     engine: ReferenceEngine
     exchange: Exchange
-    flight: InFlight
+    message: Message
     own: list[OwnPart] = field(default_factory=list)
     is_empty: bool | Tensor = False
     forwarded: bool = False
     status: int = 0
     within: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    unreleased: list[tuple[BucketPipeline, Selected, Tensor | None]] = field(default_factory=list)
+    unreleased: list[tuple[ReferenceEngine, Selected, Tensor | None]] = field(default_factory=list)
 
     def forward(self) -> None:
         """Starts the second collective, if there is one and it was not started yet."""
         if not self.forwarded:
-            self.exchange.forward(self.flight)
+            self.exchange.forward(self.message)
         self.forwarded = True
 
     def receive(self) -> "Update":
         """Waits for the update that all replicas agree on."""
         self.forward()
-        return Update(self.engine, self.exchange.receive(self.flight))
+        return Update(self.engine, self.exchange.receive(self.message))
 
 
 @dataclass(frozen=True)

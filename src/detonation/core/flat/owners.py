@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from detonation.core.codec.form import Dealt
 from detonation.core.flat.layout import copy
 
 
@@ -28,9 +27,13 @@ class RowOwners:
         return -(-self.rows // self.replicas)
 
     @property
-    def dealt(self) -> Dealt:
-        """The same division, as kernels compute it."""
-        return Dealt(self.replicas, self._turns * self.run, self.run)
+    def in_turns(self) -> int:
+        """The rows of each replica that are dealt in turns."""
+        return self._turns * self.run
+
+    def of_bucket(self, rows: int) -> "RowOwners":
+        """The owners of `rows` rows that begin where a round of turns begins."""
+        return RowOwners(rows, self.replicas, self.run)
 
     @property
     def missing(self) -> int:

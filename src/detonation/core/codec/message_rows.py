@@ -1,0 +1,223 @@
+"""Runs: rows of messages in memory, as they travel; and what is known of them without their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from detonation.core.codec.indices import IndexCoding
+from detonation.core.codec.precision import Float
+from detonation.core.codec.selection import Selection
+from detonation.core.compute.checksum import LINE_BYTES
+from detonation.core.flat.layout import copy
+from detonation.core.flat.owners import RowOwners
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from detonation.core.codec.codec import Codec
+
+
+def numbers(octets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers: in place where they lie at addresses for `dtype`, else of a copy.
+
+    Shapes: `[messages, nbytes]` uint8 -> `[messages, n]` of `dtype`.
+    """
+    lines = octets[0] if len(octets) == 1 else octets  # torch refuses the odd stride of a single one
+    size = dtype.itemsize
+    if lines.storage_offset() % size or any(stride % size for stride in lines.stride()[:-1]):
+        lines = lines.clone(memory_format=torch.contiguous_format)
+    return lines.view(dtype).view(len(octets), -1) if octets.numel() else octets.new_empty(len(octets), 0, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class MessageRows:
+    """Consecutive rows of a message in memory, as they travel: every engine writes there.
+
+    With owners it is the same rows of as many messages, one for each owner. The memory is taken when it is written.
+
+    Args:
+        codec: The precision, the coding of the indices, and with them the parts.
+        rows: Of each message.
+        allocate: Makes `octets`.
+        first: The first row, of each message.
+        room: The bytes of `octets` before the first part.
+        owners: How rows of the flat are dealt to the messages; None for one message.
+        negative_zeros: See `Precision.encode`.
+        is_summed: Whether the network adds into this memory, once it is sent.
+        whole: The run of which these are some rows.
+    """
+
+    codec: Codec
+    rows: int
+    allocate: Callable[[], Tensor]
+    first: int = 0
+    room: int = 0
+    owners: RowOwners | None = None
+    negative_zeros: bool = False
+    is_summed: bool = False
+    whole: MessageRows | None = None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of each message, without the room before them."""
+        return sum(self.codec.lengths(self.rows))
+
+    @cached_property
+    def octets(self) -> Tensor:
+        """The memory: the room for a header, the rows, and nothing or room for others.
+
+        Shapes: -> `[messages, room + nbytes or more]` uint8.
+        """
+        return self.whole.octets if self.whole else self.allocate()
+
+    @property
+    def body(self) -> Tensor:
+        """The bytes after the header.
+
+        Shapes: -> `[messages, nbytes]` uint8.
+        """
+        return self.octets[:, self.room : self.room + self.nbytes]
+
+    @cached_property
+    def parts(self) -> Sequence[Tensor]:
+        """The values, their statistics and the indices; see `Codec.lengths`.
+
+        Shapes: -> `[messages, length]` uint8 each.
+        """
+        if self.whole:
+            return self.codec.cut(self.whole.parts, self.first, self.first + self.rows)
+        lengths = self.codec.lengths(self.rows)
+        return torch.split(self.octets[:, self.room : self.room + sum(lengths)], list(lengths), 1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Of rows with a header, on an accelerator: what follows the last one up to the end of a line, where checksums
+        read zeros.
+
+        Shapes: -> `[messages, n]` uint8.
+        """
+        whole = self.whole or self
+        if (
+            whole.is_summed
+            or not whole.room
+            or whole.octets.device.type == "cpu"
+            or self.first + self.rows < whole.rows
+        ):
+            return None
+        return whole.octets[:, whole.room + whole.nbytes :]
+
+    @cached_property
+    def numbers(self) -> Tensor | None:
+        """The values of one message as numbers, in place; None where they are codes, or dealt to several messages.
+
+        Shapes: -> `[rows, k]` of the type of the precision.
+        """
+        precision = self.codec.precision
+        if self.owners or not isinstance(precision, Float):
+            return None
+        return numbers(self.parts[0], precision.dtype).view(self.rows, self.codec.selection.k)
+
+    def of_rows(self, first: int, rows: int) -> MessageRows:
+        """The `rows` rows of the flat from row `first` on, of the run of a whole message."""
+        owners = self.owners and self.owners.of_bucket(rows)
+        begin, count = (first // owners.replicas, owners.owned) if owners else (first, rows)
+        return self if count == self.rows else replace(self, rows=count, first=begin, owners=owners, whole=self)
+
+    def copy(self) -> MessageRows:
+        """The same rows in memory of their own."""
+        return replace(self, allocate=self.body.clone, room=0, whole=None)
+
+
+def joined(runs: Sequence[Sequence[Tensor]], room: int, header: Tensor | None = None) -> Tensor:
+    """A header, and then part by part the bytes of all runs, and zeros up to whole lines of a checksum.
+
+    Args:
+        runs: The parts of each run, in the order of their rows.
+        room: The bytes of the header, which are left free where it is None.
+
+    Shapes: parts `[messages, length]`, header `[messages, room]` -> `[messages, room + nbytes + padding]` uint8, whose
+    padding is zeros.
+    """
+    parts = [part for parts in zip(*runs, strict=True) for part in parts]
+    lengths = [part.shape[1] for part in parts]
+    nbytes = room + sum(lengths)
+    width, device = -(-nbytes // LINE_BYTES) * LINE_BYTES, parts[0].device
+    found = torch.empty(len(parts[0]), width, dtype=torch.uint8, device=device)
+    padding = zero_byte(device).expand(len(found), width - nbytes)
+    copy(torch.split(found, [room, *lengths, width - nbytes], 1), [header, *parts, padding])
+    return found
+
+
+@lru_cache(maxsize=8)
+def zero_byte(device: torch.device) -> Tensor:
+    """A zero on `device`, made once.
+
+    Shapes: -> `[1, 1]` uint8.
+    """
+    return torch.zeros(1, 1, dtype=torch.uint8, device=device)
+
+
+def row_run(kernels: Any, codec: Codec, octets: Tensor, room: int, rows: int) -> Any:
+    """A run of rows of messages, as kernels read it (`RowRun`)."""  # octets [messages, room + nbytes] uint8
+    lengths = codec.precision.lengths(rows, codec.selection.k)
+    values, statistics = lengths[0], sum(lengths[1:])
+    return kernels.RowRun(octets, room, rows, (values, statistics, codec.nbytes(rows) - values - statistics))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sum of all replicas' messages, as the network has added it up, for an engine that decodes it itself.
+
+    Args:
+        runs: The first row of each run of rows, and its values `[rows, k]`; in the order of the rows.
+        report: `[1 + digits]` fp32, whose first number is 1 where all values are finite; the sum counts as zeros where
+            it is 0.
+        replicas: Of the mean.
+        shared: The indices of all rows, None where the values are whole rows.
+    """
+
+    runs: Sequence[tuple[int, Tensor]]
+    report: Tensor
+    replicas: int
+    shared: Tensor | SharedIndices | None
+
+
+def indices_by_rule(selection: Selection, rows: int, step: int, seed: int, device: torch.device) -> Tensor:
+    """The indices of a selection that all replicas share: they depend on no coefficient.
+
+    Shapes: -> `[rows, k]` int64.
+    """
+    like = torch.empty(1, selection.chunk, dtype=torch.float32, device=device)
+    return selection.indices(like.expand(rows, -1), step, seed)
+
+
+@dataclass(frozen=True)
+class SharedIndices:
+    """The indices that a shared selection sends of some rows at one step; computed on first use, and only once.
+
+    Kernels compute them where they need them, and ask for `step` alone.
+    """
+
+    selection: Selection
+    rows: int
+    step: int
+    seed: int
+    device: torch.device
+
+    @cached_property
+    def unpacked(self) -> Tensor:
+        """The indices.
+
+        Shapes: -> `[rows, k]` of `IndexCoding.dtype`.
+        """
+        found = indices_by_rule(self.selection, self.rows, self.step, self.seed, self.device)
+        return found.to(IndexCoding(self.selection.chunk, self.selection.k).dtype)
+
+    def of_all(self, rows: int) -> SharedIndices:
+        """The indices of all `rows` rows of the flat that these rows begin."""
+        return replace(self, selection=self.selection.for_rows(0, rows), rows=rows)
