@@ -17,6 +17,7 @@ from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
     RankReport,
+    ask_key,
     axis_store,
     beat_key,
     latest_axis_store,
@@ -45,6 +46,7 @@ class Mortal(SurvivingCommunicator):
 
     def _launch(self, each):
         last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
+        self._closed |= last  # its other threads end, too: else they might report, and the others wait for a dead one
         if last and not self.under_way:
             raise Died
         super()._launch(each)
@@ -54,6 +56,9 @@ class Mortal(SurvivingCommunicator):
 
 
 def die(communicator):
+    with communicator._changed:
+        communicator._closed = True
+        communicator._changed.notify_all()
     communicator._membership.leave(0)  # the others need not wait until it is silent for long
     communicator._group.abandon()
 
@@ -79,8 +84,7 @@ def survivors(act, min_replicas=1, replicas=REPLICAS):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
+        thread.join()
     if errors:
         raise errors[0]
     return results
@@ -406,6 +410,75 @@ def test_nobody_waits_for_the_record_of_an_agreement_that_nobody_needs():
 
     membership._beats = Meanwhile()
     membership._watch_record()
+
+
+class Hooked:
+    """A store that calls `before[name](*arguments)` before its method `name`."""
+
+    def __init__(self, store, **before):
+        self._store, self._before = store, before
+
+    def __getattr__(self, name):
+        method = getattr(self._store, name)
+        return lambda *given: (self._before.get(name, lambda *_: None)(*given), method(*given))[1]
+
+
+def stopped(store):
+    """The membership of replica 0 of two, whose thread has ended."""
+    store.set(beat_key(1), "1")
+    membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
+    membership.stop()
+    membership._stopped.clear()
+    return membership
+
+
+@pytest.mark.parametrize("error", [RuntimeError(), KeyError(7), ConnectionError("reset\nat line 9")], ids=repr)
+def test_a_rank_whose_thread_fails_hears_of_it(error):
+    """It beats no more, so the others drop it."""
+
+    def fail(*_):
+        raise error
+
+    membership = stopped(HashStore())
+    membership._beats = Hooked(membership._beats, multi_get=fail)
+    membership._run()
+    assert membership.called
+    with pytest.raises(
+        dt.ReplicaLost, match=rf"rank 0 has lost touch with the replicas: {type(error).__name__}: [^\n]*$"
+    ):
+        membership.require_store()
+
+
+def test_nobody_waits_for_beats_of_a_replica_that_did_not_ask_to_come_in():
+    """The thread of a rank read that guest 2 asks; before it noted so, all had agreed on it, and look for guest 3."""
+    store, membership = HashStore(), None
+
+    def agreed(keys):
+        if keys == [ask_key(2)]:
+            with membership.changed:
+                membership.guest, membership.guest_asks = 3, False
+
+    membership = stopped(store)
+    store.set(ask_key(2), "1")
+    membership._beats = Hooked(membership._beats, check=agreed)
+    membership._look_for_guest()
+    assert (membership.guest, membership.guest_asks) == (3, False)
+
+
+def test_ranks_come_in_while_nobody_reads_which_there_are():
+    """The thread that beats and the one that agrees share what was seen of each rank."""
+    membership, free = stopped(HashStore()), []
+
+    class Seen(dict):
+        def items(self):
+            other = threading.Thread(target=lambda: free.append(membership.changed.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return super().items()
+
+    membership._seen, membership._awake, membership._pace = Seen(membership._seen), 0.0, 0.05  # it stood still
+    membership._beat(2)
+    assert free == [False]
 
 
 def test_a_receive_buffer_is_used_again_when_nobody_needs_it():
