@@ -10,8 +10,9 @@ import signal
 import time
 from pathlib import Path
 
+from limits import LIMIT_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
-TIMEOUT_S = 60
 
 
 def found():
@@ -80,7 +81,7 @@ class Browser:
 
     def _take(self):
         """Reads the next message and records events."""
-        limit = time.monotonic() + TIMEOUT_S
+        limit = time.monotonic() + LIMIT_S
         while b"\0" not in self._buffer:
             assert select.select([self._read], [], [], limit - time.monotonic())[0], "the browser does not answer"
             piece = os.read(self._read, 1 << 16)

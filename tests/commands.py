@@ -20,6 +20,7 @@ import torch.distributed.fsdp  # imported before the fork, not once in every com
 import transformers.models.olmo2.modeling_olmo2  # noqa: F401
 
 from detonation.cli.command import run_command
+from limits import LIMIT_S
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
@@ -111,25 +112,25 @@ class Command:
             return []
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self) -> int:
         """Its exit code, once it has ended; below 0 it is the signal that ended it."""
         if self.code is None:
-            if not select.select([self._handle], [], [], timeout_s)[0]:
+            if not select.select([self._handle], [], [], LIMIT_S)[0]:
                 self.kill()
-                raise AssertionError(f"still running after {timeout_s} s:\n{self.stdout[-1000:]}\n{self.stderr}")
+                raise AssertionError(f"still running after {LIMIT_S} s:\n{self.stdout[-1000:]}\n{self.stderr}")
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._handle)
         return self.code
 
-    def wait_for_step(self, step: int, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Returns when it has shown that many steps."""
-        if not self.comes_to_step(step, timeout_s):
+        if not self.comes_to_step(step):
             self.kill()
             raise AssertionError(f"did not come to step {step}:\n{self.stdout[-1000:]}\n{self.stderr}")
 
-    def comes_to_step(self, step: int, timeout_s: float = 60) -> bool:
+    def comes_to_step(self, step: int) -> bool:
         """Waits until it has shown that many steps; False where it ended or the time was over before."""
-        limit = time.monotonic() + timeout_s
+        limit = time.monotonic() + LIMIT_S
         while self.stdout.count("\nstep ") < step:
             if select.select([self._handle], [], [], 0.01)[0] or time.monotonic() > limit:
                 return False
@@ -179,7 +180,7 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def outliving(pids: Sequence[int], timeout_s: float) -> list[int]:
+def outliving(pids: Sequence[int], timeout_s: float = LIMIT_S) -> list[int]:
     """Waits until these processes have ended; returns those that have not after `timeout_s` seconds in all."""
     limit, found = time.monotonic() + timeout_s, []
     for pid in pids:

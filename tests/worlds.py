@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
 import detonation.core.optimizer.replicated
 from detonation.cluster.processes.exit import die_with_parent
+from limits import LIMIT_S
 
-TIMEOUT_S = 240
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -99,7 +99,7 @@ class World:
                 pipe.send((function, arguments))
         else:
             self._start((function, arguments))
-        until = time.monotonic() + TIMEOUT_S  # for all of them: pytest's own timeout would tell nothing of the ranks
+        until = time.monotonic() + LIMIT_S  # for all of them: pytest's own timeout would tell nothing of the ranks
         outcomes = [self._receive(rank, until) for rank in range(len(self._ranks))]
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         if errors:
@@ -120,7 +120,7 @@ class World:
         if not pipe.poll(max(0.0, until - time.monotonic())):
             os.kill(self._ranks[rank].pid, signal.SIGUSR2)
             self._ranks[rank].join(1)  # it writes, and does not end
-            return False, f"no answer within {TIMEOUT_S} s\n{_stacks(self._folder.name, rank).read_text()}"
+            return False, f"no answer within {LIMIT_S} s\n{_stacks(self._folder.name, rank).read_text()}"
         try:
             return pipe.recv()
         except EOFError:

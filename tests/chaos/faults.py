@@ -59,7 +59,7 @@ def uninterrupted(folder: Path, steps: int) -> Run:
     """A run that nothing happens to."""
     run = Run(folder, steps)
     command = run.start()
-    assert command.wait(300) == 0, command.errors
+    assert command.wait() == 0, command.errors
     return run
 
 
@@ -79,7 +79,7 @@ class Job:
             if self._runs[-1].finished:
                 self._runs.append(Run(self._folder / f"run{len(self._runs)}", self._whole.steps))
             command = self._runs[-1].start()
-            if command.comes_to_step(self._rng.randrange(1, self._within), 120):
+            if command.comes_to_step(self._rng.randrange(1, self._within)):
                 time.sleep(self._rng.random() * 0.05)
                 if not command.ended:
                     return command
@@ -92,7 +92,7 @@ class Job:
 
     def end(self) -> list[str]:
         """Lets the last run finish; returns the faults of the results."""
-        if not self.finished and (command := self._runs[-1].start()).wait(300) != 0:
+        if not self.finished and (command := self._runs[-1].start()).wait() != 0:
             return [f"could not go on: {command.errors}"]
         expected = self._whole.result()
         return [f"{r.out} did not end as the uninterrupted run" for r in self._runs if r.result() != expected]
@@ -111,10 +111,10 @@ def killed_and_stopped(folder: Path, whole: Run, seed: int, kills: int, stops: i
         victim = rng.choice([*ranks, command.pid] if fault == "kill" or not ranks else ranks)
         since = time.monotonic()
         os.kill(victim, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-        code = command.wait(60)
+        code = command.wait()
         well = code == (-signal.SIGKILL if victim == command.pid else 1) or (code == 0 and job.finished)
         problem = "" if well else f"ended with {code}: {command.errors}"
-        left = outliving(ranks, 2)
+        left = outliving(ranks)
         row.add(problem or (f"processes {left} outlived their launcher" if left else ""), since)
     kill.losses += job.end()
     return [kill, stop]
@@ -132,7 +132,7 @@ def preempted(folder: Path, whole: Run, seed: int, count: int) -> Row:
             os.killpg(command.pid, number)
         else:
             os.kill(rng.choice(ranks) if to == "rank" else command.pid, number)
-        code = command.wait(60)
+        code = command.wait()
         last = (command.stdout.splitlines() or [""])[-1]
         well = code == 0 and (job.finished or last.startswith(f"stopped by {number.name} after step"))
         row.add("" if well else f"{number.name} to {to}: ended with {code}: {command.errors}{last}", since)
@@ -176,7 +176,7 @@ def _squeezed(
     squeeze: leaves the given share of the room that a checkpoint needs.
     """
     command = run.start()
-    command.wait_for_step(5, 120)
+    command.wait_for_step(5)
     while not any((run.out / "checkpoints").glob(f"*/{MANIFEST_NAME}")) and not command.ended:
         time.sleep(0.01)  # a thread saves, and it may be behind the steps
     for index in range(sizes):
@@ -187,8 +187,8 @@ def _squeezed(
         found = newest(run.out / "checkpoints")
         relieve(command)
         row.add("" if found is not None and not command.ended else f"size {index}: {command.errors}", since)
-        command.wait_for_step(command.stdout.count("\nstep ") + 5, 120)
-    if command.wait(300) or run.result() != whole.result():
+        command.wait_for_step(command.stdout.count("\nstep ") + 5)
+    if command.wait() or run.result() != whole.result():
         row.losses.append(f"the run did not end where one with room did: {command.errors}")
 
 

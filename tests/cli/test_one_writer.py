@@ -22,7 +22,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused_and_a_dead_one_holds_noth
         first.wait_for_step(3)
         ranks = first.ranks
         os.kill(first.pid, signal.SIGKILL)
-        assert first.wait() == -signal.SIGKILL and outliving(ranks, 2) == []
+        assert first.wait() == -signal.SIGKILL and outliving(ranks) == []
         third = Command(tmp_path / "c", *train, "--resume", "--stop-after", 1)
         assert third.wait() == 0, third.errors
     finally:

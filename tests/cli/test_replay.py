@@ -10,7 +10,7 @@ from commands import Command, write_recipe
 
 def detonation(folder, *arguments):
     command = Command(folder, *arguments)
-    command.wait(120)
+    command.wait()
     return command
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from detonation.cli.command import run_command
+from limits import LIMIT_S
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SHORT = ["--set", "train.steps=2", "train.validation_batches=1", "model.layers=1", "model.hidden_size=32"]
@@ -54,5 +55,5 @@ def test_ctrl_c_ends_it(tmp_path):
     with subprocess.Popen([*command, *sets], **pipes, text=True, preexec_fn=heard) as process:
         assert any(line.startswith("step") for line in iter(process.stdout.readline, ""))
         os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (130, "error: interrupted\n")

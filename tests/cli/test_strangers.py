@@ -42,7 +42,7 @@ def started(tmp_path, monkeypatch):
 
 
 def goes_on(rank):
-    return rank.comes_to_step(rank.stdout.count("\nstep ") + 3, 30)
+    return rank.comes_to_step(rank.stdout.count("\nstep ") + 3)
 
 
 def test_garbage_on_every_port_does_not_stop_a_run(started):

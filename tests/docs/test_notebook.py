@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from limits import LIMIT_S
+
 nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed: pip install -e '.[dev]'")
 pytest.importorskip("nbclient", reason="nbclient is not installed: pip install -e '.[dev]'")
 NOTEBOOK = Path(__file__).parents[2] / "examples/quickstart.ipynb"
 RUN = """
 import sys, nbclient, nbformat
 book = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
 nbformat.write(book, sys.argv[2])
 """
 """In a process of its own: a client has threads, and other tests fork this one."""
@@ -27,7 +29,7 @@ def test_the_notebook_runs_and_draws(tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     done = tmp_path / "done.ipynb"
-    subprocess.run([sys.executable, "-c", RUN, NOTEBOOK, done], check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", RUN, NOTEBOOK, done], check=True, timeout=LIMIT_S)
     book = nbformat.read(done, as_version=4)
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.get("text", "") for output in outputs)

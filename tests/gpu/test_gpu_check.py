@@ -14,11 +14,13 @@ from benchmarks.gpu import __main__ as check
 from benchmarks.gpu import right
 from benchmarks.gpu.common import Findings, Job
 
+from limits import LIMIT_S
+
 CPU = torch.device("cpu")
 
 
 def job_in(folder, part="part"):
-    return Job(CPU, True, Findings(folder / f"{part}.json"), time.monotonic() + 100)
+    return Job(CPU, True, Findings(folder / f"{part}.json"), time.monotonic() + LIMIT_S)
 
 
 @pytest.mark.parametrize("part", [part for part in check.PARTS if part != "right"])

@@ -18,6 +18,7 @@ from tyro.conf import FlagCreatePairsOff
 from detonation.cli.arguments import Train, Verb
 from detonation.cluster.init import LaunchPosition
 from detonation.train.recipe.layers import read_layers
+from limits import LIMIT_S
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
@@ -38,7 +39,9 @@ def ran(tmp_path):
         (tmp_path / "calls").mkdir(exist_ok=True)
         path = f"{tmp_path}:{os.environ['PATH']}"
         own = {"PATH": path, "CALLS": str(tmp_path / "calls"), **{key: str(value) for key, value in env.items()}}
-        done = subprocess.run(["bash", *command], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", *command], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=LIMIT_S
+        )
         return done, {call.name: call.read_text().splitlines() for call in (tmp_path / "calls").iterdir()}
 
     return run

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from limits import LIMIT_S
+
 pytest.importorskip("ray.train", reason="the extra ray")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
@@ -49,7 +51,7 @@ def test_a_worker_that_fails_costs_no_bit(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 60
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_METRICS_COLLECTION": "1", "RAY_TRAIN_V2_ENABLED": "1"}
     command, env = [sys.executable, "-c", RUNS, str(EXAMPLE), str(tmp_path)], {**os.environ, **quiet}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("RESULT True") == 2 and (tmp_path / "failed").exists()
     ends = [sorted((tmp_path / run).glob("*/step-000040/*.safetensors")) for run in ("whole", "failing")]

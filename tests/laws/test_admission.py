@@ -9,14 +9,16 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
+from detonation.cluster.network.simulated import wait_until_gone
 from detonation.cluster.survive.agreement import ReplicaLost, next_axis_store
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from limits import LIMIT_S
 from steps import bases
 from zoo import TALKING, Plain, batch, built
 
-REPLICAS, AFTER, TIMEOUT_S = 2, 4, 60
+REPLICAS, AFTER = 2, 4
 TOKEN = b"0123456789abcdef"
 MODEL = built(Plain)
 COMING = ("demo", "demo-owner", "random", "full", "diloco", "random-late", "streaming", "eager")
@@ -70,7 +72,7 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
 
     def come_in():
         with pytest.raises(ReplicaLost) as raised:
-            dt.admitted(copy.deepcopy(MODEL), dt.Guest(store), token=TOKEN, timeout_s=TIMEOUT_S if ended else 2.0)
+            dt.admitted(copy.deepcopy(MODEL), dt.Guest(store), token=TOKEN, timeout_s=LIMIT_S if ended else 2.0)
         came.append(str(raised.value))
 
     newcomer = threading.Thread(target=come_in, daemon=True)
@@ -81,7 +83,7 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
         door.after_step()
     if ended:
         door._feed.close()
-    newcomer.join(TIMEOUT_S / 2)
+    newcomer.join()
     door._feed.close()
     axis.close()
     what = f"training ended after {optimizer.step_count} steps, before replica 1 came in"
@@ -91,7 +93,7 @@ def test_a_newcomer_that_nobody_lets_in_does_not_wait_for_ever(ended, monkeypatc
 def left_behind(store):
     """A newcomer that ends when all wait for it."""
     guest, model = dt.Guest(store), copy.deepcopy(MODEL)
-    with dt.follow(model, guest.addresses(TIMEOUT_S), token=TOKEN) as follower:
+    with dt.follow(model, guest.addresses(LIMIT_S), token=TOKEN) as follower:
         guest.ready()
         while guest.step() is None:
             follower.update(wait_s=0.01)
@@ -108,14 +110,16 @@ def together(*acts):
         except BaseException as error:
             ended.put((None, error))
 
-    for act in acts:
-        threading.Thread(target=run, args=[act], daemon=True).start()
+    threads = [threading.Thread(target=run, args=[act], daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
     results = []
     for _ in acts:
-        result, error = ended.get(timeout=TIMEOUT_S)
+        result, error = ended.get(timeout=LIMIT_S)
         if error:
             raise error
         results.append(result)
+    wait_until_gone(threads)
     return results
 
 

@@ -14,6 +14,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.feed import publisher, stream
+from limits import LIMIT_S
 from steps import LOGGED, STEPS, advance, started
 from zoo import Plain, built
 
@@ -267,7 +268,7 @@ def parted(mesh):
     addresses, follower = ",".join(gathered(feed.address)), None
     if mine == 0:
         follower = dt.follow(built(Plain), addresses, token=TOKEN, wait=False, most_behind=8)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LIMIT_S
 
     def until(holds):
         """Updates until it holds on all ranks; false where it does not come to that."""

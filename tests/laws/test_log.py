@@ -296,7 +296,7 @@ def test_a_large_step_is_written_while_the_next_one_computes(tmp_path, monkeypat
     advance(model, optimizer, 0, range(2))
     log._finish()  # the thread has written these steps before its writes are held up
     with monkeypatch.context() as patch:
-        patch.setattr(os, "writev", lambda *given: may_write.wait(60) and write(*given))
+        patch.setattr(os, "writev", lambda *given: may_write.wait() and write(*given))
         advance(model, optimizer, 0, range(2, 3))  # returns before it is written
         assert not may_write.is_set()
         model(batch(0, 3, 32)).mean().backward()

@@ -12,11 +12,13 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.network.simulated import wait_until_gone
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
     RankReport,
+    ask_key,
     axis_store,
     beat_key,
     latest_axis_store,
@@ -27,10 +29,11 @@ from detonation.cluster.survive.meeting import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from limits import LIMIT_S
 from steps import step_on
 from zoo import TALKING, Plain, batch, built
 
-REPLICAS, STEPS, TIMEOUT_S = 4, 8, 60
+REPLICAS, STEPS = 4, 8
 MODEL = built(Plain)  # the threads share a random generator
 
 
@@ -45,6 +48,7 @@ class Mortal(SurvivingCommunicator):
 
     def _launch(self, each):
         last = self._begun == self.dies_in and self.countdown == 0 and threading.current_thread().name != "recovery"
+        self._closed |= last  # its other threads end, too: else they might report, and the others wait for a dead one
         if last and not self.under_way:
             raise Died
         super()._launch(each)
@@ -54,6 +58,9 @@ class Mortal(SurvivingCommunicator):
 
 
 def die(communicator):
+    with communicator._changed:
+        communicator._closed = True
+        communicator._changed.notify_all()
     communicator._membership.leave(0)  # the others need not wait until it is silent for long
     communicator._group.abandon()
 
@@ -79,8 +86,8 @@ def survivors(act, min_replicas=1, replicas=REPLICAS):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
+        thread.join()
+    wait_until_gone(threads)
     if errors:
         raise errors[0]
     return results
@@ -230,12 +237,12 @@ def test_a_start_that_was_not_complete_spoils_no_later_one():
     for rank in (1, 0):
         with pytest.raises(TimeoutError, match="the 3 ranks did not meet within 0 s"):
             next_axis_store(store, rank, 3)
-    store.set_timeout(timedelta(seconds=TIMEOUT_S))
+    store.set_timeout(timedelta(seconds=LIMIT_S))
     threads = [threading.Thread(target=lambda r=r: next_axis_store(store, r, 3).set(f"here/{r}", "")) for r in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join()
     assert latest_axis_store(store).check([f"here/{rank}" for rank in range(3)])
 
 
@@ -244,10 +251,9 @@ def test_a_guest_that_gave_up_keeps_nobody_out():
     axis = dt.elastic(replica=0, replicas=1, store=store, silence_s=1.1)
     gone = dt.Guest(store, silence_s=1.1)
     gone.membership.stop()
-    guest, deadline = dt.Guest(store, silence_s=1.1), time.monotonic() + TIMEOUT_S
-    while axis.host.guest != guest.number and time.monotonic() < deadline:
+    guest = dt.Guest(store, silence_s=1.1)
+    while axis.host.guest != guest.number:
         time.sleep(0.01)
-    assert axis.host.guest == guest.number
     guest.membership.stop()
     axis.close()
 
@@ -408,6 +414,75 @@ def test_nobody_waits_for_the_record_of_an_agreement_that_nobody_needs():
     membership._watch_record()
 
 
+class Hooked:
+    """A store that calls `before[name](*arguments)` before its method `name`."""
+
+    def __init__(self, store, **before):
+        self._store, self._before = store, before
+
+    def __getattr__(self, name):
+        method = getattr(self._store, name)
+        return lambda *given: (self._before.get(name, lambda *_: None)(*given), method(*given))[1]
+
+
+def stopped(store):
+    """The membership of replica 0 of two, whose thread has ended."""
+    store.set(beat_key(1), "1")
+    membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
+    membership.stop()
+    membership._stopped.clear()
+    return membership
+
+
+@pytest.mark.parametrize("error", [RuntimeError(), KeyError(7), ConnectionError("reset\nat line 9")], ids=repr)
+def test_a_rank_whose_thread_fails_hears_of_it(error):
+    """It beats no more, so the others drop it."""
+
+    def fail(*_):
+        raise error
+
+    membership = stopped(HashStore())
+    membership._beats = Hooked(membership._beats, multi_get=fail)
+    membership._run()
+    assert membership.called
+    with pytest.raises(
+        dt.ReplicaLost, match=rf"rank 0 has lost touch with the replicas: {type(error).__name__}: [^\n]*$"
+    ):
+        membership.require_store()
+
+
+def test_nobody_waits_for_beats_of_a_replica_that_did_not_ask_to_come_in():
+    """The thread of a rank read that guest 2 asks; before it noted so, all had agreed on it, and look for guest 3."""
+    store, membership = HashStore(), None
+
+    def agreed(keys):
+        if keys == [ask_key(2)]:
+            with membership.changed:
+                membership.guest, membership.guest_asks = 3, False
+
+    membership = stopped(store)
+    store.set(ask_key(2), "1")
+    membership._beats = Hooked(membership._beats, check=agreed)
+    membership._look_for_guest()
+    assert (membership.guest, membership.guest_asks) == (3, False)
+
+
+def test_ranks_come_in_while_nobody_reads_which_there_are():
+    """The thread that beats and the one that agrees share what was seen of each rank."""
+    membership, free = stopped(HashStore()), []
+
+    class Seen(dict):
+        def items(self):
+            other = threading.Thread(target=lambda: free.append(membership.changed.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return super().items()
+
+    membership._seen, membership._awake, membership._pace = Seen(membership._seen), 0.0, 0.05  # it stood still
+    membership._beat(2)
+    assert free == [False]
+
+
 def test_a_receive_buffer_is_used_again_when_nobody_needs_it():
     """Two serve all steps: the one that is read or may be copied to others, and the next one."""
     seen = []
@@ -473,7 +548,7 @@ def test_a_store_that_is_far_away_hides_no_loss_and_makes_none(away):
             membership.call()
             time.sleep(away[replica] * 4)
         with membership.changed:
-            assert membership.changed.wait_for(lambda: membership.called, 15)
+            membership.changed.wait_for(lambda: membership.called)
         found[replica] = membership.agree(report).members
         membership.stop()
 
@@ -481,7 +556,7 @@ def test_a_store_that_is_far_away_hides_no_loss_and_makes_none(away):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert found == ({0: [0, 1], 1: [0, 1]} if min(away) else {replica: [0, 1, 2] for replica in range(3)})
 
 

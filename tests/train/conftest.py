@@ -9,6 +9,7 @@ from detonation.train.loop.session import check_config
 from detonation.train.recipe.resolve import parse_sets, resolve
 from detonation.train.run.request import Request
 from detonation.train.run.worker import RunTask, train_on_rank
+from limits import LIMIT_S
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
@@ -45,6 +46,6 @@ def train(tiny, tmp_path):
         config = tiny(*sets, **(tables or {}))
         request = Request(Path("tiny.toml"), out=tmp_path / out, stop_after=stop_after)
         world_size = config.mesh.replicas * config.mesh.shards
-        return run_local(train_on_rank, world_size, [RunTask(request, config, **options)], timeout_s=120)
+        return run_local(train_on_rank, world_size, [RunTask(request, config, **options)], timeout_s=LIMIT_S)
 
     return trained

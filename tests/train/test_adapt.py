@@ -28,6 +28,7 @@ from detonation.train.loop.session import start_session
 from detonation.train.output import metrics
 from detonation.train.output.trackers import values
 from detonation.train.recipe.sizes import shard_shapes
+from limits import LIMIT_S
 
 FAST, SLOW = LinkSpeed(1e8), LinkSpeed(2e5)
 COMPUTE_S = 0.05
@@ -76,7 +77,7 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
     monkeypatch.setattr(adapt, "STEPS", 4)
     config = tiny(*sets, "train.steps=1000")
     paces = [pace for count, pace in phases for _ in range(count)]
-    ranks = run_local(followed, 2, [config, paces], timeout_s=120)
+    ranks = run_local(followed, 2, [config, paces], timeout_s=LIMIT_S)
     steps, lines, equal = ranks[0]
     assert equal and ranks[1][:2] == [steps, lines]
     first, slow = config.scheme.arguments[key], phases[0][0] + phases[1][0]
@@ -98,14 +99,14 @@ def test_a_link_that_stays_is_not_found_slow_because_the_last_micro_batch_hides_
     monkeypatch.setattr(adapt, "STEPS", 4)
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
     config = tiny("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64", "train.accumulate=8", "train.steps=1000")
-    _, lines, equal = run_local(followed, 2, [config, [LinkSpeed(3e6)] * 8, LinkSpeed(3e6)], timeout_s=120)[0]
+    _, lines, equal = run_local(followed, 2, [config, [LinkSpeed(3e6)] * 8, LinkSpeed(3e6)], timeout_s=LIMIT_S)[0]
     assert equal and not lines
 
 
 def test_a_move_keeps_law_5_and_what_owners_keep(tiny):
     """On four replicas nothing that would send more than dense, or travel another way, is looked at."""
     config = tiny("scheme.name=demo", "mesh.replicas=4")
-    found = run_local(settings, 4, [config], timeout_s=120)[0]
+    found = run_local(settings, 4, [config], timeout_s=LIMIT_S)[0]
     assert len(found) >= 3 and all(found)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from detonation.cluster.launch import run_local
 from detonation.cluster.processes.exit import die_with_agent
 from detonation.cluster.processes.failure import WorldError
 from detonation.train.run.request import Request, configure
+from limits import LIMIT_S
 
 
 def test_results_come_back_by_rank():
@@ -24,7 +24,7 @@ def test_results_come_back_by_rank():
         dist.all_reduce(total)
         return {"rank": dist.get_rank(), "nested": [offset, {"total": total}], "empty": torch.zeros(0)}
 
-    results = run_local(work, 3, [1.5], timeout_s=60)
+    results = run_local(work, 3, [1.5], timeout_s=LIMIT_S)
     assert [result["rank"] for result in results] == [0, 1, 2]
     assert results[2]["nested"][0] == 1.5
     assert torch.equal(results[0]["nested"][1]["total"], torch.full((3,), 3.0))
@@ -35,7 +35,7 @@ def test_children_compute_with_one_thread_and_know_their_place():
         return [torch.get_num_threads(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]]
 
     expected = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    assert run_local(work, 2, timeout_s=60) == [[expected, "0", "0", "2"], [expected, "1", "1", "2"]]
+    assert run_local(work, 2, timeout_s=LIMIT_S) == [[expected, "0", "0", "2"], [expected, "1", "1", "2"]]
 
 
 def test_the_cause_is_told_not_its_echo():
@@ -45,7 +45,7 @@ def test_the_cause_is_told_not_its_echo():
         dist.barrier()
 
     with pytest.raises(WorldError, match=r"rank 2: KeyError: 'layer\.7'") as caught:
-        run_local(work, 4, timeout_s=60)
+        run_local(work, 4, timeout_s=LIMIT_S)
     assert "in work" in caught.value.failure.trace
     assert not caught.value.failure.bad_input
 
@@ -55,25 +55,23 @@ def test_bad_input_found_by_all_is_told_as_it_is():
         raise ValueError("topk is 99")
 
     with pytest.raises(WorldError, match=r"^topk is 99$") as caught:
-        run_local(work, 2, timeout_s=60)
+        run_local(work, 2, timeout_s=LIMIT_S)
     assert caught.value.failure.bad_input
 
 
-def test_a_killed_rank_brings_the_others_down_within_seconds():
+def test_a_killed_rank_brings_the_others_down():
     def work():
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        signal.pause()
 
-    began = time.monotonic()
     with pytest.raises(WorldError, match=r"rank 1: ended by SIGKILL"):
-        run_local(work, 3, timeout_s=60)
-    assert time.monotonic() - began < 20
+        run_local(work, 3, timeout_s=LIMIT_S)
 
 
 def test_a_world_that_hangs_is_ended():
     with pytest.raises(WorldError, match=r"ranks \[0, 1\] did not finish in time"):
-        run_local(time.sleep, 2, [600], timeout_s=1)
+        run_local(signal.pause, 2, timeout_s=1)
 
 
 def test_no_process_outlives_the_call(tmp_path):
@@ -82,10 +80,10 @@ def test_no_process_outlives_the_call(tmp_path):
         dist.barrier()
         if dist.get_rank() == 0:
             raise RuntimeError("over")
-        time.sleep(600)
+        signal.pause()
 
     with pytest.raises(WorldError, match="rank 0: over"):
-        run_local(work, 3, timeout_s=60)
+        run_local(work, 3, timeout_s=LIMIT_S)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 3
     for pid in pids:
@@ -123,7 +121,7 @@ def test_a_launcher_decides_on_the_world_unless_flags_do():
 
 def test_processes_that_are_not_forked_find_the_function_by_name(monkeypatch):
     monkeypatch.setattr(launch, "gpus_for", lambda local_world_size: True)
-    pids = run_local(os.getpid, 2, timeout_s=120)
+    pids = run_local(os.getpid, 2, timeout_s=LIMIT_S)
     assert len({*pids, os.getpid()}) == 3
 
 
@@ -138,7 +136,7 @@ def test_a_rank_of_torchrun_ends_with_its_agent():
     rank = int(os.read(receiver, 20))
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    left = outliving([rank], 2)
+    left = outliving([rank])
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []

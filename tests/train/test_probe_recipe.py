@@ -11,6 +11,7 @@ from detonation.cluster.network.profile import Profile
 from detonation.core.schemes.registry import SCHEMES
 from detonation.train.recipe.layers import Layers
 from detonation.train.verbs import probe
+from limits import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def test_a_recipe_is_probed_with_every_scheme(tiny, tiny_recipe):
     config = tiny("mesh.shards=2", "optimizer.name=SignSGD", "optimizer.lr=1e-3")
     recipe = {**tiny_recipe, "optimizer": {"name": "SignSGD", "lr": 1e-3}}  # which every scheme can be used with
     task = probe.ProbeTask(config.mesh, "tiny", Layers(recipe, {}), config)
-    tables = run_local(probe.probe_on_rank, 4, [task], timeout_s=120)
+    tables = run_local(probe.probe_on_rank, 4, [task], timeout_s=LIMIT_S)
     profile = Profile.of(tables[0])
     assert (profile.replicas, profile.shards, profile.backend) == (2, 2, "gloo")
     assert profile.compute is not None and profile.compute.steps.keys() == SCHEMES.keys()

@@ -26,6 +26,7 @@ from detonation.train.output.gauges import Curve, Gauges
 from detonation.train.output.metrics import Portion, Record, log_line, read_metrics
 from detonation.train.run import recorder
 from detonation.train.verbs.simulate import Simulation, simulate, virtual
+from limits import LIMIT_S
 from terminal import Terminal
 
 
@@ -271,9 +272,9 @@ class Typed:
             answers.sys.stdout.flush()
         os._exit(code)
 
-    def read_until(self, words, timeout_s=60):
+    def read_until(self, words):
         """Takes in what is written until `words` are among it, or, where they are None, to the end."""
-        limit = time.monotonic() + timeout_s
+        limit = time.monotonic() + LIMIT_S
         while words is None or words not in self._told:
             assert select.select([self._master], [], [], limit - time.monotonic())[0], self._told[-500:]
             try:

@@ -16,6 +16,7 @@ from detonation.train.output import metrics, trackers
 from detonation.train.output.metrics import MetricsFile, Record
 from detonation.train.recipe.schema import LOGGERS
 from detonation.train.verbs.simulate import Simulation, simulate
+from limits import LIMIT_S
 
 RECORD = Record(3, 2.5, 1e-3, 0.5, 900, 0.1, 0.2, {"rack": 800, "site": 100}, val_loss=2.4)
 
@@ -157,7 +158,7 @@ def test_the_real_trackers_keep_the_steps_on_this_machine(tmp_path, name):
     env = {**clean, "TRACKIO_DIR": str(tmp_path / "trackio")}
     command = [sys.executable, "-c", SCRIPT, name, str(tmp_path)]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env, cwd=root)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert kept(name, tmp_path) == [3.0, 4.0, 5.0]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import free_port
+from limits import LIMIT_S
 
 RANKS = """
 import gc, os, runpy, sys
@@ -48,7 +49,7 @@ def test_an_example_is_short_its_replicas_end_equal_and_the_network_is_quiet_at_
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = re.search(r"--nproc-per-node (\d+)", path.read_text())[1]
     command, env = [sys.executable, "-c", RANKS, str(path), ranks], {**os.environ, **meeting}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env)
     assert done.returncode == 0, done.stderr
     before, after = (float(loss) for loss in done.stdout.split("loss ")[1].split(",")[0].split(" -> "))
     assert after < before / 2 and "replicas equal: True" in done.stdout

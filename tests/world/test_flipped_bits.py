@@ -11,6 +11,7 @@ import torch
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
+from limits import LIMIT_S
 from zoo import Plain, batch, built
 
 SCHEMES = {
@@ -134,6 +135,6 @@ def test_ranks_with_other_processors_and_threads_agree_or_are_refused_at_the_sta
         env = {"ATEN_CPU_CAPABILITY": capability} if capability else {}
         command = [sys.executable, "-c", UNLIKE, str(rank), str(tmp_path), str(threads)]
         ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert said[0].startswith("True 3 ") and said[1] == "True 3 DEFAULT\n"

@@ -16,6 +16,7 @@ from detonation.feed import publisher, subscription
 from detonation.feed.connection.frames import ABOUT, STATE, WANT, BadFrame, FrameSocket, encoded
 from detonation.feed.connection.listener import MOST_STRANGERS, host_and_port
 from detonation.feed.connection.token import prove_to_feed, prove_to_follower, read_token
+from limits import LIMIT_S
 
 TOKEN = b"a token for tests only"
 
@@ -49,7 +50,7 @@ def in_training(model, optimizer, until):
 
 def refused(connection):
     """True once the feed has closed the connection."""
-    connection.settimeout(20)
+    connection.settimeout(LIMIT_S)
     try:
         while connection.recv(4096):
             pass

@@ -9,6 +9,7 @@ from torch.distributed import distributed_c10d
 import detonation as dt
 import worlds
 from detonation.core.flat.tensors import digest, local
+from limits import LIMIT_S
 from zoo import Plain, batch, built
 
 STEPS = 10
@@ -28,7 +29,7 @@ def trained(mesh):
         else:
             model(batch(mesh.get_rank(), step, 32)).mean().backward()
             if replica and step >= 2 and ahead:
-                store.wait([f"{mesh['shard'].get_local_rank()} took {step + ahead.pop()}"], timedelta(seconds=60))
+                store.wait([f"{mesh['shard'].get_local_rank()} took {step + ahead.pop()}"], timedelta(seconds=LIMIT_S))
         optimizer.step()
         optimizer.zero_grad()
         store.set(f"{mesh.get_rank()} took {step}", "1")

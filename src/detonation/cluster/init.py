@@ -32,6 +32,7 @@ COLLECTIVE_TIMEOUT_S = 300.0
 GROUP_TIMEOUT_S = 1800.0
 """How long a collective waits in a group that `init_mesh` initialises: torch's own limit for gloo."""
 
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public from torch 2.14 on
 _heartbeat: Heartbeat | None = None
 _lost = False
 _watch: Watch | None = None
@@ -206,7 +207,7 @@ def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_
 def set_group_timeouts(timeout_s: float) -> None:
     """Sets how long a collective waits, in all process groups that there are."""
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        _set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def local_device() -> torch.device:

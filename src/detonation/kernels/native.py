@@ -259,7 +259,7 @@ def _load(path: Path) -> Library:
 def _compile(compiler: str, path: Path) -> None:
     command = [compiler, *_FLAGS, "-o", str(path), *map(str, _SOURCES)]
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=300)  # 13 s alone; a machine may be busy
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines() or [f"code {error.returncode}"]
         raise subprocess.SubprocessError(f"{compiler} failed: {said[-1]}") from error

@@ -21,6 +21,7 @@ from detonation.core.optimizer.replicated import Replicated
 
 _log = logging.getLogger("detonation.checkpoint")
 _HOST = torch.device("cpu")
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public from torch 2.14 on
 SAVE_TIMEOUT_S = 300.0
 """How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes on top."""
 LOWEST_BYTES_PER_S = 10e6
@@ -87,7 +88,7 @@ class Checkpoints:
         job = make_save_job(self._model, self._optimizer, extra)
         if self._group is not None:
             timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
-            distributed_c10d._set_pg_timeout(timeout, self._group)
+            _set_timeout(timeout, self._group)
         if elastic is not None:  # replicas may be others than at the last save
             self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
         # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone

@@ -60,19 +60,21 @@ def simulate_replicas(act: Callable[["SimulatedCommunicator"], _T], replicas: in
     except BaseException as error:  # Ctrl-C: each replica ends at its next wait
         scheduler.fail(error)
         wait_for_all()
-    _wait_until_gone(threads)
+    wait_until_gone(threads)
     if scheduler.failure is not None:
         raise scheduler.failure
     return [results[replica] for replica in range(replicas)]
 
 
-def _wait_until_gone(threads: list[threading.Thread]) -> None:
-    """Waits until the system has no such threads, at most a second, where it lists them (Linux).
+def wait_until_gone(threads: list[threading.Thread]) -> None:
+    """Waits until the system has no such threads, at most ten seconds, where it lists them (Linux).
+
+    They have ended, or are about to.
 
     MKL holds a lock while a thread that multiplied matrices ends, also after `Thread.join`. A process that is forked in
     that moment inherits the lock, and its first product of matrices waits for ever.
     """
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 10.0
     for thread in threads:
         while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < until:
             time.sleep(1e-4)

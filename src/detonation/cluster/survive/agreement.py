@@ -78,6 +78,12 @@ class Agreement:
         guests = {report.guest for report in self.reports.values()}
         return guests.pop() if len(guests) == 1 else -1
 
+    def leaves_out(self, replica: int) -> str:
+        """Why `replica`, which is no member, ends."""
+        others, step = ", ".join(map(str, self.members)), self.next_step
+        why = f"replica {replica} was not heard of, or lost a shard"
+        return f"{why}, and replicas {others} go on without it from step {step}"
+
 
 def parse_agreement(epoch: int, text: bytes) -> Agreement:
     """The agreement of an epoch, as the store has it."""

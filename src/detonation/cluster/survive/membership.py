@@ -1,5 +1,4 @@
-"""Membership: which replicas are left. Ranks beat in a store, and agree in it on a list of members and where they
-stand.
+"""Membership: which replicas are left. Ranks beat in a store, and agree in it on the members and where they stand.
 
 The store is the arbiter: of several proposals for an epoch it keeps the first (`compare_set`). So a rank that cannot
 reach the store takes no part, and two halves of a network never go on apart.
@@ -139,7 +138,7 @@ class Membership:
         for member in lost_here:
             self.store.set(f"lost/{member}", "1")
         if self.replica not in agreement.members:
-            raise ReplicaLost(self._left_out(agreement))
+            raise ReplicaLost(agreement.leaves_out(self.replica))
         with self.changed:
             self.members, self.epoch, self.called = agreement.members, agreement.epoch, False
             for rank in self._ranks(agreement.guest):
@@ -222,51 +221,59 @@ class Membership:
 
     def _look_for_guest(self) -> None:
         """Notes that a replica asks to come in, and lets all agree on a step for it once it is ready."""
-        if not self.guest_asks and self._beats.check([ask_key(self.guest)]):
+        guest = self.guest
+        ranks = range_of(guest, self.shards)
+        if not self.guest_asks and self._beats.check([ask_key(guest)]):
             with self.changed:
-                self._seen |= {rank: (b"", time.monotonic()) for rank in range_of(self.guest, self.shards)}
-                self.guest_asks = True
-        if not self.guest_asks or self._beats.check([admit_key(self.guest)]):
+                self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
+                self.guest_asks = guest == self.guest  # all may have agreed meanwhile, and look for the next one
+        if not self.guest_asks or self._beats.check([admit_key(guest)]):
             return
-        if any(self._lost(rank, self._silence_s) for rank in range_of(self.guest, self.shards)):
-            self.guest, self.guest_asks = self.guest + 1, False
+        if any(self._lost(rank, self._silence_s) for rank in ranks):
+            with self.changed:
+                if guest == self.guest:
+                    self.guest, self.guest_asks = guest + 1, False
         elif self.rank == self.members[0] * self.shards and not self.called and self._is_ready(self._beats):
             self._beats.set(self._key("call"), "1")
 
     def _run(self) -> None:
         count = 0
         while not self._stopped.wait(TICK_S):
-            count, epoch = count + 1, self.epoch
-            watched = [rank for rank in self._ranks(self.guest if self.guest_asks else -1) if rank != self.rank]
-            others = [rank for rank in self._ranks() if rank != self.rank]
+            count += 1
             try:
-                self._beats.set(beat_key(self.rank), beat_of(count, self._pace))
-                if self.is_guest:
-                    continue
-                self._look_for_guest()
-                beats = self._beats.multi_get([beat_key(rank) for rank in watched]) if watched else []
-                called = self._beats.check([self._key("call")])
-                self._watch_record()
-            except (RuntimeError, OSError) as error:
-                self._error = f"rank {self.rank} has lost the store of the replicas: {str(error).splitlines()[0]}"
+                self._beat(count)
+            except Exception as error:  # whatever it is: the others drop this rank, which must hear of it
+                why = str(error).partition("\n")[0]
+                self._error = f"rank {self.rank} has lost touch with the replicas: {type(error).__name__}: {why}"
                 self._notice()
                 return
-            now = time.monotonic()
-            took, pace = now - self._awake, self._pace
-            self._pace = took if count == 1 else min(took, 1.2 * pace)
+
+    def _beat(self, count: int) -> None:
+        """Beats, reads all beats, and notices a loss. `agree` and `join` change the members in another thread."""
+        with self.changed:
+            epoch, members, watched = self.epoch, self._ranks(), self._ranks(self.guest if self.guest_asks else -1)
+        self._beats.set(beat_key(self.rank), beat_of(count, self._pace))
+        if self.is_guest:
+            return
+        self._look_for_guest()
+        beats = dict(zip(watched, self._beats.multi_get([beat_key(rank) for rank in watched]), strict=True))
+        called = self._beats.check([f"{epoch + 1}/call"])
+        self._watch_record()
+        now = time.monotonic()
+        took, pace = now - self._awake, self._pace
+        self._pace = took if count == 1 else min(took, 1.2 * pace)
+        limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
+        with self.changed:
             if took > max(self._confirm_s / 2, 3 * pace):  # this process stood still: it cannot tell who else did
                 self._seen = {rank: (seen, now) for rank, (seen, _) in self._seen.items()}
+            self._seen |= {rank: (beat, now) for rank, beat in beats.items() if beat != self._seen[rank][0]}
             self._awake = now
-            for rank, beat in zip(watched, beats, strict=True):
-                if beat != self._seen[rank][0]:
-                    self._seen[rank] = (beat, now)
-            limit_s = self._silence_s if self.under_way else max(self._silence_s, STARTUP_S)
-            if not self.called and any(self._lost(rank, limit_s) for rank in others):
-                self._beats.set(f"{epoch + 1}/call", "1")  # all may have agreed meanwhile, and have left it out
-                called = True
-            with self.changed:
-                if called and not self.called and epoch == self.epoch:
-                    self._notice()
+            lost = not self.called and any(self._lost(rank, limit_s) for rank in members)
+        if lost:
+            self._beats.set(f"{epoch + 1}/call", "1")  # all may have agreed meanwhile, and have left it out
+        with self.changed:
+            if (called or lost) and not self.called and epoch == self.epoch:
+                self._notice()
 
     def _watch_record(self) -> None:
         """Ends this process where it was left out and its main thread waits for something else."""
@@ -277,7 +284,7 @@ class Membership:
         if self.replica not in agreement.members:
             self._left_out_at = self._left_out_at or time.monotonic()
             if time.monotonic() - self._left_out_at > LEAVE_S:
-                self._end(self._left_out(agreement))
+                self._end(agreement.leaves_out(self.replica))
 
     def _notice(self) -> None:
         with self.changed:
@@ -288,13 +295,6 @@ class Membership:
         """Raises `ReplicaLost` where this rank cannot reach the store any more."""
         if self._error:
             raise ReplicaLost(self._error)
-
-    def _left_out(self, agreement: Agreement) -> str:
-        others = ", ".join(map(str, agreement.members))
-        return (
-            f"replica {self.replica} was not heard of, or lost a shard, and replicas {others} go on without it from "
-            f"step {agreement.next_step}"
-        )
 
     def _key(self, name: str) -> str:
         return f"{self.epoch + 1}/{name}"
