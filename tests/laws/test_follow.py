@@ -16,7 +16,7 @@ from detonation.core.flat.tensors import digest
 from detonation.feed import publisher, stream
 from limits import LIMIT_S
 from steps import LOGGED, STEPS, advance, started
-from zoo import Plain, built
+from zoo import Padded, Plain, built
 
 TOKEN = b"a token for tests only"
 JOINED_AFTER = 3
@@ -135,9 +135,9 @@ def test_a_step_before_a_return_is_another_moment_than_the_same_step_after_it(mo
     assert [moment[1] for moment in moments] == [2, 2] and moments[0] != moments[1]
 
 
-def followed_shards(mesh, name):
+def followed_shards(mesh, name, kind):
     """A replica of shards has a feed for each; one model follows both: whether it was equal, of each step."""
-    model = dt.shard(built(Plain), mesh)
+    model = dt.shard(built(kind), mesh)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = dt.replicate(adam, model, mesh["replicate"], LOGGED[name], clip=0.01)
     feed = None
@@ -145,7 +145,7 @@ def followed_shards(mesh, name):
         feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, run="first")
         optimizer.record(feed)
     addresses = gathered(feed.address if feed else "")[:2]
-    served, follower, seen = built(Plain), None, []
+    served, follower, seen = built(kind), None, []
     if mesh.get_rank() == 0:
         follower = dt.follow(served, ",".join(addresses), token=TOKEN, wait=False)
     for step in range(STEPS):
@@ -305,7 +305,7 @@ def test_shards_that_come_again_far_apart_meet_again():
     assert worlds.run_alone(parted, 1, 2) == [3, True]
 
 
-@pytest.mark.parametrize("name", ["demo", "streaming"])
-def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name):
-    seen = worlds.run(followed_shards, 2, 2, name)[0]
+@pytest.mark.parametrize(("name", "kind"), [("demo", Plain), ("streaming", Plain), ("demo", Padded)])
+def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name, kind):
+    seen = worlds.run(followed_shards, 2, 2, name, kind)[0]
     assert len(seen) > 2 and all(seen), seen

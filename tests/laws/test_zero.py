@@ -17,6 +17,7 @@ from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import negative_zeros
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from zoo import TALKING, Padded, batch, built
 
 CPU = torch.device("cpu")
 SENDINGS = 60
@@ -206,3 +207,39 @@ def test_a_signal_that_is_not_finite_leaves_every_bit_of_the_memory():
         signals = [torch.full((70,), math.nan, dtype=dtype), None]
         kept = memory.absorb(signals, torch.tensor(True)).view(torch.int32)
         assert torch.equal(kept, before.view(torch.int32)), dtype
+
+
+def padding_after(scheme, replicas, tied=False):
+    """The padding row of each replica's embedding after nine steps, and how far the row beside it has come."""
+
+    def act(communicator):
+        model = built(Padded)
+        if tied:
+            model.output = nn.Linear(32, 33, bias=False)
+            model.output.weight = model.words.weight
+        kind = dt.SignSGD if getattr(scheme, "lookahead", False) else torch.optim.AdamW
+        optimizer = dt.replicate(kind(model.parameters(), lr=0.01, weight_decay=0.0), model, communicator, scheme)
+        for step in range(9):
+            loss = model(batch(communicator.replica, step, 32)).mean()
+            (loss + model.output.weight.sum() if tied else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return model.words.weight.detach()
+
+    start = built(Padded).words.weight.detach()
+    found = simulate_replicas(act, replicas)
+    return [(weight[Padded.padding], weight[Padded.padding - 1] - start[Padded.padding - 1]) for weight in found]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", [*TALKING, "eager-2bit", "diloco-owner"])
+def test_the_padding_row_of_an_embedding_stays_exactly_where_it_is(name, replicas):
+    """Though chunks cross rows, and one bit has no zero."""
+    more = {"eager-2bit": dt.eager_diloco(2, precision="2bit"), "diloco-owner": dt.muloco(every=2, link="owner")}
+    for padding, beside in padding_after((TALKING | more)[name], replicas):
+        assert torch.equal(padding, torch.arange(32) / 10) and beside.any()
+
+
+def test_a_padding_row_that_an_output_layer_uses_too_moves_as_its_gradient_says():
+    assert all((padding - torch.arange(32) / 10).any() for padding, _ in padding_after(dt.demo(), 2, tied=True))

@@ -2,15 +2,27 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
+from detonation.train.loop.evaluate import autocast
 from detonation.train.loop.fit import fit
 from detonation.train.verbs.simulate import virtual
 
 GRADIENT, SENT, RECEIVED = "gradient", "sent", "received"
+
+
+@pytest.mark.parametrize("asked, kind, entered", [("bf16", "cpu", False), ("bf16", "cuda", True), ("", "cuda", False)])
+def test_autocast_is_for_accelerators(monkeypatch, asked, kind, entered):
+    """Many times slower than fp32 on a CPU without instructions for bf16."""
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype: (kind, dtype))
+    config = SimpleNamespace(train=SimpleNamespace(autocast=asked))
+    session = SimpleNamespace(config=config, device=torch.device(kind))
+    assert (autocast(session) == (kind, torch.bfloat16)) == entered
 
 
 class Noted:

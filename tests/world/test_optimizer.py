@@ -18,7 +18,7 @@ from detonation.core.integrity.fault_counts import NonFiniteGradient
 from detonation.core.link.handshake import Mismatch
 from detonation.core.schemes.traffic import LargerThanDense
 from worlds import caught
-from zoo import KINDS, SCHEMES, Plain, batch, built
+from zoo import KINDS, SCHEMES, Padded, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
@@ -518,3 +518,19 @@ def test_wrong_use_gets_one_clear_line():
     ]
     for outcome, (kind, text) in zip(worlds.run(refusals, 2, 1)[0], expected, strict=True):
         assert outcome[0] == kind and text in outcome[1], outcome
+
+
+def padding_on_shards(mesh, scheme):
+    """The padding row after six steps, and whether all ranks have gone on together."""
+    model = dt.shard(built(Padded), mesh)
+    optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh["replicate"], scheme)
+    advance(model, optimizer, range(6))
+    optimizer.synchronize()
+    optimizer.verify()
+    return model.words.weight.full_tensor().detach()[Padded.padding].tolist()
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-tiles-64-sign", "demo-diloco", "muloco-2bit"])
+def test_the_padding_row_of_an_embedding_stays_on_its_shard(name):
+    found = worlds.run(padding_on_shards, 2, 2, SCHEMES[name])
+    assert found == [(torch.arange(32) / 10).tolist()] * 4

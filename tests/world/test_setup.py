@@ -1,6 +1,7 @@
 """Set-ups that train wrongly without a word: each gets one line that names the remedy."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -225,6 +226,51 @@ def test_and_at_each_comparison():
         assert steps == 4 and "replica 1 differs from replica 0 in lr of group 0" in lines[0]
 
 
+def own_plateau(mesh, make_scheme, overlap):
+    """Each replica's scheduler looks at its own loss: after two steps replica 1 halves its lr."""
+    model = dt.shard(built(Plain), mesh)
+    optimizer = dt.replicate(sgd(model), model, mesh["replicate"], make_scheme(), safety=dt.Safety(verify_every=8))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    def steps():
+        for step in range(8):
+            with optimizer.overlap() if overlap else nullcontext():
+                model(batch(mesh.get_rank(), step, 32)).mean().backward()
+            optimizer.step()
+            plateau.step(float(step < 2) if mesh.get_local_rank("replicate") else -float(step))
+
+    with logged() as lines:
+        return *caught(steps), optimizer.step_count, lines
+
+
+@pytest.mark.parametrize(
+    ("make_scheme", "overlap", "steps"),
+    [
+        (dt.demo, False, 2),
+        (dt.loco, False, 2),
+        (partial(dt.demo, link="owner"), False, 2),
+        (partial(dt.diloco, every=2, precision="int8"), False, 3),
+        (dt.demo, True, 3),
+    ],
+)
+def test_options_that_drift_apart_are_found_in_the_next_message(make_scheme, overlap, steps):
+    """Not at the next comparison, which comes after 8 steps here; and before weights move, if gradients are sent."""
+    for shards in (1, 2):
+        found = worlds.run(own_plateau, 2, shards, make_scheme, overlap)
+        for kind, text, taken, _ in found:
+            wanted = f"replica 1 differs from the others in options of the parameter groups after step {steps}"
+            assert (kind, text, taken) == ("Desync", wanted, steps)
+        for lr, (*_, lines) in zip((0.1, 0.05), found[::shards], strict=True):
+            here = f"(lr, betas, ...) than the others at step {steps}, here [({lr}, "
+            assert lines[0].startswith("replica 1 has other options of the parameter groups " + here)
+            assert "set them alike on all replicas" in lines[0]
+
+
+def test_where_the_network_adds_them_up_they_are_found_at_the_next_comparison():
+    for kind, text, taken, _ in worlds.run(own_plateau, 2, 1, dt.full, False):
+        assert (kind, taken) == ("Desync", 8) and "in lr of group 0 after step 8" in text
+
+
 def test_drift_is_looked_for_by_default():
     assert dt.Safety().verify_every == 100
 
@@ -371,6 +417,40 @@ def test_a_momentum_on_top_of_the_one_that_a_scheme_remembers_is_warned_of_once(
     lines = warned_of(base, scheme)
     assert len(lines) == (own is not None)
     assert all(line.startswith(f"{scheme.name} remembers") and own in line for line in lines)
+
+
+def cycled(mesh, base, scheme, at, momentum):
+    """The lines of four steps with a scheduler that is made before step `at`."""
+    model = dt.shard(built(Plain), mesh)
+    safety = dt.Safety(verify_every=2)
+    optimizer = dt.replicate(base(model.parameters()), model, mesh["replicate"], scheme, safety=safety)
+    with logged() as lines:
+        for step in range(4):
+            if step == at:
+                schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, 9, cycle_momentum=momentum)
+            advance(mesh, model, optimizer, 1)
+            if step >= at:
+                schedule.step()
+    return lines
+
+
+without_momentum = partial(torch.optim.AdamW, betas=(0.0, 0.95))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    ("base", "scheme", "own"),
+    [
+        (without_momentum, dt.demo(), "AdamW (betas[0] is 0.9"),
+        (dt.SignSGD, dt.random(rate=1 / 2), "SignSGD (momentum is 0.9"),
+        (without_momentum, dt.loco(), None),
+    ],
+)
+def test_a_scheduler_that_sets_a_momentum_is_warned_of_once(base, scheme, own, at):
+    lines, nothing = worlds.run(cycled, 2, 1, base, scheme, at, True)
+    assert nothing == [] and len(lines) == (own is not None)
+    assert all(own in line and "OneCycleLR and CyclicLR do without cycle_momentum=False" in line for line in lines)
+    assert worlds.run(cycled, 2, 1, base, scheme, at, False) == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from detonation.cluster import init
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
 from detonation.cluster.processes.failure import failure_from_exception, failure_from_exit_code, root_cause
-from detonation.cluster.processes.waiting import Standing, who_waits
+from detonation.cluster.processes.waiting import Standing, partners_of, waits_in_vain, who_waits
 from detonation.core.agreement.progress import PROGRESS
 
 INSIDE, OUTSIDE, LEFT = (Standing(21, where) for where in ("inside", "outside", "left"))
@@ -44,6 +44,38 @@ BEFORE, FIRST = Standing(20), Standing(0)
 def test_the_line_names_those_who_have_not_come(rank, standings, text):
     said = who_waits(rank, standings, 30.0)
     assert said == "" if text is None else re.search(text, said)
+
+
+@pytest.mark.parametrize(
+    ("standings", "partners", "vain"),
+    [
+        ([INSIDE, Standing(20, "left")], {1}, True),
+        ([INSIDE, Standing(20, "left"), BEFORE], {1}, True),
+        ([INSIDE, Standing(20, "left"), BEFORE], {1, 2}, False),  # rank 2 may come, and leave
+        ([INSIDE, Standing(20, "left"), BEFORE], {2}, False),  # another world within the world has ended
+        ([INSIDE, Standing(20, "left"), INSIDE], {1, 2}, True),
+        ([INSIDE, LEFT], {1}, False),  # it has taken this step
+        ([OUTSIDE, Standing(20, "left")], {1}, False),  # it may save or evaluate
+        ([INSIDE, BEFORE], {1}, False),
+        ([INSIDE, INSIDE], set(), False),
+    ],
+)
+def test_a_rank_waits_in_vain_where_all_that_could_come_have_left(standings, partners, vain):
+    assert waits_in_vain(0, standings, partners) == vain
+
+
+def groups_of(mesh):
+    """The partners of this rank in a mesh of 2 x 2, and in a world without parts."""
+    parts = partners_of(dist.get_rank())
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=1, world_size=3)
+    return parts, partners_of(1)
+
+
+def test_partners_share_a_group_that_is_not_the_whole_world_where_there_is_one():
+    found = worlds.run_alone(groups_of, 2, 2)
+    assert [parts for parts, _ in found] == [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
+    assert all(world == {0, 2} for _, world in found)
 
 
 def test_a_standing_is_read_as_it_was_written_and_nothing_else_is():
@@ -139,6 +171,39 @@ def test_a_rank_that_steps_alone_says_for_whom_it_waits_and_so_does_the_error(wa
     )
     assert raised.startswith("rank 0 has waited for ") and "rank 1 is between steps 2 and 3: " in raised
     assert (quiet, none) == ([], "")
+
+
+def left_alone(mesh):
+    """A step on both ranks, and one more on rank 0 while rank 1 leaves: the lines of rank 0, and its exit code."""
+    store, ended = distributed_c10d._get_default_store(), []
+    init.end_now = lambda code: store.set("ended", str(code)) or init._watch._stopped.set()
+    handler = logging.Handler()
+    handler.emit = lambda record: ended.append((record.levelname, record.getMessage()))
+    logging.getLogger("detonation").addHandler(handler)
+    init._watch.stop()
+    init._watch, init.WAIT_LINE_S, PROGRESS.steps = None, 0.2, 0
+    dt.init_mesh(2, 1, "cpu")
+    with PROGRESS:
+        dist.barrier()
+    if dist.get_rank():
+        init._watch.leave()
+        code = store.get("ended").decode()
+        dist.barrier()  # which lets rank 0 go, in the place of its end
+    else:
+        with PROGRESS:
+            dist.barrier()
+        code = store.get("ended").decode()
+    init._watch.stop()
+    return code, ended
+
+
+def test_a_rank_that_waits_for_one_that_has_left_ends_with_a_line():
+    (code, ended), (same, nothing) = worlds.run_alone(left_alone, 2, 1)
+    (_, line), (level, last) = ended[0], ended[-1]
+    assert (code, same, nothing, level) == ("1", "1", [], "ERROR")
+    why = "in step 2, to which others have not come: rank 1 has left after step 1"
+    assert why in line and why in last
+    assert last.endswith(": it ends, because nobody will come; give all ranks the same number of batches")
 
 
 def test_a_limit_below_zero_is_refused():

@@ -85,7 +85,8 @@ def _run(verb: Any) -> int:
             print(json.dumps(result))
         print(end="", flush=True)
     except KeyboardInterrupt:
-        return fail("interrupted", 130, verb.json)
+        saved = isinstance(verb, Train) and verb.out and any((verb.out / "checkpoints").glob("step-*"))
+        return fail("interrupted" + f"; continue with --out {verb.out} --resume" * bool(saved), 130, verb.json)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return _quiet()

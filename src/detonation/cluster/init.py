@@ -3,8 +3,11 @@
 import gc
 import logging
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from detonation.cluster.machine.devices import choose_device, look_for_gpus, require_gpu_each
 from detonation.cluster.machine.position import LaunchPosition as LaunchPosition
 from detonation.cluster.machine.position import launch_position as launch_position
+from detonation.cluster.processes.exit import end_now
 from detonation.cluster.processes.heartbeat import EndProcess, Heartbeat, silence_limit_s
 from detonation.cluster.processes.heartbeat_board import FileBoard, StoreBoard
 from detonation.cluster.processes.rendezvous import (
@@ -75,8 +79,18 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
     _init_group(store, position.rank, position.world_size, device)
     global _heartbeat
     _heartbeat = Heartbeat(board, position.rank, position.world_size, end) if position.world_size > 1 else None
-    watch_waiting()
+    if _heartbeat is not None:
+        watch_waiting(partial(_end_with, _heartbeat, end))
     return _heartbeat
+
+
+def _end_with(heartbeat: Heartbeat, end: EndProcess, text: str) -> NoReturn:
+    end(text, heartbeat.report(text))
+
+
+def _end_alone(text: str) -> NoReturn:
+    _log.error("%s", text)
+    end_now(1)
 
 
 def _init_group(store: Store, rank: int, world_size: int, device: torch.device) -> None:
@@ -135,15 +149,15 @@ def join_world(asked: str | None = None) -> torch.device:
     return device
 
 
-def watch_waiting() -> None:
-    """Starts the watch of the default process group, unless there is one; see `waiting.Watch`."""
+def watch_waiting(end: Callable[[str], NoReturn] = _end_alone) -> None:
+    """Starts the watch of the default process group, unless there is one; `end` as in `waiting.Watch`."""
     global _watch
     store = distributed_c10d._get_default_store()
     if _watch is not None and _watch.source is not store:  # of a group that was destroyed
         _watch.stop()
         _watch = None
     if _watch is None and dist.get_world_size() > 1:
-        _watch = Watch(store, dist.get_rank(), dist.get_world_size(), WAIT_LINE_S)
+        _watch = Watch(store, dist.get_rank(), dist.get_world_size(), WAIT_LINE_S, end)
 
 
 def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None = None) -> tuple[Store, torch.device]:

@@ -45,7 +45,8 @@ def init_mesh(
             of a node; by default the backend of the device carries both. The axis has a communicator of its own then,
             and with NCCL always, on a stream of high priority.
 
-    A rank that stands still for 30 s in a step to which others have not come logs who they are.
+    A rank that stands still for 30 s in a step to which others have not come logs who they are. After 60 s it ends with
+    code 1 if they have left.
 
     Raises:
         ValueError: slow_backend is another one, replicas * shards is not the number of ranks, shards are left out and

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import ShardReader
+from detonation.core.flat.tensors import padding_row
+from detonation.core.optimizer.trained import note_padding
 from detonation.feed.shared_state import part_of
 
 
@@ -19,10 +21,13 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
         trained: The names of the parameters that training moves.
     """
     views: dict[str, Tensor] = {}
+    note_padding(model)
     for name, parameter in model.named_parameters():
         box = saved.boxes.get(f"model.{name}", Box.of(parameter))
         view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
         view.whole_numel = parameter.numel()  # type: ignore[attr-defined]
+        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[0] + box.shape[0]:
+            view.padding_row = row - box.offset[0]  # type: ignore[attr-defined]
         views[name] = view
     return _tree(views)
 

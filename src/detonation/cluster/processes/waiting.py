@@ -1,7 +1,8 @@
 """Who waits for whom: a line in the log where a rank stands still in a step to which others have not come.
 
 A collective cannot tell a slow network from a rank that never calls it. So every rank publishes in the store of its
-process group how far it has come, a few bytes when that has changed; nothing is added to a step.
+process group how far it has come, a few bytes when that has changed; nothing is added to a step. A rank that waits for
+ranks that have left ends: no network library can be told to stop waiting.
 """
 
 import atexit
@@ -9,16 +10,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.processes.failure import is_network_error
 from detonation.core.agreement.progress import PROGRESS
 
 WAIT_LINE_S = 30.0
-"""A rank that stands still for this long says so; again after twice the time, and so on."""
+"""A rank that stands still for this long says so; again after twice the time, and so on. After twice the time it ends,
+where those for whom it waits have left."""
 _INSIDE, _OUTSIDE, _LEFT = "inside", "outside", "left"
 _MOST_NAMED = 8
 _log = logging.getLogger(__name__)
@@ -49,8 +53,35 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
     >>> who_waits(0, [Standing(21, "inside"), Standing(20)], 30)
     'rank 0 has waited for 30 s in step 21, to which others have not come: rank 1 is between steps 20 and 21'
     """
+    return "" if standings.index(standings[rank]) < rank else _waiting(rank, standings, seconds)
+
+
+def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
+    """True where `rank` is in a step to which none of its partners that have not come can come: all of them have left.
+
+    Args:
+        partners: the ranks with which it is in a group.
+
+    >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
+    True
+    """
     mine = standings[rank]
-    if not mine.steps or mine.where == _LEFT or standings.index(mine) < rank:
+    behind = [standings[partner] for partner in partners if standings[partner].steps < mine.steps]
+    return mine.where == _INSIDE and bool(behind) and all(other.where == _LEFT for other in behind)
+
+
+def partners_of(rank: int) -> set[int]:
+    """The ranks of all groups that `rank` is in, without the group of the whole world where there are others."""
+    world = distributed_c10d._world
+    mine = [(group, {*ranks} - {rank}) for group, ranks in world.pg_group_ranks.items() if rank in ranks]
+    parts = [ranks for group, ranks in mine if group is not world.default_pg and ranks]
+    return set().union(*(parts or [ranks for _, ranks in mine]))
+
+
+def _waiting(rank: int, standings: Sequence[Standing], seconds: float) -> str:
+    """`who_waits`, also where a lower rank says it."""
+    mine = standings[rank]
+    if not mine.steps or mine.where == _LEFT:
         return ""
     behind = [r for r, other in enumerate(standings) if other.steps < mine.steps or other.where == _LEFT]
     here = f"rank {rank} has waited for {seconds:.0f} s {'in' if mine.where == _INSIDE else 'after'} step {mine.steps}"
@@ -79,10 +110,11 @@ class Watch:
     Args:
         store: of the process group.
         line_s: seconds of standing still until the first line.
+        end: ends this process with its reason, from another thread: the main thread waits inside the network library.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, line_s: float) -> None:
-        self.source = store
+    def __init__(self, store: Store, rank: int, world_size: int, line_s: float, end: Callable[[str], NoReturn]) -> None:
+        self.source, self._end = store, end
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection of its own
         self._rank, self._line_s = rank, line_s
         self._keys = [f"detonation/standing/{rank}" for rank in range(world_size)]
@@ -122,10 +154,14 @@ class Watch:
                 if standing != seen:
                     seen, since, due, self._text = standing, now, self._line_s, ""
                     continue
-                self._text = who_waits(self._rank, self._standings(), now - since)
+                standings = self._standings()
+                self._text = who_waits(self._rank, standings, now - since)
             except (RuntimeError, OSError, ValueError):  # the store is gone, or not in order: that is for others to say
                 continue
-            if self._text and now - since >= due:
+            if now - since >= 2 * self._line_s and waits_in_vain(self._rank, standings, partners_of(self._rank)):
+                text = _waiting(self._rank, standings, now - since)
+                self._end(f"{text}: it ends, because nobody will come; give all ranks the same number of batches")
+            elif self._text and now - since >= due:
                 due *= 2
                 _log.warning("%s", self._text)
 

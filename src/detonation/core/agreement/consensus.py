@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from detonation.core.agreement.balance import Balance
-from detonation.core.agreement.desync import CHANGE, announce_change, differences, repaired
+from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
 from detonation.core.agreement.patience import Patience
 from detonation.core.agreement.safety import Safety
 from detonation.core.errors import DetonationError
@@ -39,8 +40,10 @@ class StopConsensus:
     one step later where the reason must first reach such ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety) -> None:
-        self.safety, self.counts = safety, list[FaultCounts]()
+    def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety, base: Optimizer) -> None:
+        self.safety, self.counts, self._base = safety, list[FaultCounts](), base
+        self._numbers = numbers_of(base.param_groups if safety.verify_every else ())
+        self.look: Callable[[], object] = lambda: None  # at the options that are about to be compared
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
@@ -89,9 +92,16 @@ class StopConsensus:
             self.patience.reset()
 
     def enter_step(self, step: int, overlapping: bool) -> None:
-        """Begins a step, unless it began before backward. Raises `HalfStep` after one that ended half-way."""
+        """Begins a step, unless it began before backward. Raises `HalfStep` after one that ended half-way.
+
+        The messages of the step tell the numbers among the options of the parameter groups; with overlap, from the next
+        step on.
+        """
         if self.half_step:
             raise HalfStep(f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all")
+        options = repr([*map(self._numbers, self._base.param_groups)]).encode()
+        for counts in self.counts:
+            counts.options = options
         if self.decides_on_device and not overlapping:
             self.begin(step)
 
@@ -199,6 +209,7 @@ class StopConsensus:
         Args:
             options: Of the parameter groups, which must be equal, too; see `options_of`.
         """
+        self.look()
         self._drain(replicators, step)
         compared = set[Link]()
         for replicator in replicators:

@@ -2,8 +2,9 @@
 the majority."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter, truth
 from typing import Any
 
 import torch
@@ -80,6 +81,23 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             if plain is None or isinstance(plain, bool | int | float | str | tuple):
                 found[f"{key} of group {number}"] = repr(plain)
     return found
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], object]:
+    """What reads, of one group, the options that are numbers in all of `groups` (lr, betas, ...), at each step.
+
+    An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads it.
+
+    Example:
+        >>> numbers_of([{"params": [], "lr": 0.1, "betas": (0.9, 0.95), "fused": None}])({"lr": 0.2, "betas": (0, 0)})
+        (0.2, (0, 0))
+    """
+    keys = [key for key in (groups[0] if groups else ()) if all(_is_number(group.get(key)) for group in groups)]
+    return itemgetter(*keys) if keys else truth
+
+
+def _is_number(value: object) -> bool:
+    return all(isinstance(each, int | float) for each in (value if isinstance(value, tuple) else [value]))
 
 
 def announce_change(link: Link, number: int, device: torch.device) -> list[int]:

@@ -12,10 +12,10 @@ import torch
 
 from detonation.core.codec.aggregate import Aggregation, Received
 from detonation.core.codec.arrived import Arrived
-from detonation.core.codec.basis import Basis
+from detonation.core.codec.basis import Basis, Identity
 from detonation.core.codec.indices import IndexCoding, Unpackable, narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, indices_by_rule, numbers, zero_byte
-from detonation.core.codec.precision import Float, Precision
+from detonation.core.codec.precision import Float, Precision, Sign, TwoBit
 from detonation.core.codec.selection import Selection
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.flat.layout import Layout, copy
@@ -51,6 +51,11 @@ class Codec:
     def summable(self) -> bool:
         """True if an all-reduce can add messages: all carry the same coordinates, in a type that can be added."""
         return self.selection.shared and self.precision.summable
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """True if the update of a coordinate that was zero on all replicas is zero, whatever stands beside it."""
+        return isinstance(self.basis, Identity) and not isinstance(self.precision, Sign | TwoBit)
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
         """The layout of the flat that this codec reads, for local shards of these `shapes` by parameter name."""

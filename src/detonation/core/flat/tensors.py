@@ -25,6 +25,16 @@ def whole_numel(tensor: Tensor) -> int:
     return int(getattr(tensor, "whole_numel", tensor.numel()))
 
 
+def padding_row(tensor: Tensor) -> int | None:
+    """The row of this local shard that no gradient ever reaches, the padding of an embedding; None without one.
+
+    Whoever knows the modules writes it to the tensor, as `padding_row`.
+
+    Shapes: any.
+    """
+    return getattr(tensor, "padding_row", None)
+
+
 def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
     """The local shape of `tensor` on the rank that holds the largest shard, which all ranks can tell.
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from detonation.core.errors import DetonationError
@@ -24,6 +24,7 @@ _NAMED_REPLICAS = 24
 _REPLICAS = (1 << _NAMED_REPLICAS) - 1 << 32
 NEW_PARAMETER = "a new parameter"
 """Stands for a parameter that joined the model after the names were agreed on."""
+OPTIONS = "options of the parameter groups"
 _log = logging.getLogger("detonation")
 
 
@@ -62,7 +63,7 @@ class FaultCounts:
     fatal: 0, or a number for the reason why all must stop, which `error` decodes on any rank. due: steps at which
     messages are due, until `take_due` takes them. Counts for which the host would have to wait are added by `catch_up`.
     names: of all parameters of the model, for errors. changing: how many replicas must announce a change of the trained
-    parameters together; 0 where this rank did not.
+    parameters together; 0 where this rank did not. options: of the parameter groups, whose digest messages carry.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class FaultCounts:
         self.silent: Counter[int] = Counter()
         self._silent_now: set[int] = set()
         self.due: set[int] = set()
-        self.names, self.changing = list(names), 0
+        self.names, self.changing, self.options = list(names), 0, b""
         self._changed: dict[int, str] = {}  # by replica, the parameter that it announced
         self._replica, self._signal = replica, signal
         self._policy, self._repairs = policy, repairs
@@ -189,11 +190,22 @@ class FaultCounts:
         """Counts a sum of the network at `step` that is not finite, though each replica's part was."""
         self.refuse(_ALL_REPLICAS, "added up to what is not finite: a link damages what it carries", step)
 
-    def differ(self, sender: int, step: int) -> None:
-        """Records that `sender` received other messages before `step` than the other replicas did."""
-        self._warn(step, sender, f"replica {sender} received other messages than the others before step {step}")
-        if not self._repairs:
-            self._stop(_DESYNC, sender)
+    def differ(self, digests: Mapping[int, int], step: int) -> None:
+        """Records which senders have other parameter groups than most at `step`, or received other messages before.
+
+        Args:
+            digests: By sender, of messages in the upper bits and of options in the lower 32 (`Header.received`).
+        """
+        for sender in _odd({sender: digest & 0xFFFFFFFF for sender, digest in digests.items()}):
+            here = self.options.decode()
+            text = f"replica {sender} has other {OPTIONS} (lr, betas, ...) than the others at step {step}, here "
+            remedy = "set them alike on all replicas, such as by a loss that is averaged over them"
+            self._warn(step, sender, f"{text}{here if len(here) <= 200 else here[:200] + '...'}: {remedy}")
+            self._stop(_DESYNC, sender, OPTIONS)
+        for sender in _odd({sender: digest >> 32 for sender, digest in digests.items()}):
+            self._warn(step, sender, f"replica {sender} received other messages than the others before step {step}")
+            if not self._repairs:
+                self._stop(_DESYNC, sender)
 
     def desync(self, sender: int, name: str) -> None:
         """Records that the `name` of `sender` differs from the other replicas."""
@@ -237,6 +249,12 @@ class FaultCounts:
         if (step, sender) not in self._warned and self._replica in (0, sender):
             self._warned = {(step, sender), *(pair for pair in self._warned if pair[0] == step)}
             _log.warning(text)
+
+
+def _odd(words: Mapping[int, int]) -> list[int]:
+    """The senders of other words than most, or than the first where there is no majority."""
+    usual = Counter(words.values()).most_common(1)[0][0]
+    return [sender for sender, word in words.items() if word != usual]
 
 
 def _sender(sender: int) -> str:

@@ -1,10 +1,10 @@
 """The guard seals the messages of a replica, and decides which received messages may be used."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Guard:
         received = 0
         if not phase:
             # of the exchange that all have surely opened, whoever looked at a message on its way
-            received = self._received.get(self._sent - 1 - self._delay, 0)
+            received = self._received.get(self._sent - 1 - self._delay, 0) >> 32 << 32 | crc32(self._counts.options)
             self._sent += 1
         return Header(self._schema, step, self._place | phase, self._replica, status, received)
 
@@ -261,10 +261,7 @@ class Guard:
         late = len(self._names)  # the status of a replica that could not know the messages before its own
         digests = {sender: row[6] for sender, row in enumerate(rows) if not faults[sender] and row[5] != late}
         if len(set(digests.values())) > 1:
-            usual = Counter(digests.values()).most_common(1)[0][0]
-            for sender, digest in digests.items():
-                if digest != usual:
-                    self._counts.differ(sender, step)
+            self._counts.differ(digests, step)
 
     def _report_sum(self, found: Sequence[float], step: int) -> None:
         """Counts the status of each replica, and a sum that is not finite."""

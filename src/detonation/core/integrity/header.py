@@ -33,7 +33,8 @@ class Header:
         sender: The replica.
         status: 0, or 1 + the number of the parameter because of which the message is empty; `[]` int64 where only
             the device knows.
-        received: A digest of the messages that its sender received earlier, which must be the same on all replicas.
+        received: What must be the same on all replicas: a digest of the messages that its sender received earlier, and
+            in the lower 32 bits one of the options of its parameter groups.
     """
 
     schema: int

@@ -1,12 +1,14 @@
 """The step of the base optimizer, which replicas take together or not at all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from detonation.core.flat.tensors import local, padding_row
 
 
 class Clipping(Protocol):
@@ -31,6 +33,7 @@ class BaseStep:
         self.optimizer = optimizer
         self.clip: Clipping | None = None
         self.overflow: Tensor | None = None
+        self._held: dict[int, tuple[Tensor, int]] = {}
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
@@ -41,6 +44,21 @@ class BaseStep:
         if self.clip:
             self.clip()
         self.unclipped()
+
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """Takes zeros for the updates of the padding rows of `parameters` from now on.
+
+        Shapes: any.
+        """
+        found = {id(p): (p, row) for p in parameters if (row := padding_row(p)) is not None}
+        if found and not self._held:
+            self.optimizer.register_step_pre_hook(self._hold)
+        self._held |= found
+
+    def _hold(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, row in self._held.values():
+            if parameter.grad is not None:
+                local(parameter.grad)[row].zero_()
 
     def unclipped(self) -> None:
         """Steps on the gradients as they are."""

@@ -120,8 +120,12 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _newton_schulz(matrix: Tensor) -> Tensor:
-    """About U V^T of the matrix U S V^T: five rounds of Jordan's quintic, in bf16; singular values come near 1."""
-    x = matrix.bfloat16()
+    """About U V^T of the matrix U S V^T: five rounds of Jordan's quintic; singular values come near 1.
+
+    In bf16 on accelerators. In fp32 on every CPU: one without instructions for bf16 multiplies in it 16 to 35 times
+    more slowly, and replicas on different CPUs must compute the same direction.
+    """
+    x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
     x = x / x.norm().clamp(min=1e-7)
     wide: Tensor = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(5):

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,17 @@ from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, norm_selftest, selftest, selftest_conditions
 from detonation.core.compute.checksum import checksum
-from detonation.core.flat.tensors import digest, largest_local_shape, local, whole_numel
-from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
+from detonation.core.flat.tensors import digest, largest_local_shape, local, padding_row, whole_numel
+from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link, links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
+from detonation.core.optimizer.setup_checks import warn_of_second_momentum
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
-from detonation.core.replicator.parameter import ParameterReplicator
+from detonation.core.replicator.parameter import HoldingReplicator, ParameterReplicator
 from detonation.core.round import LocalSteps
 from detonation.core.runtime import Runtime, fp32_products
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
@@ -90,10 +92,12 @@ def build_levels(
             )
     local_steps = LocalSteps(levels[0][1].round.every, levels[0][0].size()) if settings.balance else None
     runtime = Runtime(devices.pop(), settings.seed, settings.kernels, local_steps)
-    consensus = StopConsensus(parameters, runtime, settings.safety)
+    consensus = StopConsensus(parameters, runtime, settings.safety, base.optimizer)
+    consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
+    consensus.look()
     made: list[list[Replicator]] = []
     others = [name for name in names if name not in parameters]
-    faults = [*parameters, *others, *options_of(base.optimizer.param_groups), NEW_PARAMETER]
+    faults = [*parameters, *others, *options_of(base.optimizer.param_groups), OPTIONS, NEW_PARAMETER]
     for _, counts in routes.values():
         consensus.counts.append(counts)
         counts.names = faults
@@ -131,11 +135,14 @@ def replicator_of(
 
     Shapes: any.
     """
-    scheme = channel.scheme
+    scheme, leaks = channel.scheme, not channel.scheme.codec.keeps_zeros or channel.exchange.secluded
     if isinstance(scheme, GradientScheme):
+        base.hold(parameters.values() if leaks else ())
         return GradientReplicator(parameters, channel, base, scheme, last)
     assert isinstance(scheme, ParameterScheme)
-    return ParameterReplicator(parameters, channel, scheme, scheme.rounds[fragment])
+    held = leaks and any(padding_row(parameter) is not None for parameter in parameters.values())
+    kind = HoldingReplicator if held else ParameterReplicator
+    return kind(parameters, channel, scheme, scheme.rounds[fragment])
 
 
 def compare_replicas(

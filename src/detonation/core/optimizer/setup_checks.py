@@ -1,9 +1,12 @@
 """Mistakes in a set-up, each found once and answered in one line that names the remedy."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,9 +20,11 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.codec.precision import Sign
 from detonation.core.link.communicator import Axis
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
-from detonation.core.optimizer.build import Level
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
+
+if TYPE_CHECKING:
+    from detonation.core.optimizer.build import Level
 
 _log = logging.getLogger("detonation")
 _INSIDE = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'
@@ -113,15 +118,13 @@ def check_patience(seconds: float, schemes: Sequence[Scheme], intra_node: Device
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
     """Warns, on one replica, of two set-ups that train with a far higher loss (docs/findings.md).
 
-    The optimizer has a momentum of its own on top of the one that a scheme remembers: sent coordinates leave the memory
-    at once, and such an optimizer spreads them over the steps that follow. Or the errors of signs stay in the memory
-    of a top-k: they are as large as the values, and are selected again.
+    One is `warn_of_second_momentum`. Or the errors of signs stay in the memory of a top-k: they are as large as the
+    values, and are selected again.
     """
-    axis = levels[0][0]
-    if (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) != 0:
-        return
-    gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
-    for scheme in gradients:
+    warn_of_second_momentum(optimizer, levels)
+    for _, scheme in levels if _is_first(levels) else ():
+        if not isinstance(scheme, GradientScheme):
+            continue
         kept = scheme.feedback is not None and scheme.feedback.error_feedback
         if kept and isinstance(scheme.codec.precision, Sign) and not scheme.codec.selection.shared:
             _log.warning(
@@ -129,16 +132,38 @@ def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:
                 "pass error_feedback=False",
                 scheme.name,
             )
+
+
+def warn_of_second_momentum(optimizer: Optimizer, levels: Sequence[Level], since: bool = False) -> None:
+    """Warns once, on one replica, where the optimizer has a momentum on top of the one that a scheme remembers.
+
+    Sent coordinates leave the memory at once, and such an optimizer spreads them over the steps that follow.
+
+    Args:
+        since: Whether it had none when it was replicated: OneCycleLR and CyclicLR set one.
+    """
+    gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
     sparse = [scheme for scheme in gradients if scheme.feedback is not None and scheme.codec.selection.period != 1]
     own = next(filter(None, map(_own_momentum, optimizer.param_groups)), "")
-    if sparse and own:
-        _log.warning(
-            "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far higher: set it to 0, for "
-            "Adam by betas=(0.0, 0.95), or take detonation.loco(), which goes with the optimizer as it is",
-            sparse[0].name,
-            type(optimizer).__name__,
-            own,
-        )
+    if not sparse or not own or optimizer in _warned:
+        return
+    _warned.add(optimizer)
+    remedy = (
+        "set it to 0, for Adam by betas=(0.0, 0.95), or take detonation.loco(), which goes with the optimizer as it is"
+    )
+    if since:
+        remedy = "it was set later, as OneCycleLR and CyclicLR do without cycle_momentum=False"
+    if _is_first(levels):
+        text = "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far higher: %s"
+        _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
+
+
+_warned: WeakSet[Optimizer] = WeakSet()
+
+
+def _is_first(levels: Sequence[Level]) -> bool:
+    axis = levels[0][0]
+    return (dist.get_rank() if isinstance(axis, DeviceMesh) else axis.replica) == 0
 
 
 def _own_momentum(group: Mapping[str, Any]) -> str:

@@ -2,11 +2,16 @@
 layout."""
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from detonation.core.flat.tensors import local
 
 _TRAINED = weakref.WeakSet["TrainedParameters"]()
 """Of all replicated optimizers of this process."""
@@ -102,7 +107,26 @@ class TrainedParameters:
         if len(found) < len(wanted):
             reshard(self.model)
             found = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
+        note_padding(self.model)
         return found
+
+
+def note_padding(model: nn.Module) -> None:
+    """Notes the `padding_row` of each embedding that has a `padding_idx`, on the shard that holds it.
+
+    Not where another module uses the weights, too: an output layer gives that row a gradient.
+    """
+    users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+            weight: Any = module.weight
+            first = 0
+            if isinstance(weight, DTensor):
+                (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
+                first = chunk.offsets[0]
+            row = module.padding_idx - first
+            held = 0 <= row < len(local(weight)) and users[id(weight)] == 1
+            weight.padding_row = row if held else None
 
 
 def reshard(model: nn.Module) -> None:

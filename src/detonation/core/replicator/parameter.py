@@ -4,13 +4,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from detonation.core.flat.layout import copy
 from detonation.core.flat.rows import Bucket
-from detonation.core.flat.tensors import locals_of
+from detonation.core.flat.tensors import locals_of, padding_row
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
@@ -166,7 +167,7 @@ class ParameterReplicator(Replicator):
             own = transfer.own.pop()
             # an accelerator has less memory and more time: it subtracts once more when the message lands
             kept = delay > 0 or not self.channel.runtime.decides_on_device
-            unsent = torch.sub(moved, own.decode(), out=moved) if kept else (own, weight)
+            unsent = torch.sub(moved, self._decoded(own), out=moved) if kept else (own, weight)
         self._in_flight[-1][1].append((pipeline, unsent))
 
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
@@ -181,13 +182,17 @@ class ParameterReplicator(Replicator):
             return unsent
         own, weight = unsent
         moved = self._movement(own.pipeline.bucket, weights, weight)
-        return torch.sub(moved, own.decode(), out=moved)
+        return torch.sub(moved, self._decoded(own), out=moved)
+
+    def _decoded(self, own: OwnPart) -> Tensor:
+        """What this replica has sent of a bucket."""  # [rows of the bucket, chunk]
+        return own.decode()
 
     def _depart(self, own: OwnPart, weights: Sequence[Tensor]) -> None:
         """Lets the parameters follow what was just sent."""
         assert self._start
         bucket = own.pipeline.bucket
-        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], own.decode())
+        self._start.advance(bucket.rows, self._anchor.flat[bucket.rows], self._decoded(own))
         copy(bucket.cut(weights), bucket.layout.parts(self._start.flat[bucket.rows]))
 
     def _land(self) -> None:
@@ -257,3 +262,28 @@ class ParameterReplicator(Replicator):
         yield weights
         copied = [i for i, weight in enumerate(weights) if weight is not found[i]]
         copy([found[i] for i in copied], [weights[i] for i in copied])
+
+
+class HoldingReplicator(ParameterReplicator):
+    """Rounds after which the padding rows of embeddings are where they were, though the codec moves them a little."""
+
+    def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
+        super()._follow(bucket, self._held(bucket, update), unsent, weights)
+
+    def _decoded(self, own: OwnPart) -> Tensor:
+        return self._held(own.pipeline.bucket, own.decode())
+
+    def _held(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """`flat` with zeros in the padding rows."""  # [rows of the bucket, chunk]
+        return flat.reshape(-1).index_fill(0, self._places[bucket.first], 0.0).view_as(flat)
+
+    @cached_property
+    def _places(self) -> dict[int, Tensor]:
+        """By the first row of a bucket: where it has coordinates of padding rows."""
+        marks = [torch.zeros_like(weight) for weight in locals_of(self.parameters)]
+        for mark, parameter in zip(marks, self.parameters.values(), strict=True):
+            if (row := padding_row(parameter)) is not None:
+                mark[row] = 1.0
+        marked = self.layout.flatten(marks, self.channel.runtime.device)
+        buckets = [pipeline.bucket for pipeline in self.channel.pipelines]
+        return {bucket.first: marked[bucket.rows].view(-1).nonzero().view(-1) for bucket in buckets}

@@ -87,7 +87,7 @@ class TrainConfig:
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
         balance: Slow replicas take fewer local steps per round, so that all end it together: for schemes of rounds.
         patience: Seconds to wait for a replica's gradient, which then travels a step later; 0 for as long as it takes.
-        autocast: "bf16" computes forward and backward in it; "" in the precision of the weights.
+        autocast: "bf16" computes forward and backward in it, on accelerators; "" in the precision of the weights.
         checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in backward: less memory
             for about a third more time.
         compile: A backend of torch.compile for the layers, such as "inductor"; "" runs them as they are.
