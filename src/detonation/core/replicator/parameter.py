@@ -91,7 +91,8 @@ class ParameterReplicator(Replicator):
             for each in range(first, first + self._cycle):
                 self.counts.catch_up(math.inf)  # each message carries a digest of those before it
                 self._exchange(each, delay=0)
-        copy(locals_of(self.parameters), self.shared_weights())
+        if self._keep or self.scheme.needs_own_update:  # else they are there, or where an outer level has moved them
+            copy(locals_of(self.parameters), self.shared_weights())
         if self._start:
             self._start.flat.copy_(self._anchor.flat)
         self._synchronized_at.fill_(step)
