@@ -201,6 +201,27 @@ def unused(mesh):
     return found
 
 
+def decayed(mesh):
+    """The weight that no rank uses after steps of AdamW: by the hook, and by `replicate`."""
+    found = []
+    for hooked in (True, False):
+        plain = net()
+        adam = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+        model = DistributedDataParallel(plain, find_unused_parameters=True) if hooked else plain
+        kept = dt.comm_hook(model, dt.full()) if hooked else dt.replicate(adam, plain, mesh["replicate"], dt.full())
+        for step in range(2):
+            model(data(dist.get_rank(), step)).backward()
+            (adam if hooked else kept).step()
+            adam.zero_grad()
+        found.append(plain.never.tolist())
+    return found
+
+
+def test_a_parameter_that_no_rank_uses_has_an_update_of_zeros_as_under_replicate():
+    for by_the_hook, by_replicate in worlds.run(decayed, 2, 1):
+        assert by_the_hook == by_replicate and by_the_hook[0] < 1
+
+
 def test_an_unused_parameter_gets_what_the_memory_has_however_gradients_are_zeroed():
     for found in worlds.run(unused, 2, 1):
         expected = found[False, True]

@@ -30,7 +30,8 @@ def steps(model, optimizer, axis, door):
     last = None
     while last is None or optimizer.step_count < last:
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + optimizer.step_count)
-        model(batch(axis.replica, optimizer.step_count, 32)).mean().backward()
+        if not optimizer.idle:
+            model(batch(axis.replica, optimizer.step_count, 32)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         door.after_step()
@@ -42,12 +43,13 @@ def steps(model, optimizer, axis, door):
     return digest(agreed), digest(model.parameters()), optimizer.step_count, axis.size()
 
 
-def member(store, replica, scheme):
+def member(store, replica, scheme, balance=False):
     own = next_axis_store(store, replica, REPLICAS)
     membership = Membership(own, replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
     axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
     safety = dt.Safety(verify_every=1)
-    optimizer = dt.replicate(bases(scheme, model.parameters()), model, axis, scheme, clip=0.5, safety=safety)
+    base = bases(scheme, model.parameters())
+    optimizer = dt.replicate(base, model, axis, scheme, clip=0.5, balance=balance, safety=safety)
     return steps(model, optimizer, axis, dt.Admission(model, optimizer, token=TOKEN))
 
 
@@ -123,10 +125,12 @@ def together(*acts):
     return results
 
 
-@pytest.mark.parametrize("name", COMING)
-def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name):
+@pytest.mark.parametrize(
+    ("name", "balance"), [*((name, False) for name in COMING), ("diloco", True), ("streaming", True)]
+)
+def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance):
     store, scheme = HashStore(), TALKING[name]
-    members = [lambda replica=replica: member(store, replica, scheme) for replica in range(REPLICAS)]
+    members = [lambda replica=replica: member(store, replica, scheme, balance) for replica in range(REPLICAS)]
     ends = together(*members, lambda: newcomer(store, scheme))
     assert len(ends) == REPLICAS + 1
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1

@@ -125,6 +125,40 @@ def test_the_mean_is_weighted_by_local_steps(clock):
         torch.testing.assert_close(weight, begun + mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ROUNDS)
+def test_uneven_rounds_are_followed_and_joined(name, clock):
+    """A newcomer of a balanced run is balanced, too, and begins as all do, with equal steps."""
+    scheme, slowness = ROUNDS[name], [1.0, 2.0]
+    every = scheme.round.every
+    token, follows = b"a token for tests only", scheme.link != "owner"
+
+    def act(communicator):
+        model, optimizer = started(communicator, scheme)
+        feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=token) if follows and not communicator.replica else None
+        optimizer.record(feed)
+        served, seen = built(Plain), []
+        follower = dt.follow(served, feed.address, token=token, wait=False) if feed else None
+        while feed and not feed.followers:
+            follower.update(wait_s=0.01)
+        for _ in range(4):
+            steps = range(optimizer.step_count, optimizer.step_count + every)
+            advance(model, optimizer, communicator.replica, steps, clock, slowness)
+            optimizer.synchronize()
+            while feed and (follower.step, follower.complete) != (optimizer.step_count, True):
+                follower.update(wait_s=0.01)
+            seen.append(not feed or digest(served.parameters()) == digest(model.parameters()))
+        if feed:
+            newcomer = follower.join(LoopbackCommunicator(3))
+            follower.close()
+            feed.close()
+            seen.append(newcomer.settings.balance and newcomer.stats.local_steps == [every] * 3)
+            seen.append(newcomer.step_count == optimizer.step_count)
+        return seen
+
+    for seen in simulate_replicas(act, 2):
+        assert all(seen)
+
+
 @pytest.mark.parametrize("name", ["diloco", "streaming", "eager", "sparseloco"])
 def test_law_9_a_run_resumes_in_the_middle_of_an_uneven_round(name, clock):
     scheme, slowness = ROUNDS[name], [1.0, 2.5]

@@ -1,6 +1,7 @@
 """The law of following: a process that is no replica holds what the replicas agree on, bit for bit, at every step."""
 
 import copy
+import gc
 import socket
 import time
 
@@ -105,6 +106,25 @@ def test_a_follower_goes_back_with_training(name, monkeypatch):
     monkeypatch.setattr(publisher, "REST", 0.0)
     seen, joins = simulate_replicas(lambda c: went_back(c, LOGGED[name]), 2)[0]
     assert seen == [True] * (STEPS + 2) and joins == 2
+
+
+def test_a_follower_that_nobody_has_any_more_leaves_its_place():
+    model, optimizer = started(LoopbackCommunicator(2), dt.full())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN, most_followers=1)
+    optimizer.record(feed)
+    follower = dt.follow(built(Plain), feed.address, token=TOKEN, wait=False)
+    while not feed.followers:
+        follower.update(wait_s=0.01)
+    (thread,) = (stream._thread for stream in follower._streams)
+    del follower
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    with dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) as other:
+        while other.step < 0:
+            advance(model, optimizer, 0, [optimizer.step_count])
+            other.update(wait_s=0.01)
+    feed.close()
 
 
 def test_a_step_before_a_return_is_another_moment_than_the_same_step_after_it(monkeypatch):

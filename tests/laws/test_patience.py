@@ -113,6 +113,27 @@ def test_laws_2_9_late_replicas_agree_and_resume_exactly(name):
     assert len(set(simulate_replicas(act, 3))) == 1
 
 
+def test_a_store_that_fails_once_does_not_end_patience(caplog):
+    asked, answered = [], threading.Event()
+
+    class Interrupted(Nobody):
+        def furthest(self):
+            asked.append(len(asked))
+            if not asked[-1]:
+                raise RuntimeError("the store did not answer in time")
+            answered.set()
+            return -1
+
+    communicator = LoopbackCommunicator(2)
+    model, optimizer = started(communicator, PATIENT["demo"])
+    optimizer.set_up()
+    optimizer._consensus.patience._arrivals = Interrupted()
+    advance(model, optimizer, 0, [0], late={})
+    assert answered.wait(30)
+    advance(model, optimizer, 0, [1], late={})
+    assert "how far the replicas are cannot be read: the store did not answer in time" in caplog.text
+
+
 def test_a_replica_that_is_always_late_is_named_and_heard(caplog):
     """Although its loop computes in each step; the others wait for it once in a while."""
     steps, scheme = 3 * MOST_LATE, PATIENT["demo"]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import detonation as dt
 import worlds
+from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import local
 from detonation.core.schemes import traffic
 from zoo import KINDS, SCHEMES, WORLDS, Menagerie, Plain, batch, built
@@ -251,6 +252,54 @@ def one_full_level(mesh):
 def test_law_8_full_in_the_rack_and_something_else_across(outer):
     results = worlds.run(levels, 4, 1, [dt.full(), outer])
     assert all(equal for (_, equal), *_ in results)
+
+
+INNER = {"local-sgd": dt.local_sgd(every=2), "sparta": dt.sparta(rate=1 / 4)}
+OUTER = {
+    "diloco": dt.diloco(every=4, outer_momentum=0.0),
+    "late": dt.streaming_diloco(4, fragments=1, delay=2, keep=0.0, outer_momentum=0.0, precision="fp32"),
+}
+
+
+def agreed_by_levels(mesh, still, inner, outer):
+    """The weights after an outer round has landed, and those after `still` steps in which nobody moves.
+
+    `sparta`, which makes nobody equal, is a level on the axis of the outer one.
+    """
+    racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
+    axes, found = ["site" if inner.name == "sparta" else "rack", "site"], []
+    for synchronizes in (False, True):
+        model = built(Plain)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(base, model, levels=[(racks[axes[0]], inner), (racks[axes[1]], outer)])
+        for step in range(4 + still):
+            base.param_groups[0]["lr"] = 0.1 * (step < 4)
+            train(model, optimizer, mesh.get_rank() + 100 * step, steps=1, width=32)
+            if step == 3:
+                agreed = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        if synchronizes:
+            optimizer.synchronize()
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return agreed.tolist(), [weights.tolist() for weights in found]
+
+
+@pytest.mark.parametrize("still", [0, 1, 2])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("outer", OUTER)
+def test_law_8_what_an_outer_round_agreed_on_stays(inner, outer, still):
+    for agreed, found in worlds.run(agreed_by_levels, 4, 1, still, INNER[inner], OUTER[outer]):
+        for weights in found:
+            torch.testing.assert_close(torch.tensor(weights), torch.tensor(agreed), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "inner", [dt.diloco(every=2), dt.diloco(2, outer_momentum=0.0), dt.local_sgd(2, "int8"), dt.sparseloco(2)]
+)
+def test_rounds_that_would_undo_the_rounds_around_them_are_refused(inner):
+    model = built(Plain)
+    axis = LoopbackCommunicator(2)
+    with pytest.raises(ValueError, match=f"{inner.name} is a level of rounds inside another one"):
+        dt.replicate(sgd(model), model, levels=[(axis, inner), (axis, dt.diloco(every=4))])
 
 
 def placed(mesh):

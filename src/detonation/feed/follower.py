@@ -4,6 +4,7 @@ import hashlib
 import math
 import threading
 import time
+import weakref
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from detonation.feed.connection.listener import host_and_port
 from detonation.feed.connection.token import checked_token
 from detonation.feed.newcomer import joined_optimizer
 from detonation.feed.shard import MakeOptimizer, ShardFollower, reachable_moments
-from detonation.feed.stream import Joined, Stepped, Stream
+from detonation.feed.stream import Joined, Stepped, Stream, close_all
 
 LARGEST_STATE = 24
 """Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have 18."""
@@ -48,6 +49,7 @@ class Follower:
         self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
         self._shards = [ShardFollower(model, bool(meshes), make)]
         self._streams = [self._stream(self._own_shard or 0)]
+        weakref.finalize(self, close_all, self._streams)  # whose place is for others
         self._seen = self._came()
         self.step = -1
 
@@ -149,8 +151,7 @@ class Follower:
 
     def close(self) -> None:
         """Follows no longer; the model stays where it is."""
-        for stream in self._streams:
-            stream.close()
+        close_all(self._streams)
 
     def __enter__(self) -> Self:
         return self
@@ -232,8 +233,7 @@ class Follower:
         if joined is None or self._own_shard is not None:
             return
         shards = int(joined.about["shards"])
-        for stream in self._streams[shards:]:
-            stream.close()
+        close_all(self._streams[shards:])
         del self._streams[shards:], self._shards[shards:]
         for shard in range(len(self._streams), shards):
             self._shards.append(ShardFollower(self.model, False, self._make))

@@ -45,9 +45,8 @@ def joined_optimizer(
         if not states[0]:
             del base.state[parameter]
     chosen = scheme_of_training(about)
-    optimizer = replicate(
-        base, model, axis, chosen, clip=about["clip"], seed=about["seed"], kernels=about["kernels"], safety=safety
-    )
+    alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
+    optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
     _hand_over(shards, optimizer, parameters)
     if isinstance(axis, ElasticCommunicator):
         welcome(optimizer.build(), optimizer.settings, optimizer.param_groups, newcomer=True)

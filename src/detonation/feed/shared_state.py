@@ -25,8 +25,8 @@ from detonation.log.writer import identity
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
-PRIVATE = ("residual", "own_update", "server_residual", "generator", SILENT_STEPS)
-"""How the kinds of state begin that are the memory of one replica: they stay where they are."""
+PRIVATE = ("residual", "own_update", "server_residual", "generator", "taken", "local_steps", SILENT_STEPS)
+"""How the kinds of state begin that stay where they are: the memory of one replica, and who took which local steps."""
 
 
 def require_followable(optimizer: Replicated) -> None:
@@ -58,6 +58,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "optimizer": [kind.__module__, kind.__name__],
         "non_finite": settings.safety.non_finite,
         "kernels": settings.kernels,
+        "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
         "selftest": selftest(scheme, replicators[0].channel.runtime),
         "versions": versions(),

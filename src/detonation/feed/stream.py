@@ -6,6 +6,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,9 @@ class Stream:
             self.inbox.append(event)
             self.came += 1
             self._changed.notify_all()
+
+
+def close_all(streams: Iterable[Stream]) -> None:
+    """Ends the connections of `streams`."""
+    for stream in streams:
+        stream.close()

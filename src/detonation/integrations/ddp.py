@@ -38,7 +38,8 @@ def comm_hook(
     the same replicas. One exchange follows each backward outside `no_sync`. All ranks save and load `state_dict`.
 
     Args:
-        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used.
+        model: The wrapped model. Frozen and unused parameters, bf16 and autocast may be used. One that no rank used has
+            what memories have for it, else zeros, so that weight decay moves it; freeze it to keep it.
         scheme: One that exchanges gradients without a delay, such as `loco()`, or its name.
         mesh: The mesh of `init_mesh` over the ranks of `model`. The ranks of a node (`mesh["shard"]`) average their
             gradients while backward computes, and each sends a part of their message to the other nodes. Without it

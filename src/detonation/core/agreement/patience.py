@@ -57,6 +57,7 @@ class Patience:
         self._left, self._lap = time.monotonic(), 0.0  # the end of a step, and the time until the loop came to the next
         self._tells_at, self._depth = 0.0, 0
         self._error: Exception | None = None
+        self.unread, self._warned = "", False  # why the thread could not read how far the others are
         self._wake, self._stopped = threading.Event(), threading.Event()
         poll_s = min(max(seconds / 4, _LEAST_POLL_S), _MOST_POLL_S)
         arguments = weakref.ref(self), self._wake, self._stopped, poll_s
@@ -96,6 +97,9 @@ class Patience:
         Shapes: one local shape per parameter.
         """
         now = time.monotonic()
+        if self.unread and not self._warned:  # not from the thread: it is no news where training has ended
+            self._warned = True
+            _log.warning("a late gradient may be waited for: how far the replicas are cannot be read: %s", self.unread)
         if not self.behind:
             self._lap = now - self._left
         # it computed nothing where it is behind, and the others cannot be there yet: it waits as if it had computed
@@ -153,8 +157,9 @@ class Patience:
         """
         step, now = self._next, time.monotonic()
         if self._came > self._told and now >= self._tells_at:
-            self._told = self._came
-            self._arrivals.tell(self._told)
+            came = self._came
+            self._arrivals.tell(came)
+            self._told = came
         if step < 0 or self._arrivals.furthest() < step:
             return -1, now
         if waiting[0] != step:
@@ -216,7 +221,6 @@ def _watch(found: weakref.ref[Patience], wake: threading.Event, stopped: threadi
             return
         try:
             waiting = patience.look(waiting)
-        except (RuntimeError, OSError) as error:  # the store is gone: nobody is late any more, and others say why
-            _log.debug("the arrivals of the replicas cannot be read: %s", error)
-            return
+        except (RuntimeError, OSError) as error:  # of the store, which may answer again, or is gone for good
+            patience.unread = str(error)
         del patience

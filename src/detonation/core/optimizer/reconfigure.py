@@ -195,19 +195,21 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
     """Moves the portable state of each level into replicators for other parameters, or among other replicas.
 
     The state of parameters that left is gone; those that joined begin with an empty memory, and an anchor where they
-    are. The server residual goes into the memory, because rows get other owners; without a memory it is gone.
+    are. The server residual goes into the memory, because rows get other owners; without a memory it is gone. What is
+    of no parameter, such as the steps until a message lands, goes from a fragment to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
-        state: dict[str, Tensor] = {}
+        of_each: list[dict[str, Tensor]] = []
         for each in before:
             if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
                 _return_residual(each.channel, each.channel.exchange)
             if isinstance(each, GradientReplicator) and each.late:
                 each.late.stop()
-            state |= each.local_state().named()
-        for each in after:
+            of_each.append(each.local_state().named())
+        of_all = {key: tensor for state in of_each for key, tensor in state.items()}
+        for number, each in enumerate(after if before else ()):
             own, of_owners = each.local_state(), each.channel.exchange.state()
-            fresh = own.named()
+            fresh, state = own.named(), of_all | of_each[number % each.scheme.fragments]
             kept = fresh.keys() & state.keys() - of_owners.keys()
             own.load(fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape})
 

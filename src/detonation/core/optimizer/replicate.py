@@ -21,7 +21,7 @@ from detonation.core.optimizer.setup_checks import (
     warn_of_losses,
 )
 from detonation.core.replicator.pending import require_stateless
-from detonation.core.schemes.scheme import GradientScheme, Scheme
+from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
 
 
 @checks_keywords("argument of replicate")
@@ -128,3 +128,9 @@ def check_order(schemes: Sequence[Scheme]) -> None:
     gradients = [scheme for scheme in schemes if scheme.signal == "gradients"]
     if any(scheme.round.delay for scheme in gradients[:-1]):
         raise ValueError("only the outermost level of gradients may be delayed")
+    for scheme in [scheme for scheme in schemes if isinstance(scheme, ParameterScheme)][:-1]:
+        if not scheme.averages:
+            raise ValueError(
+                f"{scheme.name} is a level of rounds inside another one, whose moves its anchor would undo: take a "
+                "scheme there that averages at once and in fp32, such as local_sgd()"
+            )

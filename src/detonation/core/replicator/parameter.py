@@ -30,9 +30,10 @@ Part = tuple[BucketPipeline, Unsent]
 class ParameterReplicator(Replicator):
     """Lets the replicas train alone for a round, then moves all of them to a common anchor.
 
-    The signal is start of the round - parameters; the update that all agree on is the gradient of an outer SGD on the
-    anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay the message has that many steps to
-    arrive. The scheme's `resume_from` and `keep` decide how far the parameters then follow the anchor.
+    The signal is start of the round, in the parameters' type, - parameters; the update that all agree on is the
+    gradient of an outer SGD on the anchor. The anchor is fp32 and bitwise equal on all replicas. With a delay the
+    message has that many steps to arrive. The scheme's `resume_from` and `keep` decide how far the parameters then
+    follow the anchor.
     """
 
     acts_before = False
@@ -91,7 +92,8 @@ class ParameterReplicator(Replicator):
             for each in range(first, first + self._cycle):
                 self.counts.catch_up(math.inf)  # each message carries a digest of those before it
                 self._exchange(each, delay=0)
-        copy(locals_of(self.parameters), self.shared_weights())
+        if self._keep or self.scheme.needs_own_update:  # else they are there, or where an outer level has moved them
+            copy(locals_of(self.parameters), self.shared_weights())
         if self._start:
             self._start.flat.copy_(self._anchor.flat)
         self._synchronized_at.fill_(step)
@@ -173,7 +175,7 @@ class ParameterReplicator(Replicator):
     def _movement(self, bucket: Bucket, weights: Sequence[Tensor], weight: float) -> Tensor:
         """The movement of a bucket in this round, times `weight`."""  # [rows of the bucket, chunk]
         moved = self._position(bucket, weights)
-        torch.sub((self._start or self._anchor).flat[bucket.rows], moved, out=moved)
+        torch.sub(self._rounded((self._start or self._anchor).flat, bucket, weights), moved, out=moved)
         return moved.mul_(weight) if weight != 1.0 else moved
 
     def _rest(self, unsent: Unsent, weights: Sequence[Tensor]) -> Tensor | None:
@@ -226,7 +228,7 @@ class ParameterReplicator(Replicator):
             return
         target = anchor = self._anchor.flat[bucket.rows]
         if unsent is not None:
-            target = torch.sub(anchor, unsent, out=unsent)
+            target = torch.sub(self._rounded(self._anchor.flat, bucket, weights), unsent, out=unsent)
         elif self._keep:
             position = self._position(bucket, weights)
             target = torch.lerp(anchor, position, self._keep, out=position)
@@ -253,6 +255,14 @@ class ParameterReplicator(Replicator):
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
         """The parameters of a bucket, in memory of their own."""  # [rows of the bucket, chunk]
         return bucket.layout.flatten(bucket.cut(weights), self.channel.runtime.device)
+
+    def _rounded(self, flat: Tensor, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:
+        """The rows of a bucket as the parameters hold them: rounding is no movement, and need not be sent."""
+        rows, types = flat[bucket.rows], [weight.dtype for weight in bucket.cut(weights)]
+        if torch.bfloat16 not in types:
+            return rows
+        parts = [part.to(dtype) for part, dtype in zip(bucket.layout.parts(rows), types, strict=True)]
+        return bucket.layout.flatten(parts, rows.device)
 
     @contextmanager
     def _weights(self) -> Iterator[list[Tensor]]:

@@ -173,6 +173,13 @@ class ParameterScheme(Scheme):
     def needs_own_update(self) -> bool:
         return self.resume_from != "anchor"
 
+    @property
+    def averages(self) -> bool:
+        """True if a round ends at the mean of the parameters, wherever the anchor was before."""
+        whole = self.codec.selection.period == 1 or self.resume_from == "sent"
+        exact = whole and self.summable and self.codec.precision == PRECISIONS["fp32"]
+        return exact and self.outer == Outer(1.0, 0.0, False) and self.feedback is None and not self.round.delay
+
     def divide(self, layout: Layout, sizes: Mapping[str, int] | None = None) -> list[Layout]:
         return layout.fragments(self.fragments, self.unit, sizes)
 
