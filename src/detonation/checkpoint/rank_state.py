@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.trained import reshard
+from detonation.core.shard.gathered import local_parameters
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
@@ -23,8 +23,7 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as shards."""
-    reshard(model)  # after an evaluation the gathered parameters stand in for the shards
-    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {**local_parameters(model), **persistent_buffers(model)}
 
 
 def frozen_weights(model: nn.Module) -> set[str]:

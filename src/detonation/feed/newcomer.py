@@ -13,6 +13,7 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.reconfigure import welcome
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shard import MakeOptimizer, ShardFollower, base_optimizer, scheme_of_training
 from detonation.feed.shared_state import is_shared, part_of
 
@@ -30,7 +31,7 @@ def joined_optimizer(
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
         raise ValueError(f"training has {len(shards)} shards, this model is whole: make it with detonation.shard first")
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = local_parameters(model)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in about["trained"])
     base = base_optimizer(make, about, saved.groups, parameters)

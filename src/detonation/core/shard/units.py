@@ -14,6 +14,7 @@ from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.link.link import Link
 from detonation.core.shard.all_gather import DifferenceGather
+from detonation.core.shard.gathered import reshard
 from detonation.core.shard.integers import BlockIntegers
 from detonation.core.shard.moves import WEIGHT_MOVES
 from detonation.core.shard.reduce_scatter import ErrorFeedbackReduce
@@ -141,6 +142,7 @@ def resync_weights(model: nn.Module) -> None:
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
+    reshard(model)  # or the next forward pass would exchange nothing
     for unit in shard_units(model):
         unit.gather.forget()
 
