@@ -28,7 +28,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def frozen_weights(model: nn.Module) -> set[str]:
     """The names of the parameters that require no gradient, which a checkpoint may leave out."""
-    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name for name, parameter in local_parameters(model).items() if not parameter.requires_grad}
 
 
 def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
 
     Raises `ValueError` for an option that is neither a tensor nor a plain value.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     return [
         {
             "parameters": [names.get(id(parameter), "") for parameter in group["params"]],

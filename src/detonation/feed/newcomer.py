@@ -38,7 +38,7 @@ def joined_optimizer(
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():
-        views = [dict(shard.module.named_parameters())[name] for shard in shards]
+        views = [local_parameters(shard.module)[name] for shard in shards]
         states = [s.optimizer.base.state.get(view, {}) for s, view in zip(shards, views, strict=True) if s.optimizer]
         base.state[parameter].update(
             {key: _whole([state[key] for state in states], _boxes(shards, name), parameter) for key in states[0]}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import ShardReader
+from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shared_state import part_of
 
 
@@ -19,7 +20,7 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
         trained: The names of the parameters that training moves.
     """
     views: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in local_parameters(model).items():
         box = saved.boxes.get(f"model.{name}", Box.of(parameter))
         view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
         view.whole_numel = parameter.numel()  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ class TrainedParameters:
     @property
     def names(self) -> list[str]:
         """The names of all parameters of the model."""
-        return [name for name, _ in self.model.named_parameters()]
+        return list(local_parameters(self.model))
 
     def by_name(self) -> dict[str, Tensor]:
         """The parameters that require a gradient, in the model's order.

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from detonation.core.flat.tensors import bare_name
+
 _UNIT = "_detonation_shown"
 _Place = tuple[dict[str, nn.Parameter | None], str]
 """The parameters of a module, and the name of one."""
@@ -112,12 +114,12 @@ def before_forward(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` by name, as shards.
+    """The parameters of `model` by name, as shards; a name is that in the bare model, wherever a wrapper is around it.
 
     Shapes: any.
     """
     reshard(model)
-    return dict(model.named_parameters())
+    return {bare_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
