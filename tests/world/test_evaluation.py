@@ -77,7 +77,7 @@ def holds(ends, name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_law_12_evaluation_changes_nothing(name):
+def test_law_13_evaluation_changes_nothing(name):
     holds(worlds.run(law, 2, 2, name), name)
 
 
@@ -120,6 +120,6 @@ def other_models(mesh, name, kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", ["full", "demo-ahead", "diloco", "eager"])
-def test_law_12_in_models_of_every_kind(name, kind):
+def test_law_13_in_models_of_every_kind(name, kind):
     replicas, shards = (4, 1) if kind == "whole" else (2, 2)
     holds(worlds.run(other_models, replicas, shards, name, kind), name)
