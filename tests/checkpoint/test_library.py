@@ -1,5 +1,8 @@
 """`save_checkpoint` and `load_checkpoint` in a loop of one's own: results and refusals."""
 
+import warnings
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +10,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from test_exact import BASES, advance, everything, start
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
 from detonation.checkpoint.load import restore
+from detonation.checkpoint.rank_state import weights
 from detonation.checkpoint.save import snapshot
+from detonation.core.shard import gathered
 from zoo import Menagerie, Plain, built
 
 DEMO = dt.demo(topk=4, chunk=16)
@@ -88,9 +94,10 @@ def refused(mesh, folder):
 MESSAGES = {
     "scheme": "was written with levels [{'scheme': 'demo', 'topk': 4",
     "seed": "was written with seed 3, this run has 4: resume with the same",
-    "groups": "was written with other parameters or parameter groups",
+    "groups": "was written with other parameter groups: of [4] parameters, here of [3, 1], in another order from layer",
     "optimizer": "was written with optimizer AdamW, this run has SGD: resume with the same",
-    "model": "was written with other parameters or parameter groups",
+    "model": "was written with other parameters: layers.0.weight, layers.0.bias, layers.1.weight and 1 more, which "
+    "this one lacks, and without single, frozen, unused and 7 more: resume the same model",
     "keep": "keep is 0, must be at least 1",
     "extra": "Out of range float values are not JSON compliant",
     "kind": "extra must hold JSON values: Object of type Tensor is not JSON serializable",
@@ -242,3 +249,68 @@ def names_in(path):
 def test_frozen_parameters_are_left_out_on_request_and_then_stay_as_they_are(tmp_path, frozen):
     for exact, elastic in worlds.run(without_frozen, 2, 2, tmp_path, frozen):
         assert {*exact, *elastic} == {not frozen}
+
+
+def bare(model):
+    return model
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_part(model):
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    return model
+
+
+def checkpointed(model):
+    model.layers[1] = checkpoint_wrapper(compiled_in_part(model).layers[1])
+    return model
+
+
+def wrapped(mesh, folder):
+    """What was saved of a model in one wrapper, and what another loaded; and the names in files."""
+    warnings.simplefilter("ignore")  # of torch's compiler, which looks at .grad of what FSDP2 returns
+    found, names = {}, set()
+    for how in (bare, compiled, compiled_in_part, checkpointed):
+        ends = {}
+        for other in (how, bare, compiled, checkpointed):
+            model = other(dt.shard(built(Plain), mesh))
+            base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            optimizer = dt.replicate(base, model, mesh["replicate"], DEMO)
+            if ends:
+                dt.load_checkpoint(folder / how.__name__, model, optimizer)
+            else:
+                advance(model, optimizer, range(2))
+                dt.save_checkpoint(folder / how.__name__, model, optimizer)
+            names |= {*weights(model)}
+            ends[other.__name__] = everything(model, optimizer)
+        found[how.__name__] = ends
+    return found, sorted(names)
+
+
+def test_wrappers_have_no_part_in_names(tmp_path):
+    for found, names in worlds.run_alone(wrapped, 2, 1, tmp_path):
+        assert names == ["layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]
+        for how, ends in found.items():
+            assert all(end == ends[how] for end in ends.values()), how
+
+
+def saved_with_wrappers(mesh, folder):
+    """A version before this one kept the parts of wrappers in the names of a checkpoint."""
+    with patch.object(gathered, "bare_name", str):
+        model, optimizer = start(mesh, DEMO, BASES["AdamW"])
+        outer = compiled(model)
+        optimizer = dt.replicate(optimizer.base, outer, mesh["replicate"], DEMO, seed=3)
+        advance(model, optimizer, range(2))
+        path = dt.save_checkpoint(folder, outer, optimizer)
+        kept = any("_orig_mod" in key for key in load_file(path / "replica0-shard0.safetensors"))
+    other, again = start(mesh, DEMO, BASES["AdamW"])
+    dt.load_checkpoint(folder, other, again)
+    (*ours, state), (*theirs, loaded) = everything(model, optimizer), everything(other, again)
+    return kept, ours == theirs and [*state.values()] == [*loaded.values()]
+
+
+def test_a_checkpoint_that_has_wrappers_in_its_names_loads(tmp_path):
+    assert worlds.run_alone(saved_with_wrappers, 2, 1, tmp_path) == [(True, True)] * 2

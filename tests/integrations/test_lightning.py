@@ -385,3 +385,39 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
     assert found.keys() == expected.keys()
     for name, (kind, text) in expected.items():
         assert found[name][0] == kind and text in found[name][1], (name, found[name])
+
+
+class Thawing(Module):
+    """Its first layer is frozen, and trains from the second epoch on."""
+
+    def __init__(self, ahead):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.net[2] = nn.Identity()  # a loader that begins takes a number from the generator of dropout
+        self.ahead = ahead
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+
+    def configure_optimizers(self):
+        return dt.SignSGD(self.parameters(), lr=1e-2) if self.ahead else super().configure_optimizers()
+
+
+def validated(mesh):
+    found = {}
+    for name, scheme in {"diloco": dt.diloco(every=5), "ahead": dt.random(rate=1 / 4, delay=1)}.items():
+        for validate in (False, True):
+            often = {"val_check_interval": 3} if validate else {}
+            lightning.seed_everything(0, verbose=False)
+            made, module = fit(scheme, 3 * BATCHES, module=Thawing(name == "ahead"), validate=validate, **often)
+            equal = dt.fingerprint(module, made.strategy.device_mesh)[1]
+            found[name, validate] = weights(module)[1], equal, module.net[0].weight.requires_grad
+    return found
+
+
+def test_validation_changes_nothing_and_what_thaws_after_it_trains():
+    for rank in worlds.run_alone(validated, 2, 2):
+        for name in ("diloco", "ahead"):
+            (without, *first), (with_validation, *second) = rank[name, False], rank[name, True]
+            assert torch.equal(without, with_validation) and first == second == [True, True], name

@@ -137,7 +137,8 @@ def too_early(mesh):
 
 def test_what_was_made_before_sharding_is_told_so():
     text = (
-        "4 parameters of the optimizer are not in the model: were they made before sharding? Build the optimizer after"
+        "4 parameters of the optimizer are not in the model, such as one of shape (64, 32): the model is sharded and "
+        "they are not: make the optimizer after detonation.shard"
     )
     for *early, bare in worlds.run(too_early, 2, 2):
         for kind, said in early:
@@ -682,3 +683,25 @@ def private_head(mesh):
 def test_what_another_optimizer_trains_is_not_frozen():
     assert all(worlds.run(two_optimizers, 2, 1))
     assert worlds.run(private_head, 2, 1) == ["nothing", "nothing"]
+
+
+def from_the_meta_device(mesh):
+    """A step before there are weights, with those of each rank, and with equal ones."""
+    with torch.device("meta"):
+        model = Plain()
+    dt.shard(model, mesh)
+    early = caught(dt.replicate(sgd(model), model, mesh["replicate"], dt.loco()).step)
+    model.to_empty(device=mesh.device_type)
+    torch.manual_seed(mesh.get_local_rank("replicate"))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.detach().to_local())
+    apart = caught(advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco()))
+    dt.same_weights(model, mesh["replicate"])
+    return early, apart, caught(advance, mesh, model, dt.replicate(sgd(model), model, mesh["replicate"], dt.loco()))
+
+
+def test_weights_that_are_made_after_sharding_must_be_made_equal():
+    for early, apart, equal in worlds.run(from_the_meta_device, 2, 2):
+        assert early[0] == "ValueError" and "layers.0.weight is on the meta device, and has no weights yet" in early[1]
+        assert apart[0] == "Mismatch" and "detonation.same_weights(model, axis) makes them equal" in apart[1]
+        assert equal == ("nothing", "")

@@ -215,3 +215,103 @@ def one_shard_disagrees(mesh):
 def test_shards_that_disagree_all_stop():
     for kind, text in worlds.run_alone(one_shard_disagrees, 2, 2):
         assert kind == Desync.__name__ and "began or ceased to train layers.0.bias, the others did not" in text
+
+
+@torch.no_grad()
+def evaluate(model, reshards):
+    """Leaves copies in the place of the shards, unless `reshards`."""
+    model(batch(7, 7, 32))
+    if reshards:
+        model.reshard()
+
+
+def sequential(mesh):
+    """All parameters are those of the root, which FSDP2 keeps gathered."""
+    first, last = built(Plain).layers
+    return dt.shard(nn.Sequential(first, nn.Tanh(), last), mesh)
+
+
+def turned_after_an_evaluation(mesh, name, frozen, by_group, reshards):
+    """Which parts moved in each step, and the end, where the first layer is frozen or unfrozen after evaluations."""
+    model = sequential(mesh)
+    model[0].requires_grad_(not frozen)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = dt.replicate(base, model, mesh["replicate"], SCHEMES[name], safety=CHECKED)
+    shards, moved = optimizer.param_groups[0]["params"], []
+    for step in range(8):
+        if step in (3, 6):  # 3: the evaluation comes first, 6: it comes between
+            evaluate(model, reshards)
+            for parameter in shards[:2] if by_group else model[0].parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+        if step == 6:
+            dt.fingerprint(model, mesh)
+        before = [local(p).detach().clone() for p in shards]
+        advance(model, optimizer, mesh.get_rank(), [step])
+        moved.append([not torch.equal(local(p), was) for p, was in zip(shards, before, strict=True)])
+    return moved, digest(shards)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["full", "demo", "diloco"])
+def test_what_is_set_after_an_evaluation_counts(name, frozen, by_group):
+    ends = worlds.run(turned_after_an_evaluation, 2, 2, name, frozen, by_group, False)
+    assert ends == worlds.run(turned_after_an_evaluation, 2, 2, name, frozen, by_group, True)
+    if name == "full":
+        turns = [frozen] * 3 + [not frozen] * 3 + [frozen] * 2
+        assert [steps[1] for steps in ends[0][0]] == [not each for each in turns]
+
+
+def adversaries(mesh, evaluates, toggles):
+    """Two networks that are frozen in turns, by themselves or, as Lightning does, by the groups of their optimizers."""
+    nets, optimizers = [sequential(mesh), sequential(mesh)], []
+    for net in nets:
+        base = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        optimizers.append(dt.replicate(base, net, mesh["replicate"], dt.loco(), safety=CHECKED))
+    made, judge = nets
+    shards = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
+
+    def require(which, value):
+        for parameter in shards[which] if toggles else nets[which].parameters():
+            parameter.requires_grad_(value)
+
+    moved = []
+    for step in range(4):
+        noise, real = batch(mesh.get_rank(), step, 32), batch(mesh.get_rank(), 9 + step, 32)
+        for mine, other in ((0, 1), (1, 0)):
+            if evaluates:
+                evaluate(nets[other], False)
+            before = [[local(p).detach().clone() for p in each] for each in shards]
+            require(other, False)
+            fake = judge(made(noise)).mean()
+            (fake if mine == 0 else judge(real).mean() - fake).backward()
+            optimizers[mine].step()
+            assert all(p.grad is None for p in shards[other])
+            optimizers[mine].zero_grad()
+            require(other, True)
+            moved.append([not torch.equal(local(s[0]), b[0]) for s, b in zip(shards, before, strict=True)])
+    return moved
+
+
+@pytest.mark.parametrize(("evaluates", "toggles"), [(False, False), (True, False), (True, True)])
+def test_networks_that_are_frozen_in_turns_train(evaluates, toggles):
+    for moved in worlds.run(adversaries, 2, 1, evaluates, toggles):
+        assert moved == [[True, False], [False, True]] * 4
+
+
+def made_late(mesh, evaluates):
+    """An optimizer and a group of it are made after evaluations."""
+    model = sequential(mesh)
+    if evaluates:
+        evaluate(model, False)
+    optimizer = dt.replicate(torch.optim.AdamW(model[0].parameters(), lr=1e-3), model, mesh["replicate"], dt.loco())
+    advance(model, optimizer, mesh.get_rank(), range(2))
+    if evaluates:
+        evaluate(model, False)
+    optimizer.add_param_group({"params": model[2].parameters()})
+    advance(model, optimizer, mesh.get_rank(), range(2, 4))
+    return digest(p for group in optimizer.param_groups for p in group["params"])
+
+
+def test_an_optimizer_and_a_group_may_be_made_after_an_evaluation():
+    assert worlds.run(made_late, 2, 2, True) == worlds.run(made_late, 2, 2, False)

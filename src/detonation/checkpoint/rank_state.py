@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.trained import reshard
+from detonation.core.shard.gathered import local_parameters
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:
@@ -23,13 +23,12 @@ def run_identity(optimizer: Replicated) -> dict[str, Any]:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as shards."""
-    reshard(model)  # after an evaluation the gathered parameters stand in for the shards
-    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {**local_parameters(model), **persistent_buffers(model)}
 
 
 def frozen_weights(model: nn.Module) -> set[str]:
     """The names of the parameters that require no gradient, which a checkpoint may leave out."""
-    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name for name, parameter in local_parameters(model).items() if not parameter.requires_grad}
 
 
 def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
@@ -37,7 +36,7 @@ def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
 
     Raises `ValueError` for an option that is neither a tensor nor a plain value.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     return [
         {
             "parameters": [names.get(id(parameter), "") for parameter in group["params"]],

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.link.communicator import carries
+from detonation.core.shard.gathered import local_parameters
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
@@ -54,7 +55,7 @@ def weights_digest(model: nn.Module) -> Tensor:
 
     Shapes: `[64]` uint8.
     """
-    both = bytes.fromhex(digest(model.parameters()) + digest(persistent_buffers(model).values()))
+    both = bytes.fromhex(digest(local_parameters(model).values()) + digest(persistent_buffers(model).values()))
     return torch.tensor(list(both), dtype=torch.uint8)
 
 

@@ -17,6 +17,7 @@ from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
 from detonation.core.link.link_speed import SLOW_BACKENDS
+from detonation.core.shard.gathered import local_parameters
 from detonation.core.shard.units import join_units, resync_weights
 from detonation.core.shard.wire import ShardWire
 
@@ -168,7 +169,7 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
     """
     group = axis.get_group()
     source = dist.get_global_rank(group, 0)
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors: list[Tensor] = [*local_parameters(model).values(), *model.buffers()]
     for device in {tensor.device for tensor in tensors if tensor.device.type != "meta"}:
         require_device(group, device)
     for tensor in tensors:

@@ -16,6 +16,7 @@ from detonation.core.errors import DetonationError
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.shard.gathered import local_parameters
 from detonation.feed.connection.listener import host_and_port
 from detonation.feed.connection.token import checked_token
 from detonation.feed.newcomer import joined_optimizer
@@ -45,7 +46,7 @@ class Follower:
         self.model, self._token, self._make, self._most_behind = model, token, make, most_behind
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
         self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
         self._shards = [ShardFollower(model, bool(meshes), make)]
         self._streams = [self._stream(self._own_shard or 0)]
@@ -101,7 +102,7 @@ class Follower:
     @property
     def fingerprint(self) -> str:
         """The sha256 (hex) of the weights, as `detonation.fingerprint` makes it of the replicas of the training."""
-        digests = [bytes.fromhex(digest(shard.module.parameters())) for shard in self._shards]
+        digests = (bytes.fromhex(digest(local_parameters(shard.module).values())) for shard in self._shards)
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
@@ -162,8 +163,8 @@ class Follower:
         self.close()
 
     def _stream(self, shard: int) -> Stream:
-        size = sum(local(t).nbytes for t in (*self.model.parameters(), *self.model.buffers()))
-        most_bytes = LARGEST_STATE * size + (64 << 20)
+        tensors = *self.model.parameters(), *self.model.buffers()
+        most_bytes = LARGEST_STATE * sum(local(tensor).nbytes for tensor in tensors) + (64 << 20)
         if len(self._addresses) == 1:
             host, port = self._addresses[0][0], self._addresses[0][1] + shard
         elif shard < len(self._addresses):
@@ -206,10 +207,8 @@ class Follower:
             if not any(counts):
                 self._meet_again()
                 return False
-            events = [
-                [stream.inbox.popleft() for _ in range(count)]
-                for count, stream in zip(counts, self._streams, strict=True)
-            ]
+            pairs = zip(counts, self._streams, strict=True)
+            events = [[stream.inbox.popleft() for _ in range(count)] for count, stream in pairs]
             self._changed.notify_all()
         for taken, (shard, _) in zip(events, self._pairs(), strict=True):
             copies = [number for number, event in enumerate(taken) if isinstance(event, Joined)]

@@ -13,6 +13,7 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.reconfigure import welcome
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shard import MakeOptimizer, ShardFollower, base_optimizer, scheme_of_training
 from detonation.feed.shared_state import is_shared, part_of
 
@@ -30,14 +31,14 @@ def joined_optimizer(
     assert saved is not None and before is not None
     if len(shards) > 1 and axis.size() > 1:
         raise ValueError(f"training has {len(shards)} shards, this model is whole: make it with detonation.shard first")
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = local_parameters(model)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in about["trained"])
     base = base_optimizer(make, about, saved.groups, parameters)
     for mine, group in zip(base.param_groups, before.param_groups, strict=True):
         mine |= {key: value for key, value in group.items() if key != "params"}
     for name, parameter in parameters.items():
-        views = [dict(shard.module.named_parameters())[name] for shard in shards]
+        views = [local_parameters(shard.module)[name] for shard in shards]
         states = [s.optimizer.base.state.get(view, {}) for s, view in zip(shards, views, strict=True) if s.optimizer]
         base.state[parameter].update(
             {key: _whole([state[key] for state in states], _boxes(shards, name), parameter) for key in states[0]}

@@ -19,6 +19,7 @@ from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shard_views import require_elementwise, shard_views
 from detonation.feed.shared_state import (
     BUFFERS,
@@ -101,7 +102,7 @@ class ShardFollower:
         load_weights_of(saved, self._model)
         trained = set(about["trained"])
         self.module = self._model if self._sharded else shard_views(saved, self._model, trained)
-        parameters = dict(self.module.named_parameters())
+        parameters = local_parameters(self.module)
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
         in_parts = about["shards"] > 1 and not self._sharded

@@ -9,6 +9,7 @@ from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import ShardReader
 from detonation.core.flat.tensors import padding_row
 from detonation.core.optimizer.trained import note_padding
+from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shared_state import part_of
 
 
@@ -21,8 +22,9 @@ def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) 
         trained: The names of the parameters that training moves.
     """
     views: dict[str, Tensor] = {}
+    parameters = local_parameters(model)
     note_padding(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         box = saved.boxes.get(f"model.{name}", Box.of(parameter))
         view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
         view.whole_numel = parameter.numel()  # type: ignore[attr-defined]

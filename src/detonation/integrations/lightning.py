@@ -20,6 +20,7 @@ from detonation.cluster.mesh import shard
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
+from detonation.core.shard.gathered import before_forward
 from detonation.integrations.fabric import PART, ReplicatedWorld, forget_replicas, refuse_scaler
 
 try:
@@ -135,8 +136,14 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         self.lightning_module.log_dict({name: torch.tensor(float(value)) for name, value in wide.items()})
         return output
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains what requires a gradient, also where a validation gathered it before: no module is called here."""
+        assert self.model is not None
+        before_forward(self.model)
+        return super().training_step(*args, **kwargs)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validates the weights that the replicas agreed on."""
+        """Validates the weights that the replicas agreed on; in the middle of a round each replica's own."""
         with self._agreed_weights():
             return super().validation_step(*args, **kwargs)
 

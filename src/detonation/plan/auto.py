@@ -18,6 +18,7 @@ from detonation.core.link.link import Link
 from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
+from detonation.core.shard.gathered import local_parameters
 from detonation.plan.choice import check_budget, why
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import trained_by
@@ -100,6 +101,6 @@ def broadcast_choice(choice: Scheme, world: Link, device: torch.device) -> Schem
 
 def node_shapes(model: nn.Module, replica: int, world: Link, device: torch.device) -> Sequence[Shapes]:
     """Gathers the local shapes of the trained parameters on each rank of the first replica's node. Collective."""
-    shapes = {name: list(local(p).shape) for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: list(local(p).shape) for name, p in local_parameters(model).items() if p.requires_grad}
     gathered = world.send_to_all([replica, shapes], device)
     return [{name: tuple(shape) for name, shape in theirs.items()} for number, theirs in gathered if number == 0]

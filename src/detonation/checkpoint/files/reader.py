@@ -12,6 +12,7 @@ from torch import Tensor
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest, file_name
 from detonation.checkpoint.files.tensor_file import TensorFile
+from detonation.core.flat.tensors import bare_name
 
 _REST: dict[str, type] = {"boxes": dict, "wrapped": list, "on_host": list, "values": dict, "groups": list}
 
@@ -51,8 +52,9 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         try:
             self._file = TensorFile(path)
-            self.keys = sorted(self._file.entries)
-            rest = json.loads(self._file.metadata.get("json", ""))
+            self._saved_as = {bare_name(key): key for key in self._file.entries}  # by a version that kept wrappers
+            self.keys = sorted(self._saved_as)
+            rest = json.loads(bare_name(self._file.metadata.get("json", "")))
         except (OSError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path.name} is no file of a checkpoint ({str(error)[:80]})") from error
         if not isinstance(rest, dict) or any(type(rest.get(key)) is not kind for key, kind in _REST.items()):
@@ -64,13 +66,13 @@ class ShardReader:
         self._path = path
 
     def __contains__(self, key: str) -> bool:
-        return key in self._file.entries
+        return key in self._saved_as
 
     def tensor(self, key: str) -> Tensor:
         """The tensor `key`, as it was saved. Raises `ValueError` where the file has none."""
         if key not in self:
             raise ValueError(f"{self._path} has no {key}: it was written by another model, optimizer or scheme")
-        return self._file.read(key)
+        return self._file.read(self._saved_as[key])
 
     def piece(self, key: str) -> TensorPart:
         """This rank's part of the tensor `key`, which must be sharded."""
@@ -78,10 +80,11 @@ class ShardReader:
         if not box.shape or key not in self:
             scalar = self.tensor(key)
             return TensorPart(box, scalar.dtype, scalar.__getitem__)
-        entry = self._file.entries[key]
+        name = self._saved_as[key]
+        entry = self._file.entries[name]
         if entry.shape != box.shape:
             raise CorruptCheckpoint(f"{key} in {self._path.name} does not have the shape of its box")
-        return TensorPart(box, entry.dtype, lambda part: self._file.read(key, part[0])[:, *part[1:]])
+        return TensorPart(box, entry.dtype, lambda part: self._file.read(name, part[0])[:, *part[1:]])
 
 
 class ReplicaFiles:

@@ -1,6 +1,6 @@
 """Puts a checkpoint's state of this rank into a model and its optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
 from detonation.core.replicator.local_state import SILENT_STEPS, require_same_keys
+from detonation.core.shard.gathered import local_parameters
 from detonation.core.shard.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
@@ -44,7 +45,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
     source: Elastic | ShardReader = _own_file(saved, own) if same else Elastic(saved, own)
-    parameters, frozen = dict(model.named_parameters()), frozen_weights(model)
+    parameters, frozen = local_parameters(model), frozen_weights(model)
     if not any(f"model.{name}" in _own_file(saved, own).keys for name in frozen):  # saved without them
         found = {name: tensor for name, tensor in found.items() if name not in frozen}
     for name, tensor in found.items():
@@ -95,10 +96,31 @@ def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own
         group.get("parameters") if isinstance(group, dict) else None for group in _own_file(saved, own).groups
     ]
     if own_groups != saved_groups:
-        raise ValueError(f"{saved.path} was written with other parameters or parameter groups: resume the same model")
+        raise ValueError(
+            f"{saved.path} was written with {_other_groups(saved_groups, own_groups)}: resume the same model"
+        )
     if manifest.replicas != own.replicas and all(scheme.signal == "nothing" for _, scheme in optimizer.levels):
         counts = f"{manifest.replicas} replicas, not {own.replicas}"
         raise ValueError(f"{saved.path} is of {counts}: without an exchange they have nothing in common to go on from")
+
+
+def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:
+    """In words, the parameters that only one of both has, or that both have in other groups."""
+    was = [name for group in saved if isinstance(group, list) for name in map(str, group)]
+    now = [name for group in own for name in group]
+    missing, added = ([name for name in a if name not in {*b}] for a, b in ((was, now), (now, was)))
+    if missing or added:
+        words = [(f"{_few(missing)}, which this one lacks", missing), (f"without {_few(added)}", added)]
+        return "other parameters: " + ", and ".join(text for text, names in words if names)
+    sizes = [[len(group) if isinstance(group, list) else 0 for group in saved], [len(group) for group in own]]
+    odd = [name for name, other in zip(was, now, strict=False) if name != other]
+    order = f", in another order from {odd[0]} on" if odd else ""
+    return f"other parameter groups: of {sizes[0]} parameters, here of {sizes[1]}{order}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _same_shape(manifest: Manifest, own: Coordinates) -> bool:

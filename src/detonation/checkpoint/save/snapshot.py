@@ -14,6 +14,7 @@ from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.rank_state import frozen_weights, generators, groups, weights
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.shard.gathered import local_parameters
 from detonation.core.shard.units import shard_state
 
 _log = logging.getLogger("detonation.checkpoint")
@@ -60,7 +61,7 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
         left_out = set() if frozen else frozen_weights(model)
         found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
         values: dict[str, Any] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in local_parameters(model).items():
             for key, value in optimizer.base.state.get(parameter, {}).items():
                 full_key = f"optimizer.{name}.{key}"
                 if isinstance(value, Tensor):
@@ -90,7 +91,7 @@ def _warn_of_extra_state(model: nn.Module) -> None:
 
 def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
     """The box of each tensor that is sharded by itself, or like the parameter that its key names."""
-    parameters = dict(model.named_parameters())
+    parameters = local_parameters(model)
     boxes, by_layout = {}, dict[object, Box]()  # torch takes long to compute a box, and most tensors share a layout
     for key, tensor in found.items():
         like = tensor if isinstance(tensor, DTensor) else parameters.get(_parameter_of(key))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from detonation.core.agreement.desync import differences, repaired
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import bare_name, local
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
 from detonation.core.shard.units import mend_references
@@ -29,7 +29,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         if own_name not in modules[owner]._non_persistent_buffers_set:
-            found[name] = buffer
+            found[bare_name(name)] = buffer
     return found
 
 

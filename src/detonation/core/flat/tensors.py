@@ -2,11 +2,24 @@
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+_WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
+
+
+def bare_name(name: str) -> str:
+    """The name of a parameter or buffer without what wrappers put into it: torch.compile, activation checkpointing.
+
+    Example:
+        >>> bare_name("layers.0._orig_mod._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    return _WRAPPERS.sub("", name)
 
 
 def local(tensor: Tensor) -> Tensor:

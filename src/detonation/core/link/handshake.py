@@ -10,7 +10,10 @@ from detonation.core.errors import DetonationError
 from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
 from detonation.core.link.elastic_communicator import present_rows
 
-SAME_START = "Start all with the same settings, versions and weights (detonation.shard makes weights equal)"
+SAME_START = (
+    "Start all with the same settings, versions and weights (detonation.same_weights(model, axis) makes them equal, "
+    "after the last change of weights)"
+)
 
 
 class Mismatch(DetonationError, ValueError):

@@ -33,9 +33,9 @@ _NO_TURN = nullcontext()
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
 
-    It shares `param_groups` and `state` with the base optimizer. `step_count` and `stats` count its steps and bytes.
-    Parameters may be frozen, unfrozen and added (`add_param_group`) on all ranks between the same two steps; the next
-    step makes it and ends open rounds. One that joins begins with an empty memory, and one that leaves loses its own.
+    It shares `param_groups` and `state` with the base optimizer. Parameters may be frozen, unfrozen and added
+    (`add_param_group`) on all ranks between the same two steps; the next step makes it and ends open rounds. One that
+    joins begins with an empty memory, and one that leaves loses its own. `step_count`: the steps taken.
 
     Raises:
         ValueError: The parameters are on several devices, or not all in the model.
@@ -204,7 +204,7 @@ class Replicated(OptimizerWrapper):
 
     def agreed_weights(self) -> AbstractContextManager[None]:
         """Context with the weights that the replicas agreed on last; between steps only look-ahead has others."""
-        return states.at_agreed_weights(self._replicators or [])
+        return states.at_agreed_weights(self._replicators or [], self._trained.show_shards)
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.
@@ -235,10 +235,10 @@ class Replicated(OptimizerWrapper):
     def resume_at(self, step: int) -> None:
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
-        if self._consensus is not None and self._replicators is not None:
+        if self._consensus is not None:
             self._consensus.restart()
-            compare_replicas(self._replicators, self.settings, self.param_groups, frozen=self._trained.frozen)
-            for replicator in self._replicators:
+            compare_replicas(self.build(), self.settings, self.param_groups, frozen=self._trained.frozen)
+            for replicator in self.build():
                 replicator.go_on()
 
     @torch.no_grad()
@@ -250,8 +250,9 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
-        """Builds the levels if they do not exist yet, without a comparison of the replicas; with `saved`, for the
-        parameters of a saved state: the next step changes to those trained now."""
+        """Builds the levels if they do not exist yet, without a comparison of the replicas, and shows the shards. With
+        `saved`, they are for the parameters of a saved state: the next step changes to those trained now."""
+        self._trained.show_shards()
         parameters = self._trained.named(saved) if saved else None
         if self._replicators is not None and (not parameters or parameters.keys() == self._trained.laid_out.keys()):
             return self._replicators
@@ -289,7 +290,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus and changes.newcomer_needs_all(self.levels, self.step_count):
             self._complete(self._consensus)
         old = self._by_level
-        grown = changes.renumber(self.levels, self._replicators or [], self._routes.values(), self.step_count)
+        grown = changes.renumber(self.levels, self.build() if any(old) else [], self._routes.values(), self.step_count)
         made = self._lay_out(self._trained.laid_out)
         changes.hand_over_by_name(old, self._by_level)
         changes.welcome(made if grown else (), self.settings, self.param_groups)
@@ -299,8 +300,7 @@ class Replicated(OptimizerWrapper):
         """Builds the levels anew for `parameters`, with the links and fault counts that there are."""
         check_layout(self._trained.model, parameters, self.levels, self.settings.intra_node)
         made = build_levels(parameters, self._trained.names, self._base_step, self.levels, self.settings, self._routes)
-        self._by_level, self._consensus = made
-        self._replicators = [replicator for level in self._by_level for replicator in level]
+        self._by_level, self._consensus, self._replicators = *made, [each for level in made[0] for each in level]
         self._trained.lay_out(parameters)
         self.record(self.tape)
         return self._replicators

@@ -199,6 +199,11 @@ def check_layout(
         if isinstance(module, DistributedDataParallel):
             _check_averaged(module, others, intra_node)
     for name, parameter in parameters.items():
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"{name} is on the meta device, and has no weights yet: model.to_empty(device=...), initialise them, "
+                'detonation.same_weights(model, mesh["replicate"])'
+            )
         if isinstance(parameter, DTensor):
             ranks = parameter.device_mesh.mesh.flatten().tolist()
             if others & set(ranks):

@@ -6,7 +6,7 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +94,17 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
 
 @contextmanager
-def at_agreed_weights(replicators: Sequence[Replicator]) -> Iterator[None]:
-    """See `Replicated.agreed_weights`."""
-    moved = [replicator for replicator in replicators if replicator.enter_agreed()]
+def at_agreed_weights(replicators: Sequence[Replicator], show_shards: Callable[[], None]) -> Iterator[None]:
+    """See `Replicated.agreed_weights`; before weights move, their shards are shown."""
+    ahead = [replicator for replicator in replicators if replicator.is_ahead]
+    for replicator in ahead:
+        show_shards()
+        replicator.enter_agreed()
     try:
         yield
     finally:
-        for replicator in moved:
+        for replicator in ahead:
+            show_shards()
             replicator.leave_agreed()
 
 

@@ -3,15 +3,15 @@ layout."""
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core.flat.tensors import local
+from detonation.core.shard.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakSet["TrainedParameters"]()
 """Of all replicated optimizers of this process."""
@@ -25,6 +25,8 @@ class TrainedParameters:
         self.laid_out: Mapping[str, Tensor] = {}
         """The parameters in the layouts of the levels, by name."""
         self._ids: list[int] = []
+        self._units = shown_units(model)
+        self._take_shards()
         _TRAINED.add(self)
 
     @property
@@ -38,7 +40,7 @@ class TrainedParameters:
     @property
     def names(self) -> list[str]:
         """The names of all parameters of the model."""
-        return [name for name, _ in self.model.named_parameters()]
+        return list(local_parameters(self.model))
 
     def by_name(self) -> dict[str, Tensor]:
         """The parameters that require a gradient, in the model's order.
@@ -47,13 +49,17 @@ class TrainedParameters:
 
         Shapes: any.
         """
-        wanted = {id(p) for p in self.everyone if p.requires_grad}
-        found = self._found(wanted)
+        parameters = local_parameters(self.model)
+        self._take_shards()
+        wanted = {id(p): p for p in self.everyone if p.requires_grad}
+        found = {name: p for name, p in parameters.items() if id(p) in wanted}
         if len(found) < len(wanted):
+            odd = [p for p in wanted.values() if all(p is not mine for mine in found.values())]
             raise ValueError(
-                f"{len(wanted) - len(found)} parameters of the optimizer are not in the model: were they made before "
-                "sharding? Build the optimizer after detonation.shard"
+                f"{len(odd)} parameters of the optimizer are not in the model, such as one of shape "
+                f"{tuple(odd[0].shape)}: {_cause(odd, self.model)}"
             )
+        note_padding(self.model)
         return found
 
     @property
@@ -66,13 +72,10 @@ class TrainedParameters:
         Shapes: any.
         """
         trained = {id(p) for each in _TRAINED for p in each.everyone}
-        # by name, too: FSDP2 may show gathered parameters in the place of the shards
-        named = {name for each in _TRAINED if each.model is self.model for name in each.laid_out}
         return {
             name: parameter
-            for name, parameter in self.model.named_parameters()
-            if not (parameter.requires_grad or name in named or id(parameter) in trained)
-            and parameter.device.type != "meta"
+            for name, parameter in local_parameters(self.model).items()
+            if not (parameter.requires_grad or id(parameter) in trained) and parameter.device.type != "meta"
         }
 
     def named(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -80,16 +83,35 @@ class TrainedParameters:
 
         Shapes: any.
         """
-        everyone = self._found({id(p) for p in self.everyone})
-        return {name: p for name, p in everyone.items() if name in names}
+        everyone, parameters = {id(p) for p in self.everyone}, local_parameters(self.model)
+        note_padding(self.model)
+        return {name: p for name, p in parameters.items() if name in names and id(p) in everyone}
+
+    def _take_shards(self) -> None:
+        """Puts shards in the place of copies, of which an optimizer or a group is made after an evaluation."""
+        shards = {id(copy): shard for unit in shown_units(self.model) for copy, shard in unit.copies}
+        if not any(id(p) in shards for p in self.everyone):
+            return
+        for group in self._base.param_groups:
+            group["params"] = [shards.get(id(p), p) for p in group["params"]]
+        if len({id(p) for p in self.everyone}) < len(self.everyone):
+            raise ValueError("some parameters appear in more than one parameter group of the optimizer")
 
     def lay_out(self, parameters: Mapping[str, Tensor]) -> None:
         """Notes that the layouts hold `parameters` from now on.
 
         Shapes: any.
         """
-        self.laid_out, mine = parameters, {id(p) for p in parameters.values()}
+        self.laid_out, mine, self._units = parameters, {id(p) for p in parameters.values()}, shown_units(self.model)
         self._ids = [id(p) for p in self.everyone if id(p) in mine]
+
+    def show_shards(self) -> None:
+        """Shows the shards where a forward pass without a backward pass left copies of them; asked at every step."""
+        for unit in self._units:
+            parameters, name = unit.place
+            if parameters.get(name) is not unit.shard:
+                reshard(self.model)
+                break
 
     @property
     def changed(self) -> bool:
@@ -101,14 +123,6 @@ class TrainedParameters:
         for parameter in self.everyone:
             if not parameter.requires_grad:
                 parameter.grad = None
-
-    def _found(self, wanted: set[int]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
-        if len(found) < len(wanted):
-            reshard(self.model)
-            found = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
-        note_padding(self.model)
-        return found
 
 
 def note_padding(model: nn.Module) -> None:
@@ -129,11 +143,13 @@ def note_padding(model: nn.Module) -> None:
             weight.padding_row = row if held else None
 
 
-def reshard(model: nn.Module) -> None:
-    """Shows the shards again after a forward pass: without a backward pass FSDP2 keeps the root's gathered parameters.
-
-    A backward pass that comes later gathers them once more.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def _cause(odd: Sequence[Tensor], model: nn.Module) -> str:
+    """Why parameters of an optimizer are not in the model, and what helps."""
+    if any(p.device.type == "meta" for p in odd):
+        return "they are on the meta device: make the optimizer after to_empty"
+    if any(isinstance(p, DTensor) for p in model.parameters()) and not any(isinstance(p, DTensor) for p in odd):
+        return (
+            "the model is sharded and they are not: make the optimizer after detonation.shard or fully_shard (in "
+            "Lightning, in configure_optimizers)"
+        )
+    return "replicate gets the model whose parameters the optimizer has, as they are after sharding, loading and moving"

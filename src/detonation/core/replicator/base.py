@@ -68,9 +68,14 @@ class Replicator(ABC):
     def synchronize(self, step: int) -> None:
         """Completes open rounds and transfers after `step` steps, so that the replicas hold the same weights."""
 
-    def enter_agreed(self) -> bool:
-        """Moves to the weights that the replicas agreed on last; False where it is there."""
+    @property
+    def is_ahead(self) -> bool:
+        """True where the weights are ahead of those that the replicas agreed on last."""
         return False
+
+    def enter_agreed(self) -> None:
+        """Moves to the weights that the replicas agreed on last, where it is ahead of them."""
+        return
 
     def leave_agreed(self) -> None:
         """Undoes an `enter_agreed` that moved."""

@@ -125,11 +125,13 @@ class GradientReplicator(Replicator):
         self._updates.clear()
         self._own_updates.clear()
 
-    def enter_agreed(self) -> bool:
-        moves = self._lookahead is not None and self._lookahead.back()
-        if moves:
+    @property
+    def is_ahead(self) -> bool:
+        return self._lookahead is not None and self._lookahead.is_ahead
+
+    def enter_agreed(self) -> None:
+        if self._lookahead and self._lookahead.back():
             WEIGHT_MOVES()
-        return moves
 
     def leave_agreed(self) -> None:
         if self._lookahead:

@@ -161,7 +161,7 @@ class LookAhead:
     def __init__(self, parameters: Mapping[str, Tensor], base: BaseStep) -> None:
         self._parameters, self._base = parameters, base
         self._agreed = [local(p).clone() for p in parameters.values()]
-        self._ahead = False
+        self.is_ahead = False
 
     @torch.no_grad()
     def move(self, updates: Sequence[Decodable]) -> None:
@@ -175,19 +175,19 @@ class LookAhead:
         step_on(updates, self._parameters, self._base)
         if self._base.clip:  # its norm is that of the agreed step
             self._base.clip.norm = norm
-        self._ahead = True
+        self.is_ahead = True
 
     @torch.no_grad()
     def back(self) -> bool:
         """Moves to the agreed weights, bit for bit; False where it is there."""
-        moves, self._ahead = self._ahead, False
+        moves, self.is_ahead = self.is_ahead, False
         if moves:
             copy([local(p) for p in self._parameters.values()], self._agreed)
         return moves
 
     def forget(self) -> None:
         """Takes the weights, which were loaded, for the agreed ones."""
-        self._ahead = False
+        self.is_ahead = False
 
 
 def require_stateless(base: Optimizer) -> None:

@@ -14,6 +14,7 @@ from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.link.link import Link
 from detonation.core.shard.all_gather import DifferenceGather
+from detonation.core.shard.gathered import local_parameters, reshard
 from detonation.core.shard.integers import BlockIntegers
 from detonation.core.shard.moves import WEIGHT_MOVES
 from detonation.core.shard.reduce_scatter import ErrorFeedbackReduce
@@ -125,7 +126,7 @@ def join_units(
         link: Between the nodes.
         in_node: The ranks of this node; None for one.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     for module in modules:
         own = [parameter for parameter in cast(nn.Module, module).parameters() if id(parameter) in names]
         if own:  # FSDP2 makes no messages for the others
@@ -141,6 +142,7 @@ def resync_weights(model: nn.Module) -> None:
     Example:
         >>> resync_weights(nn.Linear(2, 2))
     """
+    reshard(model)  # or the next forward pass would exchange nothing
     for unit in shard_units(model):
         unit.gather.forget()
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detonation.core.optimizer.trained import reshard
 from detonation.data import batches, predictions
 from detonation.data.translation import TranslationPairs
 from detonation.train.loop.session import Session
@@ -30,7 +29,6 @@ def validate(session: Session) -> dict[str, float]:
         if index < len(held_out):
             sums += _sums(session, batch, output.loss, getattr(output, "logits", None))
     session.model.train()
-    reshard(session.model)  # look-ahead moves the shards next
     loss, count, right = torch.tensor(session.world.all_gather(sums)(), dtype=sums.dtype).sum(0).tolist()
     result = {"val_loss": loss / count}
     return result if math.isnan(right) else {**result, "val_accuracy": right / count}
@@ -69,7 +67,6 @@ def translate(session: Session) -> dict[str, float]:
             )
             counts += torch.tensor([*found.counts, *found.totals, found.sys_len, found.ref_len], device=session.device)
     session.model.train()
-    reshard(session.model)
     total = torch.tensor(session.world.all_gather(counts)()).sum(0).tolist()
     score = BLEU.compute_bleu(total[:4], total[4:8], total[8], total[9], smooth_method="exp")
     return {"val_bleu": float(score.score)}

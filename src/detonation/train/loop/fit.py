@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
-from detonation.core.optimizer.trained import reshard
 from detonation.core.shard.units import shard_bytes_sent
 from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, to, translate, validate
@@ -150,7 +149,6 @@ class UnevenRounds:
         elif math.isnan(self._loss):  # in the middle of a round that an earlier start began
             with torch.no_grad():
                 self._loss = sum(float(loss) for loss in _losses(session, step))
-            reshard(session.model)
         return self._loss, 0, 0.0
 
     def agreed(self, stop: Stop) -> tuple[float, int, float]:
@@ -229,7 +227,6 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> tuple[fl
     """
     for rank, (value, _) in enumerate(reports):
         if not math.isfinite(value):
-            reshard(session.model)  # there may have been no backward pass, and a checkpoint holds the shards
             replica, shard = divmod(rank, session.config.mesh.shards)
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
     return sum(value for value, _ in reports) / len(reports), int(max(number for _, number in reports))

@@ -1,0 +1,131 @@
+"""Gathered copies of parameters, which FSDP2 shows in the place of the shards after a forward pass without a backward
+pass.
+
+What is written to shards is not seen by the next forward pass then, nor is `requires_grad` of the copies by the shards.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from detonation.core.flat.tensors import bare_name
+
+_UNIT = "_detonation_shown"
+_Place = tuple[dict[str, nn.Parameter | None], str]
+"""The parameters of a module, and the name of one."""
+
+
+class ShownUnit:
+    """What one FSDP unit shows of its own parameters: the shards, or copies of all shards together.
+
+    place: Of one sharded parameter. shard: The shard of it, shown there unless the unit is gathered; None where the
+    unit has no sharded parameter. copies: Those that were seen last, each with its shard; FSDP2 fills the same again.
+
+    Args:
+        module: The unit; gets this as an attribute, and a hook before its forward pass.
+    """
+
+    place: _Place = {}, ""
+    shard: nn.Parameter | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._shards = module, list[tuple[_Place, nn.Parameter]]()
+        shown = {(id(parameters), name): parameters[name] for parameters, name in _places(module)}
+        self._show()
+        pairs = [(shown[id(place[0]), place[1]], shard) for place, shard in self._shards]
+        self.copies = [(copy, shard) for copy, shard in pairs if copy is not None and copy is not shard]
+        for copy, shard in self.copies:
+            shard.requires_grad_(copy.requires_grad)
+        self._note()
+        setattr(module, _UNIT, self)
+        hook = torch.compiler.disable(self.before_forward)  # type: ignore[no-untyped-call]
+        module.register_forward_pre_hook(hook, prepend=True)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True where copies are shown."""
+        parameters, name = self.place
+        return self.shard is not None and parameters.get(name) is not self.shard
+
+    def settle(self) -> None:
+        """Gives shards and copies the `requires_grad` that somebody set on either since both had the same.
+
+        FSDP2 itself passes it from shards to copies, when it gathers them, and never back.
+        """
+        self.copies = []
+        for ((parameters, name), shard), before in zip(self._shards, self._required, strict=True):
+            copy = parameters.get(name)
+            if copy is None or copy is shard:
+                continue
+            self.copies.append((copy, shard))
+            if copy.requires_grad != shard.requires_grad:
+                copy.requires_grad_(not before)
+                shard.requires_grad_(not before)
+
+    def reshard(self) -> None:
+        """Shows the shards, after `settle`."""
+        self._show()
+        self._note()
+
+    def _show(self) -> None:
+        assert isinstance(self._module, FSDPModule)
+        self._module.reshard()
+        shown = [(place, p) for place in _places(self._module) if (p := place[0][place[1]]) is not None]
+        sharded = [(place, p) for place, p in shown if isinstance(p, DTensor)]
+        if sharded:
+            (self.place, self.shard), self._shards = sharded[0], shown
+
+    def _note(self) -> None:
+        """Notes what shards and copies, if they are shown next, have in common."""
+        self._required = [shard.requires_grad for _, shard in self._shards]
+
+    def before_forward(self, *_: object) -> None:
+        """Settles, and notes what shards and copies then have in common."""
+        if self.is_gathered:
+            self.settle()
+        self._note()
+
+
+def shown_units(model: nn.Module) -> list[ShownUnit]:
+    """The FSDP units of `model` that have sharded parameters of their own; none of a model that is not sharded."""
+    units = [getattr(m, _UNIT, None) or ShownUnit(m) for m in model.modules() if isinstance(m, FSDPModule)]
+    return [unit for unit in units if unit.shard is not None]
+
+
+def reshard(model: nn.Module) -> None:
+    """Shows the shards, for whoever reads or writes weights by their names in `model`, or writes to shards.
+
+    A backward pass that comes later gathers the copies once more. On other models it does nothing.
+    """
+    gathered = [unit for unit in shown_units(model) if unit.is_gathered]
+    for unit in gathered:
+        unit.settle()
+    for unit in gathered:
+        unit.reshard()
+
+
+def before_forward(model: nn.Module) -> None:
+    """What hooks do before a forward pass, for one that does not begin with a call of `model` itself."""
+    for unit in shown_units(model):
+        unit.before_forward()
+
+
+def local_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of `model` by name, as shards; a name is that in the bare model, wherever a wrapper is around it.
+
+    Shapes: any.
+    """
+    reshard(model)
+    return {bare_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    """Of all parameters of a unit but those of the units inside."""
+    for name in module._parameters:
+        yield module._parameters, name
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _places(child)

@@ -1,0 +1,125 @@
+"""An evaluation at any moment of training changes nothing that follows, and what is read or written is what the model
+computes with: FSDP2 keeps gathered copies of the root's parameters after a forward pass without a backward pass."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import detonation as dt
+import worlds
+from detonation.checkpoint.rank_state import weights
+from detonation.core.flat.tensors import digest
+from steps import bases
+from zoo import DEVICE, SCHEMES, Menagerie, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
+STEPS = 8
+ALL = SCHEMES | {"random-ahead": dt.random(rate=1 / 4, delay=2), "demo-ahead": dt.demo(topk=4, chunk=16, delay=1)}
+
+
+@torch.no_grad()
+def outputs(model, width):
+    """What this rank computes for a batch that all ranks share."""
+    model.eval()
+    found = model(batch(77, 77, width))
+    model.train()
+    return digest([found])
+
+
+def train(optimizer, model, rank, width, evaluates, read=lambda: None):
+    for step in range(STEPS):
+        loss = model(batch(rank, step, width)).mean()
+        if evaluates and step == 4:
+            outputs(model, width)
+        loss.backward()
+        if evaluates and step in (1, 5):
+            outputs(model, width)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not evaluates:
+            continue
+        with optimizer.agreed_weights() if step in (3, 6) else nullcontext():
+            outputs(model, width)
+        if step in (2, 5):
+            model(batch(rank, 99, width)).mean()  # with a graph, which nobody follows backward
+        if step == 6:
+            read()
+
+
+def trained(mesh, scheme, model, evaluates, width):
+    """The weights of this rank after training, whether replicas hold and compute the same once synchronized."""
+    optimizer = dt.replicate(bases(scheme, model.parameters()), model, mesh["replicate"], scheme)
+    train(optimizer, model, mesh.get_rank(), width, evaluates, lambda: dt.fingerprint(model, mesh))
+    if evaluates:
+        outputs(model, width)
+    own = digest(weights(model).values())
+    if evaluates:
+        outputs(model, width)
+    optimizer.synchronize()
+    computed = outputs(model, width)
+    _, equal = dt.fingerprint(model, mesh)
+    return own, digest(weights(model).values()), equal, computed
+
+
+def law(mesh, name, make=lambda mesh: dt.shard(built(Menagerie), mesh), width=257):
+    return [trained(mesh, ALL[name], make(mesh), evaluates, width) for evaluates in (False, True)]
+
+
+def holds(ends, name):
+    assert all(without == with_evaluations for without, with_evaluations in ends)
+    if ALL[name].signal != "nothing":
+        assert {equal for (_, _, equal, _), _ in ends} == {True}
+        assert len({computed for (*_, computed), _ in ends}) == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_law_13_evaluation_changes_nothing(name):
+    holds(worlds.run(law, 2, 2, name), name)
+
+
+def kept(mesh):
+    """All units stay gathered after forward."""
+    model = built(Plain)
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh["shard"], reshard_after_forward=False).set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def in_bf16(mesh):
+    first, last = built(Plain).layers
+    return dt.shard(
+        nn.Sequential(first, nn.Tanh(), last, nn.Tanh()),
+        mesh,
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+    )
+
+
+def roots(mesh):
+    """Two roots in one model, one of which is sharded as a whole."""
+    last = built(Plain)
+    model = nn.Sequential(nn.Linear(32, 32, device=DEVICE), last)
+    for part in model:
+        dt.shard(part, mesh)
+    return model
+
+
+def whole(mesh):
+    return built(Plain)
+
+
+MODELS = {"kept": kept, "bf16": in_bf16, "roots": roots, "whole": whole}
+
+
+def other_models(mesh, name, kind):
+    return law(mesh, name, MODELS[kind], 32)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["full", "demo-ahead", "diloco", "eager"])
+def test_law_13_in_models_of_every_kind(name, kind):
+    replicas, shards = (4, 1) if kind == "whole" else (2, 2)
+    holds(worlds.run(other_models, replicas, shards, name, kind), name)
