@@ -93,7 +93,7 @@ class AllReduce:
         if status is not None:
             whole = buffer if flight.last is None else flight.last
             digits = whole[len(whole) - self._digits :]
-            self._guard.seal_sum(digits, status)
+            self._guard.seal_sum(digits, status, flight.step)
             run = whole if rows == self._rows or flight.last is not None else torch.cat([run, digits])
         flight.sums.append((first, rows, self._link.all_reduce(run)))
 
@@ -102,8 +102,10 @@ class AllReduce:
 
     def receive(self, flight: InFlight) -> Received:
         totals = [(first, rows, self._of_all(wait(), rows)) for first, rows, wait in flight.sums]
-        digits = totals[-1][2][totals[-1][1] * self._k :]
-        if self._link.tape and not self._link.tape.plays:
+        digits, absent = totals[-1][2][totals[-1][1] * self._k :], self._link.absent
+        if self._link.tape and self._link.tape.plays:
+            absent = range(self._link.replicas)  # the tape does not say who was
+        elif self._link.tape:
             values = [total[: rows * self._k] for _, rows, total in sorted(totals, key=lambda run: run[0])]
             whole = totals[0][2] if len(totals) == 1 else torch.cat([*values, digits])
             self._link.tape.put(self._guard.place, flight.step, whole)
@@ -112,9 +114,9 @@ class AllReduce:
         shared, replicas, source = flight.indices(), self._link.replicas, None
         if self._guard.kernels is not None:
             report = self._workspace.take("report", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
-            self._guard.inspect_sum(list(runs.values()), digits, flight.step, report)
+            self._guard.inspect_sum(list(runs.values()), digits, flight.step, report, absent)
             source = Sums(list(runs.items()), report, replicas, shared)
-        elif not self._guard.open_sum(list(runs.values()), digits, flight.step):
+        elif not self._guard.open_sum(list(runs.values()), digits, flight.step, absent):
             runs = {first: torch.zeros_like(run) for first, run in runs.items()}
         read = partial(_read_sums, runs, shared, None if source is None else source.report)
         return Received(self._rows, read, Divided(replicas), source=source)
