@@ -102,7 +102,8 @@ class AllReduce:
 
     def receive(self, flight: InFlight) -> Received:
         totals = [(first, rows, self._of_all(wait(), rows)) for first, rows, wait in flight.sums]
-        digits, absent = totals[-1][2][totals[-1][1] * self._k :], self._link.absent
+        digits, elastic = totals[-1][2][totals[-1][1] * self._k :], self._link.elastic
+        absent = elastic.absent if elastic else ()
         if self._link.tape and self._link.tape.plays:
             absent = range(self._link.replicas)  # the tape does not say who was
         elif self._link.tape:
