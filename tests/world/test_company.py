@@ -82,7 +82,7 @@ def alone_and_beside(mesh, names, overlapped):
 
 
 @pytest.mark.parametrize(("names", "overlapped"), [([*TALKING], True), ([*KINDS], False)])
-def test_law_12_company_changes_nothing(names, overlapped):
+def test_law_14_company_changes_nothing(names, overlapped):
     ranks = worlds.run(alone_and_beside, 2, 1, names, overlapped)
     for name in names:
         (alone, beside), (other, other_beside) = (rank[name] for rank in ranks)
