@@ -196,6 +196,7 @@ def accelerator() -> Iterator[None]:
     with (
         patch.object(readback, "Readback", Nothing),
         patch.object(FaultCounts, "refuse", lambda *_: None),
+        patch.object(FaultCounts, "misplace", lambda *_: None),
         patch.object(selection, "_generator", lambda device, *key: None, create=True),
     ):
         yield

@@ -14,8 +14,8 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import joined
 from detonation.core.codec.precision import Float
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.guard import Guard, hash63
-from detonation.core.integrity.header import HEADER_BYTES, Header
+from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.header import HEADER_BYTES, Header, hash63
 
 ROWS, REPLICAS, STEP, SEED, SCHEMA = 60, 3, 7, 1, "a schema"
 SCHEMES = {

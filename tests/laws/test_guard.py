@@ -22,7 +22,8 @@ from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
 from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
-from detonation.core.integrity.guard import hash63
+from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.header import hash63
 from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
 from detonation.core.runtime import Runtime
 from payloads import (
@@ -214,6 +215,38 @@ def test_who_tells_nothing_counts_as_zeros_and_skips_are_counted():
     error = ledger.error(ledger.fatal, STEP)
     assert isinstance(error, NonFiniteGradient)
     assert str(error) == "the gradient of w is not finite on replica 2 at step 7 for the 11th time in a row"
+
+
+@pytest.mark.parametrize(("count", "status"), [(2, 2), (70_000, 66_000), (300_000, 299_999)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_of_messages_of_one_place_and_step(count, status, dtype):
+    def guard_of(place, counts, replica, schema="a schema"):
+        return Guard([f"w{n}" for n in range(count)], schema, place, replica, 0, counts)
+
+    def sealed_by(guards, step=STEP):
+        total = torch.zeros(9, dtype=dtype)
+        for replica, each in enumerate(guards):
+            digits = torch.zeros(9, dtype=dtype)
+            each.seal_sum(digits, status if replica == 1 else 0, step + 9 * (each is late))
+            total += digits
+        return total
+
+    counts, late, values = FaultCounts(["w"], 0, "skip"), None, [torch.ones(4)]
+    right = [guard_of(5, counts, replica) for replica in range(3)]
+    assert right[0].open_sum(values, sealed_by(right), STEP)
+    assert (counts.skipped, counts.by_parameter[f"w{status - 1}"], counts.fatal) == (1, 1, 0)
+    gone = sealed_by(right)
+    gone[6:] = 0
+    assert right[0].open_sum(values, gone, STEP, absent=[2]) and not counts.fatal
+    late = right[2]
+    others = [late, guard_of(6, counts, 2), guard_of(5, counts, 2, "another")]
+    for digits in [gone, *(sealed_by([*right[:2], other]) for other in others)]:
+        counts = right[0]._counts = FaultCounts(["w"], 0, "skip")
+        assert not right[0].open_sum(values, digits, STEP)
+        error = counts.error(counts.fatal, STEP)
+        assert isinstance(error, Desync) and str(error).startswith(
+            "replica 2 added a message of another step, level or"
+        )
 
 
 def test_three_strikes_stop_all_and_name_the_sender():

@@ -4,7 +4,9 @@ import copy
 import json
 import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -129,6 +131,45 @@ def test_law_2_the_others_take_every_step_and_stay_equal(name, tmp_path):
     model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme, base)
     assert dt.replay(tmp_path, optimizer) == STEPS
     assert digest(model.parameters()) == next(iter(ends.values()))[1]
+
+
+def trained_two(communicator, scheme, every, overlap):
+    """Two optimizers over one axis, the second of which steps every `every` steps; all replicas see the same."""
+    model = copy.deepcopy(MODEL)
+    first, second = (
+        dt.replicate(torch.optim.SGD(layer.parameters(), lr=0.1), model, communicator, scheme) for layer in model.layers
+    )
+    for step in range(2 * STEPS):
+        with ExitStack() as stack:
+            for optimizer in (first, second) if overlap else ():
+                stack.enter_context(optimizer.overlap())
+            model(batch(0, step, 32)).mean().backward()
+        for optimizer in (first, second)[: 1 if step % every else 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in (first, second):
+        optimizer.synchronize()
+        assert {each.link.replicas for each in optimizer.build()} == {communicator.size()}
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(("every", "overlap"), [(1, False), (3, False), (1, True)])
+@pytest.mark.parametrize("name", ["full", "loco", "demo", "diloco"])
+def test_two_optimizers_on_one_axis_both_go_on_with_the_replicas_that_are_left(name, every, overlap):
+    """Where all replicas see the same, the loss of one changes nothing but the rounding of means."""
+    scheme = dt.loco(link="all-gather") if name == "loco" else TALKING[name]
+
+    def act(communicator, dies):
+        if dies and communicator.replica == 1:
+            rounds = name == "diloco"  # which end with steps 2 and 5; the others send in every step of an optimizer
+            communicator.dies_in, communicator.countdown = (6, 0) if rounds else (4, 1)
+            communicator.under_way = overlap
+        return trained_two(communicator, scheme, every, overlap)
+
+    whole = survivors(partial(act, dies=False), replicas=2)[0]
+    left = survivors(partial(act, dies=True), replicas=3)
+    assert left.keys() == {0, 2} and torch.equal(left[0], left[2])
+    torch.testing.assert_close(left[0], whole, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])
@@ -341,19 +382,19 @@ def test_nobody_writes_to_a_sum_of_which_another_replica_may_need_a_copy():
     def act(communicator):
         if communicator.replica == 1:
             communicator.countdown = 0
-        reduce = communicator.all_reduce
+        start = communicator.start
 
-        def watched(values):
-            wait = reduce(values)
+        def watched(kind, values, user):
+            wait = start(kind, values, user)
 
             def waited():
                 total = wait()
-                found.append((total, total.clone(), bool(communicator.absent)))
+                found.append((total, total.clone(), bool(user.absent)))
                 return total
 
-            return waited
+            return waited if kind == "all_reduce" else wait
 
-        communicator.all_reduce = watched
+        communicator.start = watched
         return trained(communicator, TALKING["full"], torch.optim.AdamW)[1]
 
     assert len(set(survivors(act).values())) == 1

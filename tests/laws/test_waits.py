@@ -72,7 +72,8 @@ class Posted:
 def accelerator(monkeypatch):
     """What `meta` lacks to be one: a way to the host."""
     monkeypatch.setattr(readback, "Readback", Posted)
-    monkeypatch.setattr(FaultCounts, "refuse", lambda *_: None)  # of messages that say nothing
+    for fault in ("refuse", "misplace"):  # of messages that say nothing
+        monkeypatch.setattr(FaultCounts, fault, lambda *_: None)
     yield
     selection._permutations.cache_clear()
     selection._choices.cache_clear()

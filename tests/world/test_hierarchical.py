@@ -44,11 +44,11 @@ def train(mesh, model, optimizer, width):
 
 def counting(mesh):
     """Bytes handed to the network along the slow axis, as a list that grows by one entry a collective."""
-    slow, handed = mesh.get_group("replicate"), []
+    slow, handed = dist.get_process_group_ranks(mesh.get_group("replicate")), []
 
     def counted(collective, mine):
         def call(*tensors, **options):
-            if options.get("group") is slow:
+            if "group" in options and dist.get_process_group_ranks(options["group"]) == slow:
                 handed.append(tensors[mine].nbytes)
             return collective(*tensors, **options)
 

@@ -66,8 +66,8 @@ def damage(guard, at):
             if next(count) in (at, at + 1):
                 message[HEADER_BYTES - 1] += 1
 
-    def damaged_sum(digits, status):
-        seal_sum(digits, status)
+    def damaged_sum(digits, *arguments):
+        seal_sum(digits, *arguments)
         if next(count) == at:
             digits._base[0] = torch.inf
 

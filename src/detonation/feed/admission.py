@@ -10,6 +10,7 @@ from torch import nn
 from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.cluster.survive.guests import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.cluster.survive.users import AxisUser
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.connection.token import checked_token
@@ -50,9 +51,9 @@ class Admission:
         self, model: nn.Module, optimizer: Replicated, host: str = "127.0.0.1", *, token: bytes | None = None
     ) -> None:
         ((axis, _),) = optimizer.levels
-        if not isinstance(axis, SurvivingCommunicator):
+        if not isinstance(axis, AxisUser):
             raise ValueError("only an elastic axis lets replicas in: make it with detonation.elastic")
-        self._model, self._optimizer, self._axis = model, optimizer, axis
+        self._model, self._optimizer, self._axis = model, optimizer, axis.axis
         self._host, self._token = host, None if token is None else checked_token(token)
         self._feed: Feed | None = None
         self._guest = -1
@@ -76,6 +77,8 @@ class Admission:
                 _log.warning("replica %d asks to come in, and cannot: %s", guest, error)
 
     def _open(self, guest: int) -> None:
+        if self._axis.shared:
+            raise ValueError("several optimizers use the axis, and a newcomer takes the state of one")
         self._feed = Feed(self._model, self._optimizer, f"{self._host}:0", token=self._token)
         self._feed.first_copy = math.inf  # the shards of a newcomer step together, from copies of the same step
         self._before = self._optimizer.tape

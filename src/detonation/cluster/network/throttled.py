@@ -46,7 +46,7 @@ class ThrottledCommunicator:
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
             raise ValueError("a link can be emulated between processes of one machine only: leave --link out")
         self.replica, self.speed = axis.get_local_rank(), speed
-        self._axis, self._group, self._clock, self._sleep = axis, ProcessGroupCommunicator(axis), clock, sleep
+        self._axis, self._group, self._clock, self._sleep = axis, ProcessGroupCommunicator(axis, own=True), clock, sleep
         self._peers = dist.get_process_group_ranks(axis.get_group())
         self._started = 0
         self._file, times = _shared_memory(8 * (axis.size() + world * _WINDOW), torch.device(axis.device_type))

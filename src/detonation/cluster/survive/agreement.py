@@ -39,6 +39,7 @@ class RankReport:
 
     floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
     collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
+    users: the same for each optimizer on the axis.
     """
 
     floor: int
@@ -46,6 +47,7 @@ class RankReport:
     absent: dict[str, list[int]]
     begun: int
     guest: int = -1
+    users: list[int] = field(default_factory=list)
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""
@@ -71,6 +73,10 @@ class Agreement:
     def next_step(self) -> int:
         """The first step that no rank has begun."""
         return max((report.begun for report in self.reports.values()), default=0)
+
+    def first_step(self, user: int) -> int:
+        """The first step of an optimizer on the axis that no rank has begun."""
+        return max((report.users[user] for report in self.reports.values() if user < len(report.users)), default=0)
 
     @property
     def awaited(self) -> int:

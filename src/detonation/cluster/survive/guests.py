@@ -107,7 +107,7 @@ class Guest:
 
         Raises `ReplicaLost` where the others went on without it.
         """
-        report, deadline = RankReport(_ALL, [], {}, step, self.number), time.monotonic() + timeout_s
+        report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
         self._store.set(at_key(self.number, self.membership.rank), "1")
         agreement = None
         while agreement is None:
@@ -121,7 +121,7 @@ class Guest:
             try:
                 return SurvivingCommunicator(self.membership, self._timeout_s, floor, step)
             except RuntimeError:  # one of the others was lost meanwhile
-                self.membership.agree(RankReport(_ALL, [], {}, step))
+                self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
         raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
     def _agreement(self, report: RankReport) -> Agreement | None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ from detonation.cluster.survive.groups import (
     SurvivedLoss,
     host,
 )
-from detonation.cluster.survive.hosts import Host
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.texts import StoreTexts
+from detonation.cluster.survive.users import AxisUser, Host
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 
-_POLL_S = 0.005
 _MOST_TRIES = 5
 """Agreements in a row after which no group could be made, although nobody was lost."""
+_User = Union["SurvivingCommunicator", AxisUser]
 _log = logging.getLogger("detonation")
 
 
@@ -42,80 +43,70 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def __init__(self, membership: Membership, timeout_s: float, floor: int = 0, begun: int = 0) -> None:
         self._membership, self._timeout_s = membership, timeout_s
-        self._layout, self.host = list(membership.members), Host(membership)
-        self.replica = self._layout.index(membership.replica)
+        self.layout, self.host = list(membership.members), Host(membership)
+        self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
         self._kept, self._buffers = dict[int, NumberedCollective](), ReceiveBuffers()
-        self._started, self._floor, self._begun = floor, floor, begun
-        self._guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
-        self._awaits, self._channels, self._adopted, self._first = -1, 0, begun, float("inf")
-        self._pending: list[tuple[int, list[int]]] = []  # from which step on there are which members
+        self._started, self._floor, self._joined = floor, floor, begun
+        self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
+        self.awaits, self._channels, self.adopted = -1, 0, begun
+        self.pending: list[Agreement] = []  # on members whom no user has adopted
+        self._users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
         self._recovering = self._broken = self._closed = False
         self._group = self._formed()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         # Not the main thread, which may wait inside the network library for another shard of its replica.
         threading.Thread(target=self._watch, name="recovery", daemon=True).start()
 
     def size(self) -> int:
-        return len(self._layout)
+        return len(self.layout)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        return self._start("all_reduce", values)
+        return self.start("all_reduce", values, self)
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self._start("all_gather", mine)
+        return self.start("all_gather", mine, self)
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self._start("all_to_all", mine)
+        return self.start("all_to_all", mine, self)
 
     def recycle(self, received: Tensor) -> None:
         with self._changed:
             self._buffers.give_back(received, [each.result for each in self._kept.values()])
 
-    def enter_step(self, step: int) -> bool:
+    def for_one(self) -> AxisUser:
         with self._changed:
-            self._settle()
-            if any(step >= first for first, *_ in self._pending) or self.expects(step):
-                return True
-            self._begun, self._first = max(self._begun, step + 1), min(self._first, step)
-            self._membership.under_way = self._begun > self._first + 2
-        return False
+            self._users.append(AxisUser(self, len(self._users), 0 if self._users else self._joined))
+        return self._users[-1]
+
+    @property
+    def shared(self) -> bool:
+        return len(self._users) > 1
+
+    def enter_step(self, step: int) -> bool:
+        return (self._users or [self.for_one()])[0].enter_step(step)
 
     def expects(self, step: int) -> bool:
-        return self._guest is not None and step >= self._guest[0]
+        return self.guest is not None and step >= self.guest[0]
 
     def adopt(self, step: int) -> list[int]:
-        self._await_guest(step)
-        with self._changed:  # at once: after another loss all ask who has begun this step, and with whom
-            self._settle()
-            members = [self._layout, *(members for first, members in self._pending if step >= first)][-1]
-            self._pending = [each for each in self._pending if each[0] > step]
-            kept = [number for number, member in enumerate(self._layout) if member in members]
-            self._layout, self._begun = members, max(self._begun, step + 1)
-            self._channels, self._adopted = 0, step  # the same members may come together again
-            self.replica = members.index(self._membership.replica)
-        return kept
+        return (self._users or [self.for_one()])[0].adopt(step)
 
-    def _await_guest(self, step: int) -> None:
-        """Waits before `step` until all have agreed whether the guest has come."""
-        while True:
-            with self._changed:
-                self._settle()
-                if self._guest is None or not self.expects(step):
-                    self._awaits = -1
-                    return
-                self._awaits = self._guest[1]
-            if self._membership.awaits(self._awaits):  # and nothing is in flight anywhere
-                self._membership.call()
-                with self._changed:
-                    self._changed.wait_for(lambda: self._guest is None or self._error, 1.0)
-            else:
-                time.sleep(_POLL_S)
+    @property
+    def _begun(self) -> int:
+        return max([self._joined, *(user.begun for user in self._users)])
+
+    def follow(self, user: AxisUser, due: list[Agreement], step: int) -> None:
+        """Takes the numbers of the first user that adopts `due`, for what is no user."""
+        if not due or due[-1] in self.pending:
+            self.pending = [each for each in self.pending if each not in due]
+            self.layout, self.replica = user.layout, user.replica
+            self._channels, self.adopted = 0, step  # the same members may come together again
 
     def texts(self) -> StoreTexts:
         self._channels += 1
-        return StoreTexts(self._membership, self._layout, f"{self._layout}/{self._adopted}/{self._channels}")
+        return StoreTexts(self._membership, self.layout, f"{self.layout}/{self.adopted}/{self._channels}")
 
     def close(self, limit_s: float = 5.0) -> None:
         """Leaves together with the replicas that are left, for which it waits at most `limit_s`. Collective."""
@@ -125,21 +116,22 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._membership.leave(limit_s)
         self._group.abandon()
 
-    def _start(self, kind: NumberedKind, values: Tensor) -> Callable[[], Tensor]:
+    def start(self, kind: NumberedKind, values: Tensor, user: _User) -> Callable[[], Tensor]:
+        """Starts a collective among the replicas that have a number for `user`; returns a function that waits."""
         sent = host(values)
         with self._changed:
-            self._settle()
+            self.settle()
             self._started += 1
-            each = NumberedCollective(self._started, kind, sent, self._layout, self._floor, self._layout, sent)
+            each = NumberedCollective(self._started, kind, sent, user.layout, self._floor, user.layout, sent)
             self._kept[each.number] = each
             self._launch(each)
-        return partial(self._wait, each, values.device)
+        return partial(self._wait, each, values.device, user)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits while a loss is being recovered from. Raises where this replica cannot go on."""
-        self._changed.wait_for(lambda: not (self._recovering or self._broken) or self._error)
-        if self._error:
-            raise self._error
+        self._changed.wait_for(lambda: not (self._recovering or self._broken) or self.error)
+        if self.error:
+            raise self.error
 
     def _launch(self, each: NumberedCollective) -> None:
         """Starts a collective among the members that there are now."""
@@ -166,16 +158,16 @@ class SurvivingCommunicator(ElasticCommunicator):
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, each: NumberedCollective, device: torch.device) -> Tensor:
+    def _wait(self, each: NumberedCollective, device: torch.device, user: _User) -> Tensor:
         with self._changed:
             while each.result is None:
-                self._settle()
+                self.settle()
                 if each.result is None and each.flight is not None and not each.flight.ended:
                     self._changed.wait()
                 elif each.result is None and not self._take(each):
                     self._broken = True  # which begins a recovery
                     self._changed.notify_all()
-            self.absent = each.absent
+            user.absent = each.absent
         return each.result.to(device)
 
     def _take(self, each: NumberedCollective) -> bool:
@@ -208,11 +200,11 @@ class SurvivingCommunicator(ElasticCommunicator):
             try:
                 self._recover()
             except Exception as error:  # the main thread, which waits, raises it
-                self._error = error if isinstance(error, ReplicaLost) else ReplicaLost(f"cannot recover: {error!r}")
+                self.error = error if isinstance(error, ReplicaLost) else ReplicaLost(f"cannot recover: {error!r}")
             with self._changed:
                 self._recovering = False
                 self._changed.notify_all()
-            if self._error:
+            if self.error:
                 return
 
     def _recover(self) -> None:
@@ -223,7 +215,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         for _ in range(_MOST_TRIES):
             agreement = membership.agree(self._report())
             if agreement.awaited >= 0:
-                self._guest, self._awaits = None, -1
+                self.guest, self.awaits = None, -1
             self._group.abandon()
             try:
                 self._group = self._formed()
@@ -234,9 +226,10 @@ class SurvivingCommunicator(ElasticCommunicator):
         else:
             raise ReplicaLost(f"the replicas {membership.members} could not form a process group")
         if before != membership.members:
-            self._pending.append((agreement.next_step, list(membership.members)))
+            for pending in (self.pending, *(user.pending for user in self._users)):
+                pending.append(agreement)
         if agreement.guest >= 0:
-            self._guest = agreement.next_step, agreement.guest
+            self.guest = agreement.next_step, agreement.guest
             membership.store.set(admit_key(agreement.guest), str(agreement.next_step))
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
@@ -244,7 +237,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         came = tuple(member for member in membership.members if member not in before)
         self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed, came))
         if lost and membership.rank == membership.members[0] * membership.shards:
-            _log.warning("%s", self.losses[-1].text(len(membership.members), len(self._layout)))
+            _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
@@ -253,7 +246,8 @@ class SurvivingCommunicator(ElasticCommunicator):
         done = [each for each in self._kept.values() if each.result is not None]
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
-        return RankReport(self._floor, beyond, absent, self._begun, self._awaits)
+        users = [user.begun for user in self._users]
+        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users)
 
     def _take_quietly(self, each: NumberedCollective) -> None:
         floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.compute.checksum import checksum
-from detonation.core.integrity.guard import hash63
+from detonation.core.integrity.header import hash63
 from detonation.core.link.link import Link
 
 CHANGE = "a change of the trained parameters"

@@ -64,7 +64,7 @@ class AllReduce:
             digits = values[run.rows * self._k :]
             if self._guard.kernels is None:  # which write all of the digits
                 digits.zero_()
-            self._guard.seal_sum(digits, status)
+            self._guard.seal_sum(digits, status, message.step)
         message.sums.append(self._link.all_reduce(values))
 
     def forward(self, message: Message) -> None:
@@ -74,6 +74,10 @@ class AllReduce:
         rows = message.rows or [(0, self._rows)]
         totals = [(at, self._of_all(wait(), count)) for (at, count), wait in zip(rows, message.sums, strict=True)]
         digits = totals[-1][1][rows[-1][1] * self._k :]
+        elastic = self._link.elastic
+        absent = elastic.absent if elastic else ()
+        if self._link.tape and self._link.tape.plays:
+            absent = range(self._link.replicas)  # the tape does not say who was
         ordered = sorted(totals, key=lambda run: run[0])
         counts = dict(rows)
         runs = {at: total[: counts[at] * self._k].view(counts[at], self._k) for at, total in ordered}
@@ -83,9 +87,9 @@ class AllReduce:
         shared, replicas, source = message.indices, self._link.replicas, None
         if self._guard.kernels is not None:
             report = self._workspace.take("report", (4 * (1 + len(digits)),), digits.device).view(torch.float32)
-            self._guard.inspect_sum(list(runs.values()), digits, message.step, report)
+            self._guard.inspect_sum(list(runs.values()), digits, message.step, report, absent)
             source = Sums(list(runs.items()), report, replicas, shared)
-        elif not self._guard.open_sum(list(runs.values()), digits, message.step):
+        elif not self._guard.open_sum(list(runs.values()), digits, message.step, absent):
             runs = {first: torch.zeros_like(run) for first, run in runs.items()}
         read = partial(_read_sums, runs, shared, None if source is None else source.report)
         return Received(self._rows, read, Divided(replicas), source=source)

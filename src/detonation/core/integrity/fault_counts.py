@@ -16,7 +16,7 @@ FORGIVEN = 1000
 """Messages of one replica that are used in a row, after which earlier refusals no longer count."""
 IN_A_ROW = 10
 """Contributions in a row that one replica may skip before all stop."""
-_NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART = 1, 2, 3, 4, 5
+_NON_FINITE, _REFUSED, _DESYNC, _CHANGING, _CHANGED_APART, _MISPLACED = 1, 2, 3, 4, 5, 6
 _NO_NAME = 0xFFFFFFFF
 _ALL_REPLICAS = 0xFFFFFF
 """Stands for the sender of a sum, which the network adds up."""
@@ -190,6 +190,10 @@ class FaultCounts:
         """Counts a sum of the network at `step` that is not finite, though each replica's part was."""
         self.refuse(_ALL_REPLICAS, "added up to what is not finite: a link damages what it carries", step)
 
+    def misplace(self, sender: int, step: int) -> None:
+        """Records that `sender` added to the sum of `step` what does not belong to it."""
+        self._stop(_MISPLACED, sender)
+
     def differ(self, digests: Mapping[int, int], step: int) -> None:
         """Records which senders have other parameter groups than most at `step`, or received other messages before.
 
@@ -223,6 +227,11 @@ class FaultCounts:
         if kind == _REFUSED:
             text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"
             return BadPeer(f"{text}: the log says why")
+        if kind == _MISPLACED:
+            return Desync(
+                f"replica {sender} added a message of another step, level or optimizer to the sum of step {step}: "
+                "start the same collectives in the same order on all replicas"
+            )
         if kind in (_CHANGING, _CHANGED_APART):
             return Desync(
                 f"{_replicas(sender)} began or ceased to train {name}, the others did not: freeze, unfreeze and add "

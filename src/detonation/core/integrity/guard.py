@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from hashlib import sha256
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +13,7 @@ from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant, put, unsealed
+from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant, hash63, put, unsealed
 from detonation.core.integrity.validate import (
     FORGET,
     LOUDER,
@@ -24,6 +23,7 @@ from detonation.core.integrity.validate import (
     Facts,
     decide_usable,
     explain_faults,
+    statuses_of_sum,
 )
 
 
@@ -69,6 +69,8 @@ class Guard:
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
         self.kernels, self._inspectors, self._forget = kernels, dict[int, Any](), forget
+        self._high = 1 + (len(self._names) >> 16)  # statuses have as many highest digits; marks take the rest of 256
+        self._marks, self._first_mark = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
@@ -182,25 +184,27 @@ class Guard:
             self._inspectors[count] = self.kernels.Inspector(count, self.usual.device)
         return self._inspectors[count]
 
-    def seal_sum(self, digits: Tensor, status: int | Tensor) -> None:
-        """Writes this replica's status after the values of an all-reduce.
+    def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
+        """Writes this replica's status after the values of an all-reduce, and a mark of schema, place and step.
 
-        Each replica writes three numbers for its own status and zeros for the others, so that no header is needed.
+        Each replica writes three numbers for itself and zeros for the others, so that no header is needed. The last
+        number has room for the mark, which is never 0.
 
         Shapes: `[3 * replicas]`, zeros; of any content where kernels write them.
         """
+        mark = (1 + (self._first_mark + step) % self._marks) * self._high
         if self.kernels is not None:
             found = status if isinstance(status, Tensor) else constant(status, digits.device)
-            self._sums.seal(found, digits, DIGITS * self._replica, DIGITS)
-            return
-        if isinstance(status, Tensor) or status:
+            self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, mark)
+        elif isinstance(status, Tensor) or status:
             for i in range(DIGITS):
-                put(digits[DIGITS * self._replica + i], status >> 8 * i & 255)
+                put(digits[DIGITS * self._replica + i], (status >> 8 * i & 255) + mark * (i == DIGITS - 1))
+        else:
+            digits[DIGITS * self._replica + DIGITS - 1].fill_(mark)
 
-    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int) -> bool:
-        """Counts the statuses in a sum; False where the values are not finite, and zeros must replace them.
-
-        On an accelerator only the device knows, and replaces them.
+    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()) -> bool:
+        """Counts the statuses in a sum; False where zeros must replace the values: not all are finite, or the messages
+        do not belong together (`absent` ones may be missing). On an accelerator the device replaces what is not finite.
 
         Shapes: values any, digits `[3 * replicas]`.
         """
@@ -208,7 +212,7 @@ class Guard:
             norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
             finite = norms.isfinite().all().view(1)
             found = readback.Readback(torch.cat([finite.to(torch.float32), digits.to(torch.float32)]))
-            self._counts.report_later(step + self._delay, found, partial(self._report_sum, step=step))
+            self._counts.report_later(step + self._delay, found, partial(self._report_sum, step, absent))
             for each in values:
                 each.masked_fill_(finite.logical_not(), 0.0)
             return True
@@ -217,16 +221,17 @@ class Guard:
             fine = kernel.beyond(values, torch.finfo(torch.float32).max) < 0
         else:
             fine = all(bool(each.isfinite().all()) for each in values)
-        self._report_sum([fine, *digits.tolist()], step)
-        return fine
+        return self._report_sum(step, absent, [fine, *digits.tolist()])
 
-    def inspect_sum(self, values: Sequence[Tensor], digits: Tensor, step: int, report: Tensor) -> None:
+    def inspect_sum(
+        self, values: Sequence[Tensor], digits: Tensor, step: int, report: Tensor, absent: Collection[int] = ()
+    ) -> None:
         """`open_sum` by kernels. Who decodes the values asks `report` whether they count.
 
         Shapes: values any, digits `[3 * replicas]`, report `[1 + 3 * replicas]` fp32.
         """
         self._sums.inspect(values, digits, report)
-        self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step=step))
+        self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step, absent))
 
     @cached_property
     def _sums(self) -> Any:
@@ -263,32 +268,27 @@ class Guard:
         if len(set(digests.values())) > 1:
             self._counts.differ(digests, step)
 
-    def _report_sum(self, found: Sequence[float], step: int) -> None:
-        """Counts the status of each replica, and a sum that is not finite."""
+    def _report_sum(self, step: int, absent: Collection[int], found: Sequence[float]) -> bool:
+        """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
         finite, *digits = found
-        if any(digits):
-            for sender in range(len(digits) // DIGITS):
-                own = digits[DIGITS * sender : DIGITS * (sender + 1)]
-                known = all(0 <= digit <= 255 and digit == int(digit) for digit in own)
-                status = sum(int(digit) << 8 * i for i, digit in enumerate(own)) if known else -1
-                if not 0 <= status <= len(self._names):
-                    self._counts.refuse(sender, "has a status that does not exist", step)
-                elif status:
-                    self._counts.skip(sender, self._place, self._names[status - 1], step)
-                else:
-                    self._counts.accept(sender, self._place)
-        else:
-            for sender in range(len(digits) // DIGITS):
+        replicas, statuses = len(digits) // DIGITS, list[int]()
+        mark = (1 + (self._first_mark + step) % self._marks) * self._high
+        if digits != [0, 0, mark] * replicas:
+            statuses = statuses_of_sum(digits, self._replica, mark, self._high, absent)
+        for sender, status in enumerate(statuses or [0] * replicas):
+            if not status:
                 self._counts.accept(sender, self._place)
+            elif status < 0:
+                self._counts.misplace(sender, step)
+            elif status > len(self._names):
+                self._counts.refuse(sender, "has a status that does not exist", step)
+            else:
+                self._counts.skip(sender, self._place, self._names[status - 1], step)
         if not finite:
             self._counts.refuse_sum(step)
+        return bool(finite) and min(statuses, default=0) >= 0
 
 
 def _readback(numbers: Tensor) -> readback.Readback:
     """The readback of numbers over which a later inspection writes: of a CPU that plays an accelerator, of a copy."""
     return readback.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)
-
-
-def hash63(text: str) -> int:
-    """63 bits of the sha256 of `text`, as a number."""
-    return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1

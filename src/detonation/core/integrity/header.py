@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ VERSION = 3
 IDENTITY = MAGIC | VERSION << 56
 HEADER_BYTES, CHECKSUM_AT = 64, 56
 DIGITS = 3
-"""The numbers below 256 that carry the status of a replica in an all-reduce; exact in bf16, too."""
+"""The numbers below 256 that carry the status and the mark of a replica in an all-reduce; exact in bf16, too."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Header:
         words = messages[:, :HEADER_BYTES].view(torch.int64)
         self.write(words, nbytes)
         checksums(messages, out=words[:, 7])
+
+
+def hash63(text: str) -> int:
+    """63 bits of the sha256 of `text`, as a number."""
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
 """Validation: which messages may be used, decided once in tensor arithmetic; the host only explains why not."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.integrity.header import IDENTITY, MAGIC, VERSION, Header
+from detonation.core.integrity.header import DIGITS, IDENTITY, MAGIC, VERSION, Header
 
 LOUDER = 1000.0
 """The largest allowed ratio of a norm to the usual norm: a momentum at decay 0.999 is at most 1000 gradients."""
@@ -153,3 +153,26 @@ def _fault(replica: int, row: Sequence[int], expected: Expected) -> str:
         TOO_LOUD: norm > bound,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def statuses_of_sum(digits: Sequence[float], replica: int, mark: int, high: int, absent: Collection[int]) -> list[int]:
+    """The status of each replica in the digits of an all-reduce; -1 where it has another mark, or none.
+
+    Args:
+        replica: The one that reads.
+        mark, high: Which is in the last digit of each, and below which the last digit of a status is.
+        absent: The replicas that may have added nothing.
+
+    >>> statuses_of_sum([0, 0, 9, 3, 1, 9, 0, 0, 8, 0, 0, 0], 0, 9, 1, [3])
+    [0, 259, -1, 0]
+    """
+    replicas, found = len(digits) // DIGITS, list[int]()
+    if digits[DIGITS * replica + DIGITS - 1] >= 2 * mark and all(0 <= digit < 256 * replicas for digit in digits):
+        # of a communicator of one replica that stands for all
+        digits, absent = [round(digit / replicas) for digit in digits], range(replicas)
+    for sender in range(replicas):
+        *low, top = digits[DIGITS * sender : DIGITS * (sender + 1)]
+        known = all(0 <= digit <= 255 and digit == int(digit) for digit in low) and top - mark in range(high)
+        status = sum(int(digit) << 8 * i for i, digit in enumerate((*low, top - mark))) if known else -1
+        found.append(0 if sender in absent and not any((*low, top)) else status)
+    return found

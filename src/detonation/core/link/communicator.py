@@ -1,8 +1,10 @@
 """Communicators carry bytes between the replicas of one axis: a process group, or an emulation of one."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,15 +85,23 @@ MOST_FREE = 16
 
 
 class ProcessGroupCommunicator:
-    """The process group of one mesh axis."""
+    """The process group of one mesh axis.
 
-    def __init__(self, axis: DeviceMesh) -> None:
+    Args:
+        own: Whether this communicator has a process group of its own, so that others may use the axis in another order.
+            Its first collective makes that group, with all ranks of the axis.
+    """
+
+    def __init__(self, axis: DeviceMesh, own: bool = False) -> None:
         if axis.ndim != 1:
             raise ValueError(f'the axis has {axis.ndim} dimensions {axis.mesh_dim_names}: pass one, mesh["replicate"]')
-        self._group = axis.get_group()
+        self._of_axis = axis.get_group()
         self._size, self.replica = axis.size(), axis.get_local_rank()
+        self._own = own and self._size > 1
         # a gloo group reads host memory only: a message from an accelerator takes a detour
-        self._staging = HostStaging() if dist.get_backend(self._group) == "gloo" and axis.device_type != "cpu" else None
+        self._staging = (
+            HostStaging() if dist.get_backend(self._of_axis) == "gloo" and axis.device_type != "cpu" else None
+        )
         self._free: list[Tensor] = []  # receive buffers that were returned
 
     def size(self) -> int:
@@ -99,7 +109,16 @@ class ProcessGroupCommunicator:
 
     def require_device(self, device: torch.device) -> None:
         """Raises `ValueError` where the group carries no tensors of `device`."""
-        require_device(self._group, torch.device("cpu") if self._staging else device)
+        require_device(self._of_axis, torch.device("cpu") if self._staging else device)
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        if not self._own:
+            return self._of_axis
+        group = _group_beside(self._of_axis)
+        if self._staging:  # NCCL ends a communicator on all ranks at once, which no collector of garbage does
+            weakref.finalize(self, _end, group).atexit = False
+        return group
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
         buffer = self._to_wire(values)
@@ -159,9 +178,45 @@ class ProcessGroupCommunicator:
         return received if self._staging is None else self._staging.to_device(received, like)
 
 
-def communicator_of(axis: Axis) -> Communicator:
-    """`axis` itself, or the communicator of a mesh axis."""
-    return ProcessGroupCommunicator(axis) if isinstance(axis, DeviceMesh) else axis
+def communicator_of(axis: Axis, own: bool = False) -> Communicator:
+    """`axis` itself, or the communicator of a mesh axis; see `ProcessGroupCommunicator`."""
+    return ProcessGroupCommunicator(axis, own) if isinstance(axis, DeviceMesh) else axis
+
+
+def _group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new process group like `group`. Collective over its ranks alone, unlike `dist.new_group`.
+
+    `new_group` names local groups by the number of groups on a rank, which may differ between ranks. Here the name
+    counts, in the store of `group`, the groups that were made beside it.
+    """
+    world, everyone = distributed_c10d._world, distributed_c10d._get_default_group()
+    (backend, store), ranks = world.pg_map[group], dist.get_process_group_ranks(group)
+    assert store is not None
+    name = f"{group.group_name}/detonation/{store.add(f'detonation/groups/{group.rank()}', 1)}"
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    options = None
+    if dist.is_nccl_available():
+        for each in backends:
+            if isinstance(each, dist.ProcessGroupNCCL):
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=each.options.is_high_priority_stream)
+    timeout = max(each.options._timeout for each in backends)
+    if options is not None:
+        options._timeout = timeout
+    bound, everyone.bound_device_id = everyone.bound_device_id, None  # else NCCL splits the world, with all its ranks
+    try:
+        make: Any = distributed_c10d._new_process_group_helper
+        of_group = group.size(), group.rank(), ranks, backend, store, name
+        made: dist.ProcessGroup = make(*of_group, backend_options=options, timeout=timeout)[0]
+    finally:
+        everyone.bound_device_id = bound
+    world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+    return made
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    """Ends a group that nobody uses any more, unless all were ended before."""
+    if group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 class StepArrivals(Protocol):

@@ -44,6 +44,15 @@ class RenumberedCommunicator(ABC):
     replica: int
     absent: Collection[int] = ()
 
+    @property
+    def shared(self) -> bool:
+        """True where several optimizers use the axis: each starts its collectives in `step` alone, in their order."""
+        return False
+
+    def for_one(self) -> "RenumberedCommunicator":
+        """The end of the axis for one more optimizer, which adopts before its own steps."""
+        return self
+
     @abstractmethod
     def size(self) -> int:
         """The number of replicas, with those that are absent."""

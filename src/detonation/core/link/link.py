@@ -29,10 +29,11 @@ class Link:
     Args:
         axis: Between the replicas.
         intra_node: The axis inside the node, where all its ranks hold the same message: each then sends a part of it.
+        own: Whether a mesh axis gets a process group of its own, for collectives that start while others use the axis.
     """
 
-    def __init__(self, axis: Axis, intra_node: Axis | None = None) -> None:
-        self._inter_node = communicator_of(axis)
+    def __init__(self, axis: Axis, intra_node: Axis | None = None, own: bool = False) -> None:
+        self._inter_node = communicator_of(axis, own)
         self._intra_node = None if intra_node is None else communicator_of(intra_node)
         self._communicator = self._inter_node
         self.elastic = self._inter_node if isinstance(self._inter_node, RenumberedCommunicator) else None

@@ -108,7 +108,7 @@ def build_levels(
         for group, local_ranks in ways:
             key = number - 1, local_ranks
             if key not in routes:
-                link = Link(axis, settings.intra_node if local_ranks > 1 else None)
+                link = Link(axis, settings.intra_node if local_ranks > 1 else None, own=True)
                 routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients")
             link, counts = routes[key]
             largest = scheme.codec.layout({name: largest_local_shape(p) for name, p in group.items()})

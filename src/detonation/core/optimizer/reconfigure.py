@@ -108,9 +108,20 @@ def with_scheme(
     return levels, by_level
 
 
+def ends_for_one(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """The levels with an end of each axis for one optimizer alone; levels on one axis share it."""
+    ends = {id(axis): axis.for_one() if isinstance(axis, RenumberedCommunicator) else axis for axis, _ in levels}
+    return tuple((ends[id(axis)], scheme) for axis, scheme in levels)
+
+
 def lost_before(levels: Sequence[Level], step: int) -> bool:
     """Begins `step`; True, and it has not begun, where `renumber` comes first because replicas were lost."""
     return any(axis.enter_step(step) for axis, _ in levels if isinstance(axis, RenumberedCommunicator))
+
+
+def shared(levels: Sequence[Level]) -> bool:
+    """True where gradients leave in `step` alone, because another optimizer uses an axis."""
+    return any(axis.shared for axis, _ in levels if isinstance(axis, RenumberedCommunicator))
 
 
 def complete(

@@ -52,8 +52,8 @@ class Replicated(OptimizerWrapper):
 
     def __init__(self, base: Optimizer, model: nn.Module, levels: Sequence[Level], settings: Settings) -> None:
         super().__init__(base)
-        self.levels, self.settings, self.step_count = tuple(levels), settings, 0
-        self._elastic = any(hasattr(axis, "enter_step") for axis, _ in levels)
+        self.levels, self.settings, self.step_count = changes.ends_for_one(levels), settings, 0
+        self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
         self.tape: Tape | None = None
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
@@ -149,7 +149,7 @@ class Replicated(OptimizerWrapper):
         if self._consensus is not None and self._consensus.decides_on_device:  # no set-up: FSDP2 shows whole parameters
             self._consensus.begin(self.step_count)
         with ExitStack() as stack:
-            for innermost in (self._replicators or [])[:1]:
+            for innermost in () if changes.shared(self.levels) else (self._replicators or [])[:1]:
                 if changes.lost_before(self.levels, self.step_count) or self._trained.changed:  # needs other buckets
                     self._held_back = innermost.acts_before
                 else:

@@ -42,14 +42,14 @@ def settle_kernel(found, programs, status, SOME: tl.constexpr):
 
 
 @triton.jit
-def seal_sum_kernel(status, statuses, digits, count, first, EACH: tl.constexpr, STATUSES: tl.constexpr,
+def seal_sum_kernel(status, statuses, digits, count, first, mark, EACH: tl.constexpr, STATUSES: tl.constexpr,
                     SOME: tl.constexpr):  # fmt: skip
-    """Writes a status after the values of an all-reduce: `EACH` numbers below 256 from number `first` on, and zeros in
-    the places of the other replicas.
+    """Writes a status and a mark after the values of an all-reduce: `EACH` numbers below 256 from number `first` on,
+    and zeros in the places of the other replicas.
 
     Shapes: digits `[count]` fp32 or bf16, which holds such numbers exactly.
     """
-    found = status_of(status, statuses, STATUSES)
+    found = status_of(status, statuses, STATUSES) + mark
     item = tl.arange(0, SOME)
     own = (item >= first) & (item < first + EACH)
     digit = (found >> (8 * tl.where(own, item - first, 0))) & 255

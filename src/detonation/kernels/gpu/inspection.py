@@ -152,13 +152,16 @@ class SumInspector:
         self._faults = torch.empty(SCANNING, dtype=torch.int32, device=device)
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # zero again after every launch
 
-    def seal(self, status: Tensor, digits: Tensor, first: int, each: int) -> None:
+    def seal(self, status: Tensor, digits: Tensor, first: int, each: int, mark: int) -> None:
         """Writes a status as `each` digits, from digit `first` on, and zeros in the other places.
+
+        Args:
+            mark: Added to the last digit of the status.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """
         launch(
-            seal_sum_kernel, 1, status, status.numel(), digits, len(digits), first,
+            seal_sum_kernel, 1, status, status.numel(), digits, len(digits), first, mark << 8 * (each - 1),
             EACH=each, STATUSES=power(status.numel()), SOME=power(len(digits)),
         )  # fmt: skip
 
