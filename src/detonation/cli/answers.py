@@ -45,6 +45,6 @@ def _to_stderr(line: str) -> None:
     try:
         print(line, file=sys.stderr)
     except BrokenPipeError:
-        from detonation.report.console import discard
+        from detonation.report.terminal import discard
 
         discard(sys.stderr)

@@ -102,7 +102,7 @@ def _reader_is_gone() -> bool:
 
 def _quiet() -> int:
     """Lets what is still to be flushed go nowhere, and returns the exit code for that."""
-    from detonation.report.console import discard
+    from detonation.report.terminal import discard
 
     discard(sys.stdout)
     return 128 + signal.SIGPIPE

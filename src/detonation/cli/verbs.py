@@ -69,8 +69,8 @@ def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
 
 
 def _train(verb: Train) -> dict[str, Any] | None:
-    from detonation.report.html.page import try_write
-    from detonation.report.table import show
+    from detonation.report.page import try_write
+    from detonation.report.terminal import show
     from detonation.train.run.request import Request
     from detonation.train.run.start import is_first, run_training
 
@@ -83,8 +83,8 @@ def _train(verb: Train) -> dict[str, Any] | None:
 
 
 def _compare(verb: Compare) -> dict[str, Any]:
-    from detonation.report.html.page import try_write
-    from detonation.report.table import show_all
+    from detonation.report.page import try_write
+    from detonation.report.terminal import show_all
     from detonation.train.run.request import Request
     from detonation.train.verbs.compare import compare_runs
 
@@ -97,8 +97,8 @@ def _compare(verb: Compare) -> dict[str, Any]:
 
 
 def _simulate(verb: Simulate) -> dict[str, Any]:
-    from detonation.report.html.page import try_write
-    from detonation.report.table import show
+    from detonation.report.page import try_write
+    from detonation.report.terminal import show
     from detonation.train.verbs.simulate import Simulation, simulate
 
     summary = simulate(requested(Simulation, verb))
@@ -107,7 +107,7 @@ def _simulate(verb: Simulate) -> dict[str, Any]:
 
 
 def _probe(verb: Probe) -> dict[str, Any] | None:
-    from detonation.report.profile_table import show_profile
+    from detonation.report.terminal import show_profile
     from detonation.train.verbs.probe import ProbeRequest, probe
 
     if not verb.out.parent.is_dir():  # said before the links are measured
@@ -123,7 +123,7 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
 
 def _plan(verb: Plan) -> dict[str, Any]:
     with lazy_import("torch"):  # without a recipe a plan is arithmetic, and the import of torch takes over a second
-        from detonation.report.plan_table import show_plan
+        from detonation.report.terminal import show_plan
         from detonation.train.verbs.plan import Question, plan
 
     found = plan(requested(Question, verb))
@@ -132,7 +132,7 @@ def _plan(verb: Plan) -> dict[str, Any]:
 
 
 def _report(verb: Report) -> dict[str, Any]:
-    from detonation.report.html.page import write_page
+    from detonation.report.page import write_page
 
     written = write_page(list(verb.directories), verb.out, verb.plan)
     say(verb, f"{written.page}, and each figure as PNG in {written.pictures[0].parent}")

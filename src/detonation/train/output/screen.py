@@ -10,7 +10,7 @@ from rich.constrain import Constrain
 from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
-from detonation.report.console import PlainConsole, discard
+from detonation.report.terminal import PlainConsole, discard
 from detonation.report.words import printable
 from detonation.train.output.gauges import Gauges
 from detonation.train.output.metrics import Portion, Record
