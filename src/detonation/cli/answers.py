@@ -4,7 +4,7 @@ import json
 import sys
 import traceback
 
-from detonation.cli.common import Common
+from detonation.cli.flags import Common
 from detonation.report.words import printable
 
 

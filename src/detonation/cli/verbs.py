@@ -1,10 +1,13 @@
 """The verbs: each calls and prints, no more. Heavy imports wait until they are needed."""
 
 import dataclasses
+import importlib.machinery
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from detonation.choices import unknown
@@ -25,19 +28,14 @@ from detonation.cli.arguments import (
     Simulate,
     Train,
     Verify,
-)
-from detonation.cli.common import Common
-from detonation.cli.lazy import lazy_import
+)  # fmt: skip
+from detonation.cli.flags import Common
 
 _R = TypeVar("_R")
 SHORTCUTS = {
-    "scheme": "scheme.name",
-    "steps": "train.steps",
-    "lr": "optimizer.lr",
-    "model": "model.name",
-    "data": "data.source",
+    "scheme": "scheme.name", "steps": "train.steps", "lr": "optimizer.lr", "model": "model.name", "data": "data.source",
     "init_from": "train.init_from",
-}
+}  # fmt: skip
 """The recipe's key for each flag of `Shortcuts`."""
 
 
@@ -57,10 +55,7 @@ def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
     """The assignments that the given flags of `Shortcuts` stand for; those of --set come after them, and count."""
     given = {key: flags[flag] for flag, key in SHORTCUTS.items() if flags.get(flag) is not None}
     # A text is quoted: `--data 2024` is the directory of that name, and no number.
-    return tuple(
-        f"{key}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value}"
-        for key, value in given.items()
-    )
+    return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
 
 
 def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
@@ -121,8 +116,33 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
     return table
 
 
+class _LazyTorch(ModuleType):
+    """Stands for torch while others import it, and loads it when they use something of it.
+
+    `importlib.util.LazyLoader` loads at the second `import` of a name, which reads `__spec__`; this does not.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+@contextmanager
+def _lazy_torch() -> Iterator[None]:
+    """Inside the block `import torch` is free; no module may import a submodule of it there."""
+    module = sys.modules.setdefault("torch", _LazyTorch("torch"))
+    if isinstance(module, _LazyTorch):
+        module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
+    try:
+        yield
+    finally:
+        if isinstance(sys.modules.get("torch"), _LazyTorch):
+            del sys.modules["torch"]
+
+
 def _plan(verb: Plan) -> dict[str, Any]:
-    with lazy_import("torch"):  # without a recipe a plan is arithmetic, and the import of torch takes over a second
+    with _lazy_torch():  # without a recipe a plan is arithmetic, and the import of torch takes over a second
         from detonation.report.terminal import show_plan
         from detonation.train.verbs.plan import Question, plan
 
@@ -251,19 +271,7 @@ def _env(verb: Env) -> dict[str, Any]:
 
 
 VERBS: dict[type, Any] = {
-    Train: _train,
-    Compare: _compare,
-    Simulate: _simulate,
-    Probe: _probe,
-    Plan: _plan,
-    Report: _report,
-    Verify: _verify,
-    Export: _export,
-    Replay: _replay,
-    Follow: _follow,
-    Meet: _meet,
-    Fetch: _fetch,
-    Recipes: _recipes,
-    Init: _init,
+    Train: _train, Compare: _compare, Simulate: _simulate, Probe: _probe, Plan: _plan, Report: _report, Verify: _verify,
+    Export: _export, Replay: _replay, Follow: _follow, Meet: _meet, Fetch: _fetch, Recipes: _recipes, Init: _init,
     Env: _env,
-}
+}  # fmt: skip
