@@ -150,7 +150,8 @@ def test_a_link_without_a_unit_is_refused(fails):
 
 def test_the_examples_in_the_help_are_command_lines():
     found = []
-    for kind in typing.get_args(Verb):
+    for verb in typing.get_args(Verb):
+        kind = typing.get_args(verb)[0]
         _, _, told = " ".join(kind.__doc__.split()).partition("Example")
         for line in told.lstrip("s: ").split(", or "):
             if told:
