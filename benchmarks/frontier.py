@@ -141,7 +141,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
     Filled points are judged (mean, best and worst seed), hollow points are tuning runs. The grey band around AdamW with
     full synchronisation is the `NOISE` of single runs.
     """
-    from detonation.report.figures.colours import LIGHT
+    from detonation.report.figures import LIGHT
 
     asked = [row for row in found if row["study"] in ("bytes", "tuning") and row["recipe"] == QUICK]
     shown = [row for row in asked if row["val_loss"]]

@@ -219,7 +219,7 @@ def curves(task: str, done: Rows) -> dict[str, dict[int, Row]]:
 
 def figure(path: Path, done: Rows) -> None:
     """Validation loss, mean and range over seeds, against seconds: a row per task and a panel per link."""
-    from detonation.report.figures.colours import LIGHT
+    from detonation.report.figures import LIGHT
 
     with drawn(path, 11, 0.4 + 2.6 * len(TASKS), dpi=80) as drawing:
         panels = drawing.subplots(len(TASKS), len(LINKS), sharex=True, sharey="row", squeeze=False)

@@ -36,7 +36,7 @@ def figure(done: Rows, path: Path) -> None:
 
     A dense method computes the same with any number of replicas but for the last bits, so its band is in each panel.
     """
-    from detonation.report.figures.colours import LIGHT
+    from detonation.report.figures import LIGHT
 
     dense = [name for _, name, _ in REFERENCES["text"]]
     shown = [each for each in methods() if each.study == "text" and len(each.judged(done)) >= 3]
@@ -66,7 +66,7 @@ def figure(done: Rows, path: Path) -> None:
 
 def _points(axes: Any, shown: Sequence[Method], done: Rows) -> None:
     """Draws the methods of a panel, with labels that keep apart from those below them."""
-    from detonation.report.figures.colours import LIGHT
+    from detonation.report.figures import LIGHT
 
     taken: list[tuple[float, float]] = []
     for each in sorted(shown, key=lambda each: _judged(each, done)[0]):

@@ -18,7 +18,7 @@ for line in "$@"; do
     read -ra COMP_WORDS <<< "detonation $line"
     [[ $line != *' ' ]] || COMP_WORDS+=("")
     COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
-    _tyro_detonation
+    _detonation
     echo "${COMPREPLY[@]-}"
 done
 """
@@ -60,14 +60,16 @@ def test_fish_completes_verbs_flags_and_files(scripts):
     assert found[:3] == EXPECTED[:3] and "recipes/" in found[3]  # among what is spelled alike
 
 
-def test_zsh_takes_the_script_by_source_and_from_fpath(scripts):
+def test_zsh_takes_the_script_from_fpath(scripts):
     if not shutil.which("zsh"):
         pytest.skip("zsh is not installed")
-    program = "autoload -Uz compinit; compinit -u -D; source $0; echo $_comps[detonation]"
-    command = ["zsh", "-f", "-c", program, str(scripts["zsh"])]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "_tyro_detonation\n"
-    text = scripts["zsh"].read_text()
-    assert text.startswith("#compdef detonation\n") and "== _detonation ]]; then _tyro_detonation" in text
+    folder = scripts["zsh"].parent / "fpath"
+    folder.mkdir()
+    shutil.copy(scripts["zsh"], folder / "_detonation")
+    program = "fpath=($0 $fpath); autoload -Uz compinit; compinit -u -D; echo $_comps[detonation]"
+    command = ["zsh", "-f", "-c", program, str(folder)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "_detonation\n"
+    assert scripts["zsh"].read_text().count(" or ['__TYRO_COMPLETE_FILES__']") == 1
 
 
 def test_another_shell_is_refused_in_one_line(capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from detonation.cli.arguments import Train
 from detonation.cli.command import run_command
-from detonation.cli.names import MODEL_NAMES, OPTIMIZER_NAMES
+from detonation.cli.flags import MODEL_NAMES, OPTIMIZER_NAMES
 from detonation.cli.verbs import requested
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.models import MODELS

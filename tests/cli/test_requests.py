@@ -10,7 +10,7 @@ import tyro
 from commands import write_recipe
 from detonation.cli.arguments import Verb
 from detonation.cli.command import run_command
-from detonation.cli.names import SCHEME_NAMES
+from detonation.cli.flags import SCHEME_NAMES
 from detonation.cli.verbs import requested
 from detonation.cluster import launch
 from detonation.core.schemes.registry import SCHEMES

@@ -20,7 +20,7 @@ from detonation.plan.advice import advise, row
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import loss_of, loss_table
 from detonation.plan.search import break_even, candidate_settings, options
-from detonation.report.plan_table import plan_rows, words
+from detonation.report.terminal import plan_rows, plan_words
 from detonation.train.verbs.plan import count
 
 SHAPES = {"w": (96, 70), "b": (70,), "scale": (1,)}
@@ -173,7 +173,7 @@ def test_advice_gives_the_reason_and_the_first_choice_on_other_links():
     assert advice["first"] == advice["options"][0] and "times as long per step" in advice["reason"]
     assert advice["if_half_the_rate"]["seconds"] > advice["if_twice_the_rate"]["seconds"]
     assert json.loads(json.dumps(advice)) == advice
-    lines = words(advice)
+    lines = plan_words(advice)
     assert lines[0] == advice["reason"] and lines[2].startswith("at 500 kbit/s per node: ")
     assert lines[2].endswith(" per step") and lines[3].startswith("at 2 Mbit/s per node: ")
 
@@ -181,7 +181,7 @@ def test_advice_gives_the_reason_and_the_first_choice_on_other_links():
 def test_the_flags_of_the_first_choice_are_a_recipe_of_it():
     advice = advise(options([dt.demo(topk=1, precision="sign", error_feedback=False)], WORK, SLOW), WORK, SLOW)
     flags = "--set scheme.name=demo scheme.topk=1 scheme.precision=sign scheme.error_feedback=false"
-    assert f"to take it: {flags};" in words(advice)[1]
+    assert f"to take it: {flags};" in plan_words(advice)[1]
 
 
 def test_the_verb_ranks_schemes_for_a_given_link(capsys):

@@ -8,7 +8,7 @@ import pytest
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.plan.cost import Network
 from detonation.plan.shard_cost import shard_costs
-from detonation.report.plan_table import shard_rows, show_plan
+from detonation.report.terminal import shard_rows, show_plan
 from detonation.train.verbs.plan import Question, plan
 
 SIZE = 128 * 1000

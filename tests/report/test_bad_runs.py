@@ -11,7 +11,7 @@ import pytest
 
 from detonation.cli.command import run_command as main
 from detonation.report.read import read_run
-from detonation.report.table import show_all
+from detonation.report.terminal import show_all
 from made import made
 
 

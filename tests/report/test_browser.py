@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 import browser
-from detonation.report.figures.colours import DARK, LIGHT, NIGHT, PAPER
-from detonation.report.html.page import write_page
+from detonation.report.figures import DARK, LIGHT, NIGHT, PAPER
+from detonation.report.page import write_page
 from made import PLAN, made
 
 FIGURES = ["loss-steps", "loss-bytes", "loss-seconds", "step-time", "bytes-per-step"]

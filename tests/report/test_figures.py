@@ -7,11 +7,9 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from detonation.report.figures import colours
-from detonation.report.figures.charts import buckets, charts
-from detonation.report.html.grids import in_common, side_by_side
-from detonation.report.html.page import write_page
-from detonation.report.html.sections import tiles
+from detonation.report import figures
+from detonation.report.figures import buckets, charts
+from detonation.report.page import in_common, tiles, what_differs, write_page
 from detonation.report.read import read_all
 from made import PLAN, made
 
@@ -34,7 +32,7 @@ def times(matrix, vector):
 
 
 def oklab(rgb):
-    """Ottosson (2020): a space in which distances are perceived differences."""
+    """Ottosson (2020): a space in which distances are perceived what_differs."""
     cones = ((0.4122, 0.5363, 0.0514), (0.2119, 0.6807, 0.1074), (0.0883, 0.2817, 0.6300))
     roots = [max(0.0, value) ** (1 / 3) for value in times(cones, rgb)]
     return times(((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087)), roots)
@@ -54,7 +52,7 @@ def contrast(colour, background):
 
 @pytest.mark.parametrize(
     ("runs", "parts", "background"),
-    [(colours.LIGHT, colours.PART_COLOURS, colours.PAPER), (colours.DARK, colours.PARTS_DARK, colours.NIGHT)],
+    [(figures.LIGHT, figures.PART_COLOURS, figures.PAPER), (figures.DARK, figures.PARTS_DARK, figures.NIGHT)],
     ids=["day", "night"],
 )
 def test_colours_differ_for_every_eye_and_from_the_background(runs, parts, background):
@@ -90,17 +88,11 @@ def test_a_figure_labels_the_bytes_of_the_run(tmp_path):
     assert "120.0 kB, x33.3 less" in drawn.svg() and "<script" not in drawn.svg()
 
 
-def test_side_by_side_shows_differences_alone():
+def test_the_page_shows_what_differs_and_what_does_not():
     one, other = {"a": 1, "b": {"c": True, "d": []}}, {"a": 1, "b": {"c": False, "d": []}, "e": "<"}
-    table = side_by_side(["first", "second"], [one, other])
-    assert [word for word in ("b.c", "yes", "no", "&lt;", "b.d", "<th>a") if word in table] == [
-        "b.c",
-        "yes",
-        "no",
-        "&lt;",
-    ]
-    assert side_by_side(["first", "second"], [one, one]) == ""
-    assert "b.d</th><td>none" in in_common([one, other]) and "b.c" not in in_common([one, other])
+    assert what_differs(["first", "second"], [one, other]).rows == [["b.c", "yes", "no"], ["e", "-", "<"]]
+    assert what_differs(["first", "second"], [one, one]).rows == []
+    assert in_common([one, other]).rows == [("a", "1"), ("b.d", "none")]
 
 
 def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
@@ -131,12 +123,12 @@ def test_waiting_for_the_slowest_replica_is_a_part_of_its_own_and_no_compute(tmp
     axes = Figure().add_subplot()
     chart.draw(axes)
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.02, 0.01, 0.06, 0.01])
-    assert "100 ms, 70% waiting" in chart.svg() and "<b>70.0%</b>" in tiles(run)
+    assert "100 ms, 70% waiting" in chart.svg() and ("70.0%", "of the time waiting for others") in tiles(run)
 
 
 def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
     (run,) = read_all([made(tmp_path / "old")])
     (chart,) = [chart for chart in charts([run])[1] if chart.name == "step-time"]
     assert [key.text for key in chart.keys][1:] == ["encode, decode, update", "waiting for the network"]
-    assert chart.keys[2].colour == colours.PART_COLOURS[3]
-    assert "100 ms, 10% waiting" in chart.svg() and "<b>10.0%</b>" in tiles(run)
+    assert chart.keys[2].colour == figures.PART_COLOURS[3]
+    assert "100 ms, 10% waiting" in chart.svg() and ("10.0%", "of the time waiting for others") in tiles(run)

@@ -9,7 +9,7 @@ from detonation.cluster.processes.failure import WorldError
 from detonation.core import runtime
 from detonation.core.compute import kernel_library
 from detonation.core.flat.tensors import local
-from detonation.report.table import run_rows
+from detonation.report.terminal import run_rows
 from detonation.train.loop import counts
 from detonation.train.run import worker
 

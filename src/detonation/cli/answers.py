@@ -4,7 +4,7 @@ import json
 import sys
 import traceback
 
-from detonation.cli.common import Common
+from detonation.cli.flags import Common
 from detonation.report.words import printable
 
 
@@ -45,6 +45,6 @@ def _to_stderr(line: str) -> None:
     try:
         print(line, file=sys.stderr)
     except BrokenPipeError:
-        from detonation.report.console import discard
+        from detonation.report.terminal import discard
 
         discard(sys.stderr)

@@ -1,34 +1,37 @@
 """The verbs of the command line and their flags, as tyro reads them. Imports nothing heavy."""
 
-import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from detonation.cli.common import Common, Flag, Integer, Sets, Shortcuts, shown, with_schemes
-from detonation.cli.names import OPTIMIZER_NAMES
+from detonation.cli.flags import (
+    Address,
+    Common,
+    Directory,
+    File,
+    Flag,
+    Integer,
+    Overrides,
+    Processes,
+    Rate,
+    Sets,
+    Shortcuts,
+    listed_schemes,
+    shown,
+)  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Train(Shortcuts):
+@dataclass(frozen=True, kw_only=True)
+class Train(Shortcuts, Processes):
     """Train the model of a recipe.
 
     Starts replicas x shards processes on this machine, or joins those that torchrun or srun started. Example:
     detonation train quick-lm --steps 100 --out runs/first
     """
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
-    """The recipe: a TOML file, or a name of detonation recipes."""
-    set: Annotated[Sets, arg(help_behavior_hint=f"Optimizers: {', '.join(OPTIMIZER_NAMES)}.")] = ()
-    """Override any key of the recipe: --set train.steps=100 scheme.topk=1; detonation recipes --keys lists all keys."""
-    replicas: Integer = None
-    """Copies of the model (nodes); the recipe's when left out."""
-    shards: Integer = None
-    """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
-    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
-    out: Annotated[Path | None, shown("DIR")] = None
+    out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
     resume: Flag = False
     """Continue the run in --out from its newest whole checkpoint, exactly; or with other --replicas and --shards."""
@@ -42,21 +45,21 @@ class Train(Shortcuts):
     """Send each step to a tracker too: tensorboard, trackio, wandb or package.module:function; several may be given."""
     log: Flag = False
     """Keep the agreed update of each step since the last checkpoints, for detonation replay."""
-    publish: Annotated[str | None, shown("HOST:PORT")] = None
+    publish: Address = None
     """Serve the weights in training there, for detonation follow; needs a token in DETONATION_TOKEN."""
     elastic: Flag = False
     """Train on without replicas that are lost, in the same processes, while mesh.min_replicas are left."""
-    meet: Annotated[str | None, shown("HOST:PORT")] = None
+    meet: Address = None
     """Where the replicas of an elastic run meet; this machine alone when left out."""
     replica: Integer = None
     """Run this replica alone, which meets the others at --meet, where detonation meet serves."""
-    join: Annotated[str | None, shown("HOST:PORT")] = None
+    join: Address = None
     """Come in as one more replica of an elastic run whose replicas meet there; needs its token in DETONATION_TOKEN."""
     interface: Annotated[str, shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
 
@@ -64,73 +67,54 @@ class Simulate(Shortcuts):
     a real run, also its bytes; only the seconds are not. Example: detonation simulate quick-lm --replicas 64
     """
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
-    """The recipe: a TOML file, or a name of detonation recipes."""
-    set: Sets = ()
-    """Override the recipe: --set train.steps=100 scheme.name=random_sign"""
     replicas: Integer = None
     """Copies of the model; the recipe's when left out."""
     total_batch: Integer = None
     """Examples per step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
-    profile: Annotated[Path | None, shown("FILE")] = None
+    profile: File = None
     """Of `detonation probe RECIPE --replicas 2 --shards 1`: predicts the seconds of a step on that cluster."""
-    out: Annotated[Path | None, shown("DIR")] = None
+    out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Compare(Common):
+@dataclass(frozen=True, kw_only=True)
+class Compare(Processes):
     """Train a recipe under several schemes or settings, one after another, and write one page.
 
     Runs that are finished in --out are kept, stopped ones go on. Examples: detonation compare quick-lm --schemes
     full,demo --link 100mbit,5ms, or detonation compare quick-lm --vary optimizer.lr=1e-3,2e-3 seed=0,1
     """
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]] = dataclasses.field(kw_only=True)
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
     """The recipe; each scheme has the settings that it is tuned to there."""
-    schemes: Annotated[str, with_schemes("NAME,NAME,...")] = ""
+    schemes: Annotated[str, shown("NAME,NAME,...", listed_schemes)] = ""
     """Schemes to compare, such as full,demo,random,diloco; package.module:function for your own."""
     vary: Sets = ()
     """Try each of these values, and each choice where several keys are given: --vary optimizer.lr=1e-3,2e-3 seed=0,1"""
-    set: Sets = ()
-    """Override the recipe, as in train."""
-    replicas: Integer = None
-    """Copies of the model (nodes); the recipe's when left out."""
-    shards: Integer = None
-    """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
-    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
-    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     namespaces: Flag = False
     """Give each node a network namespace; the kernel slows their links down to --link. Needs Linux and root."""
-    out: Annotated[Path | None, shown("DIR")] = None
+    out: Directory = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe(Common):
+@dataclass(frozen=True, kw_only=True)
+class Probe(Processes):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
-    Starts replicas x shards processes, or joins those of torchrun or srun. Example: detonation probe quick-lm
+    Starts replicas x shards processes, 2 x 2 where nothing says more, or joins those of torchrun or srun. Example:
+    detonation probe quick-lm
     """
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
-    set: Sets = ()
-    """Override the recipe, as in train."""
-    replicas: Integer = None
-    """Copies of the model (nodes); 2 when left out everywhere."""
-    shards: Integer = None
-    """Parts that each copy is cut into (accelerators in a node); 2 when left out everywhere."""
-    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
-    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
     slow_backend: Annotated[str | None, shown("gloo")] = None
     """Measure the axis between replicas over gloo, as mesh.slow_backend of a recipe has it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(Common):
+@dataclass(frozen=True, kw_only=True)
+class Plan(Overrides):
     """Rank the schemes for a cluster: seconds per step, bytes, memory, and the measured cost in loss.
 
     Takes a recipe or --parameters, and --profile or --link. Examples:
@@ -140,11 +124,9 @@ class Plan(Common):
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
-    set: Sets = ()
-    """Override the recipe, as in train."""
-    profile: Annotated[Path | None, shown("FILE")] = None
+    profile: File = None
     """Links and steps as detonation probe measured them."""
-    link: Annotated[str | None, shown("RATE[,LATENCY]")] = None
+    link: Rate = None
     """Links of this speed, such as 100mbit,20ms, instead of a profile."""
     step_time: Annotated[float | None, shown("SECONDS")] = None
     """Forward and backward of one step; the profile's when left out."""
@@ -160,59 +142,59 @@ class Plan(Common):
     """Predict the optimizer's step from the data sheet of h100, a100, h200, b200, ..., where no profile has it."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report(Common):
     """Write a page that shows a run, or one that compares several, and each figure as PNG.
 
     Examples: detonation report runs/first, or detonation report runs/slow/*/ --out slow.html
     """
 
-    directories: Positional[Annotated[tuple[Path, ...], shown("DIR...")]] = dataclasses.field(kw_only=True)
+    directories: Positional[Annotated[tuple[Path, ...], shown("DIR...")]]
     """Run directories."""
-    out: Annotated[Path | None, shown("FILE")] = None
+    out: File = None
     """The page; DIR/report.html for one run and report.html for several when left out. PNGs lie beside it."""
-    plan: Annotated[Path | None, shown("FILE")] = None
+    plan: File = None
     """Show this plan too, as detonation plan --json printed it; a run that scheme auto chose shows its own."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verify(Common):
     """Check that checkpoints are whole and that replicas agree in them; exit code 1 where not."""
 
-    directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
     """A run directory, or one checkpoint."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Export(Common):
     """Write the model of a run's newest whole checkpoint for transformers' from_pretrained."""
 
-    directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
     """A run directory, or one checkpoint."""
-    out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
+    out: Annotated[Path, arg(metavar="DIR")]
     """The directory for the model, new or empty."""
     trust_code: Flag = False
     """Run the code of a model that the checkpoint names as package.module:function."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Replay(Common):
     """Repeat the steps of a run from its log of updates (train --log), bit for bit and without training.
 
     Example: detonation replay runs/first --to 120 --out runs/at-120
     """
 
-    directory: Positional[Annotated[Path, arg(metavar="DIR")]] = dataclasses.field(kw_only=True)
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
     """A run directory."""
     to: Integer = None
     """The step; the last of the log when left out. The log has those since the last two checkpoints."""
-    out: Annotated[Path | None, shown("DIR")] = None
+    out: Directory = None
     """Write a checkpoint of that step there, for detonation export, or for train --out DIR --resume."""
     trust_code: Flag = False
     """Run the code that the run names as package.module:function."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Follow(Common):
     """Hold the weights of a run that trains elsewhere (train --publish), step by step and bit for bit.
 
@@ -221,9 +203,9 @@ class Follow(Common):
     detonation follow 10.10.0.1:7000 --out runs/standby
     """
 
-    address: Positional[Annotated[str, arg(metavar="HOST:PORT")]] = dataclasses.field(kw_only=True)
+    address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
     """Where the run publishes its weights; or one for each shard, separated by commas."""
-    out: Annotated[Path, arg(metavar="DIR")] = dataclasses.field(kw_only=True)
+    out: Annotated[Path, arg(metavar="DIR")]
     """A run directory for checkpoints of one replica, for detonation export, or for train --out DIR --resume."""
     every: Annotated[int, arg(metavar="INT")] = 100
     """Steps between checkpoints."""
@@ -235,22 +217,22 @@ class Follow(Common):
     """Run the code that the run names as package.module:function."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Meet(Common):
     """Serve the place where the replicas of an elastic run meet (train --elastic --meet --replica), until ended."""
 
-    address: Positional[Annotated[str, arg(metavar="HOST:PORT")]] = dataclasses.field(kw_only=True)
+    address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fetch(Common):
     """Download data sets to this machine."""
 
-    names: Positional[Annotated[tuple[str, ...], shown("NAME...")]] = dataclasses.field(kw_only=True)
+    names: Positional[Annotated[tuple[str, ...], shown("NAME...")]]
     """Data sets, such as fashion-mnist, cifar10, sotu, shakespeare, bible-en-es."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipes(Common):
     """List the recipes that come with the package, or print one of them: into a file, it is the start of your own.
 
@@ -263,7 +245,7 @@ class Recipes(Common):
     """Print every key of a recipe with its type, default and meaning; with --json as a JSON schema."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Init(Common):
     """Write a commented recipe for the model, the data and the GPUs that are found here.
 
@@ -276,11 +258,12 @@ class Init(Common):
     """The recipe; a file that exists is left as it is."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Env(Common):
     """Print versions and platform, to paste into a bug report."""
 
 
+# The names are given, as tyro would import typeguard to find them: a third of the time of `--help`.
 Verb = (
     Annotated[Train, subcommand("train")]
     | Annotated[Compare, subcommand("compare")]

@@ -1,5 +1,7 @@
 """The command `detonation`: parse, call, print."""
 
+import contextlib
+import io
 import json
 import os
 import select
@@ -17,6 +19,13 @@ from detonation.version import __version__
 
 _RENAMED_FLAGS = {"--lab": "--namespaces"}
 """Flags of version 0.1, and the flags that took their place."""
+_SHELLS = {
+    "bash": '_detonation() { _tyro_detonation; [[ -n "${COMPREPLY[*]}" ]] || COMPREPLY=(); }\n'
+    "complete -o default -F _detonation detonation",
+    "zsh": "",
+    "fish": "complete --command detonation --condition 'test (count (commandline -opc)) -gt 1' --force-files",
+}
+"""What follows tyro's script of a shell, so that file names are offered where nothing else fits; zsh needs a marker."""
 _INTERFACE: dict[str, Any] = {
     "f": Verb,
     "prog": "detonation",
@@ -69,12 +78,13 @@ def _command(arguments: list[str]) -> int:
 
 
 def _print_completion(shell: str) -> int:
-    from detonation.cli.completion import completion_script
-
-    try:
-        print(completion_script(shell, **_INTERFACE))
-    except ValueError as error:
-        return fail(str(error), 2, False)
+    """Prints tyro's script, which offers file names where it would offer nothing."""
+    if shell not in _SHELLS:
+        return fail(f"--completion takes {', '.join(_SHELLS)}, not {shell!r}", 2, False)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        tyro.cli(args=["--tyro-print-completion", shell], **_INTERFACE)
+    nothing = "words, current_index, COMPLETION_SPEC)"
+    print(printed.getvalue().replace(nothing, f"{nothing} or ['__TYRO_COMPLETE_FILES__']") + _SHELLS[shell])
     return 0
 
 
@@ -103,7 +113,7 @@ def _reader_is_gone() -> bool:
 
 def _quiet() -> int:
     """Lets what is still to be flushed go nowhere, and returns the exit code for that."""
-    from detonation.report.console import discard
+    from detonation.report.terminal import discard
 
     discard(sys.stdout)
     return 128 + signal.SIGPIPE

@@ -1,10 +1,13 @@
 """The verbs: each calls and prints, no more. Heavy imports wait until they are needed."""
 
 import dataclasses
+import importlib.machinery
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from detonation.choices import unknown
@@ -25,19 +28,14 @@ from detonation.cli.arguments import (
     Simulate,
     Train,
     Verify,
-)
-from detonation.cli.common import Common
-from detonation.cli.lazy import lazy_import
+)  # fmt: skip
+from detonation.cli.flags import Common
 
 _R = TypeVar("_R")
 SHORTCUTS = {
-    "scheme": "scheme.name",
-    "steps": "train.steps",
-    "lr": "optimizer.lr",
-    "model": "model.name",
-    "data": "data.source",
+    "scheme": "scheme.name", "steps": "train.steps", "lr": "optimizer.lr", "model": "model.name", "data": "data.source",
     "init_from": "train.init_from",
-}
+}  # fmt: skip
 """The recipe's key for each flag of `Shortcuts`."""
 
 
@@ -57,10 +55,7 @@ def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
     """The assignments that the given flags of `Shortcuts` stand for; those of --set come after them, and count."""
     given = {key: flags[flag] for flag, key in SHORTCUTS.items() if flags.get(flag) is not None}
     # A text is quoted: `--data 2024` is the directory of that name, and no number.
-    return tuple(
-        f"{key}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value}"
-        for key, value in given.items()
-    )
+    return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
 
 
 def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
@@ -69,8 +64,8 @@ def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
 
 
 def _train(verb: Train) -> dict[str, Any] | None:
-    from detonation.report.html.page import try_write
-    from detonation.report.table import show
+    from detonation.report.page import try_write
+    from detonation.report.terminal import show
     from detonation.train.run.request import Request
     from detonation.train.run.start import is_first, run_training
 
@@ -83,8 +78,8 @@ def _train(verb: Train) -> dict[str, Any] | None:
 
 
 def _compare(verb: Compare) -> dict[str, Any]:
-    from detonation.report.html.page import try_write
-    from detonation.report.table import show_all
+    from detonation.report.page import try_write
+    from detonation.report.terminal import show_all
     from detonation.train.run.request import Request
     from detonation.train.verbs.compare import compare_runs
 
@@ -97,8 +92,8 @@ def _compare(verb: Compare) -> dict[str, Any]:
 
 
 def _simulate(verb: Simulate) -> dict[str, Any]:
-    from detonation.report.html.page import try_write
-    from detonation.report.table import show
+    from detonation.report.page import try_write
+    from detonation.report.terminal import show
     from detonation.train.verbs.simulate import Simulation, simulate
 
     summary = simulate(requested(Simulation, verb))
@@ -107,7 +102,7 @@ def _simulate(verb: Simulate) -> dict[str, Any]:
 
 
 def _probe(verb: Probe) -> dict[str, Any] | None:
-    from detonation.report.profile_table import show_profile
+    from detonation.report.terminal import show_profile
     from detonation.train.verbs.probe import ProbeRequest, probe
 
     if not verb.out.parent.is_dir():  # said before the links are measured
@@ -121,9 +116,34 @@ def _probe(verb: Probe) -> dict[str, Any] | None:
     return table
 
 
+class _LazyTorch(ModuleType):
+    """Stands for torch while others import it, and loads it when they use something of it.
+
+    `importlib.util.LazyLoader` loads at the second `import` of a name, which reads `__spec__`; this does not.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+@contextmanager
+def _lazy_torch() -> Iterator[None]:
+    """Inside the block `import torch` is free; no module may import a submodule of it there."""
+    module = sys.modules.setdefault("torch", _LazyTorch("torch"))
+    if isinstance(module, _LazyTorch):
+        module.__spec__ = importlib.machinery.PathFinder.find_spec("torch")
+    try:
+        yield
+    finally:
+        if isinstance(sys.modules.get("torch"), _LazyTorch):
+            del sys.modules["torch"]
+
+
 def _plan(verb: Plan) -> dict[str, Any]:
-    with lazy_import("torch"):  # without a recipe a plan is arithmetic, and the import of torch takes over a second
-        from detonation.report.plan_table import show_plan
+    with _lazy_torch():  # without a recipe a plan is arithmetic, and the import of torch takes over a second
+        from detonation.report.terminal import show_plan
         from detonation.train.verbs.plan import Question, plan
 
     found = plan(requested(Question, verb))
@@ -132,7 +152,7 @@ def _plan(verb: Plan) -> dict[str, Any]:
 
 
 def _report(verb: Report) -> dict[str, Any]:
-    from detonation.report.html.page import write_page
+    from detonation.report.page import write_page
 
     written = write_page(list(verb.directories), verb.out, verb.plan)
     say(verb, f"{written.page}, and each figure as PNG in {written.pictures[0].parent}")
@@ -251,19 +271,7 @@ def _env(verb: Env) -> dict[str, Any]:
 
 
 VERBS: dict[type, Any] = {
-    Train: _train,
-    Compare: _compare,
-    Simulate: _simulate,
-    Probe: _probe,
-    Plan: _plan,
-    Report: _report,
-    Verify: _verify,
-    Export: _export,
-    Replay: _replay,
-    Follow: _follow,
-    Meet: _meet,
-    Fetch: _fetch,
-    Recipes: _recipes,
-    Init: _init,
+    Train: _train, Compare: _compare, Simulate: _simulate, Probe: _probe, Plan: _plan, Report: _report, Verify: _verify,
+    Export: _export, Replay: _replay, Follow: _follow, Meet: _meet, Fetch: _fetch, Recipes: _recipes, Init: _init,
     Env: _env,
-}
+}  # fmt: skip

@@ -1,5 +1,5 @@
-"""Reports of finished runs: the parsed run directory, tables for a terminal, and number formats.
+"""Finished runs for people: `read` parses a run directory, `terminal` prints, `figures` draws, `page` writes the page.
 
-`figures` draws, and `html` writes the page. No module here imports torch or another package of detonation; `train` and
-`cli` may call it.
+`words` formats numbers and texts. No module here imports torch or another package of detonation; `train` and `cli` may
+call it.
 """

@@ -5,11 +5,11 @@ Imports nothing else of the package but words.
 
 import json
 import math
-import statistics
+import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,16 @@ from detonation.report.words import printable
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "plan.json")
 """The raw data of a run; the last two may be missing."""
+_MAKE = "make one with detonation train RECIPE.toml --out DIR"
 _SHARED_PREFIX = 12
 """Run names that share at least so many characters at the beginning are shown without them."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
 _PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "break_even_times", "rate_bits_per_s"}
 _SUMMARY = {
-    *(
-        "scheme",
-        "optimizer",
-        "replicas",
-        "shards",
-        "model",
-        "data",
-        "num_parameters",
-        "steps",
-        "train_loss",
-        "val_loss",
-    ),
-    *("seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step", "bytes_full_sync_per_step"),
-    *("reduction", "replicas_equal", "fingerprint"),
+    *("scheme", "optimizer", "replicas", "shards", "model", "data", "num_parameters", "steps", "train_loss"),
+    *("val_loss", "seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step"),
+    *("bytes_full_sync_per_step", "reduction", "replicas_equal", "fingerprint"),
 }
 
 
@@ -71,10 +61,6 @@ class Run:
         """Seconds spent in steps up to and including each step."""
         return list(accumulate(self.series("seconds")))
 
-    def median(self, value: Callable[[dict[str, Any]], float]) -> float:
-        """The median of `value` over all steps."""
-        return statistics.median(value(record) for record in self.records)
-
     def validations(self) -> list[tuple[int, float]]:
         """Index into the records and validation loss of each validation, but for those that are no number."""
         found = [(i, record.get("val_loss", math.nan)) for i, record in enumerate(self.records)]
@@ -97,16 +83,23 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
 def read_run(directory: Path) -> Run:
     """Reads the run in `directory`. Raises `ValueError`, with the remedy, where it holds no finished run."""
     _require_finished_run(directory)
-    config = (directory / "config.toml").read_text(encoding="utf-8", errors="replace")
+    metrics, summary, config, environment, plan = (directory / name for name in FILES)
+    table, text = _table(summary), config.read_text(encoding="utf-8", errors="replace")
+    if missing := sorted(_SUMMARY - table.keys()):
+        raise ValueError(f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out")
+    try:
+        settings = _printable(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{config} is damaged, {error}: restore it, or leave this run out") from error
     return Run(
         printable(directory.resolve().name),
         directory.resolve(),
-        _summary(directory / "summary.json"),
-        "\n".join(map(printable, config.splitlines())),
-        _settings(directory / "config.toml", config),
-        records(directory / "metrics.jsonl"),
-        _table(directory / "environment.json") if (directory / "environment.json").exists() else {},
-        read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None,
+        table,
+        "\n".join(map(printable, text.splitlines())),
+        settings,
+        records(metrics),
+        _table(environment) if environment.exists() else {},
+        read_plan(plan) if plan.exists() else None,
     )
 
 
@@ -163,8 +156,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         names.append("/".join(path.parts[-depth:]))
     if len(set(names)) == 1:
         return names
-    pairs = zip(min(names), max(names), strict=False)
-    shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    shared = os.path.commonprefix(names)  # noqa: RUF071, characters are meant
     cut = max(shared.rfind(mark) for mark in "-_/.") + 1
     return [f"…{name[cut:]}" if cut >= _SHARED_PREFIX else name for name in names]
 
@@ -172,38 +164,21 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 def _require_finished_run(directory: Path) -> None:
     """Raises `ValueError`, with the remedy, unless `directory` holds a finished run."""
     if not directory.is_dir():
-        problem = "is a file" if directory.exists() else "does not exist"
-        raise ValueError(
-            f"{directory} {problem}: give the directory of a run, which detonation train names in its last line"
-        )
-    if all((directory / name).is_file() for name in FILES[:3]):
+        found = "is a file" if directory.exists() else "does not exist"
+        remedy = "give the directory of a run, which detonation train names in its last line"
+    elif all((directory / name).is_file() for name in FILES[:3]):
         return
-    inner = sorted(path.parent for path in directory.glob("*/summary.json"))
-    if inner:
-        raise ValueError(f"{directory} holds {len(inner)} runs, not one: detonation report {directory}/*/")
-    if (directory / "config.toml").is_file() and not (directory / "metrics.jsonl").exists():
-        there = "metrics and summary are on the node of rank 0, where the nodes share no file system"
-        raise ValueError(f"{directory} holds a run without its metrics: {there}; run report there")
-    if (directory / "config.toml").is_file():
+    elif inner := len([*directory.glob("*/summary.json")]):
+        found, remedy = f"holds {inner} runs, not one", f"detonation report {directory}/*/"
+    elif not (directory / "config.toml").is_file():
+        found, remedy = "holds no finished run" if any(directory.iterdir()) else "is empty", _MAKE
+    elif not (directory / "metrics.jsonl").exists():
+        found = "holds a run without its metrics"
+        remedy = "metrics and summary are on the node of rank 0, where the nodes share no file system; run report there"
+    else:
+        found = "holds no finished run, but one that stopped or still trains"
         remedy = f"finish it with detonation train RECIPE.toml --out {directory} --resume"
-        raise ValueError(f"{directory} holds no finished run, but one that stopped or still trains: {remedy}")
-    problem = "holds no finished run" if any(directory.iterdir()) else "is empty"
-    raise ValueError(f"{directory} {problem}: make one with detonation train RECIPE.toml --out DIR")
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    table = _table(path)
-    if missing := sorted(_SUMMARY - table.keys()):
-        raise ValueError(f"{path} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out")
-    return table
-
-
-def _settings(path: Path, config: str) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = _printable(tomllib.loads(config))
-        return settings
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is damaged, {error}: restore it, or leave this run out") from error
+    raise ValueError(f"{directory} {found}: {remedy}")
 
 
 def _table(path: Path) -> dict[str, Any]:

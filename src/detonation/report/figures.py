@@ -1,0 +1,298 @@
+"""The figures, drawn by matplotlib: loss against steps, bytes and time, the parts of a step, and bytes per step."""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite
+from typing import Any
+
+from detonation.report.read import Run, agreeing_s
+from detonation.report.words import duration, factor, shortened, size_text
+
+LIGHT = ("#1861cd", "#c94f00", "#006a50", "#a3508a", "#c8870b", "#3a9dd5")
+"""Colours of runs: the hues of Okabe and Ito, darkened to a contrast of 3 with a white background."""
+DARK = ("#45a9fb", "#d76100", "#009a6d", "#cd81b6", "#ffbd46", "#7fd9ff")
+"""The same hues for a dark background."""
+PART_COLOURS = ("#a9b4c4", "#b87400", "#1f6fd0", "#5e1f57")
+"""Parts of a step, light to dark: compute, the optimizer's own work, waiting for the slowest, for the network."""
+PARTS_DARK = ("#4d5866", "#ffc552", "#b2e0ff", "#d07fb8")
+"""The same parts for a dark background."""
+PAPER, NIGHT = "#ffffff", "#16181c"
+"""The two backgrounds."""
+_INK = "#010203"
+"""Placeholder for the colour of text: near black in a PNG, the page's text colour in an SVG."""
+
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = "os^DvP"
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+    **{"axes.axisbelow": True, "axes.grid": True, "axes.linewidth": 0.6, "figure.subplot.left": 0.14},
+    **{"axes.spines.top": False, "axes.spines.right": False, "font.size": 10},
+    **{"grid.color": _INK, "grid.alpha": 0.15, "grid.linewidth": 0.6, "legend.frameon": False, "legend.fontsize": 9},
+    **{"svg.fonttype": "none", "svg.hashsalt": "detonation", "text.parse_math": False},  # a name may hold dollar signs
+}
+_WIDTH, _HEIGHT = 4.0, 2.9
+"""Inches: near the width of a figure on a phone, so that its text is as large as the text around it."""
+_BUCKETS = 60
+_FAR = 8.0
+"""Values that differ by more than this factor get a log axis."""
+_TRANSIENT = 0.05
+"""The share of a run, from its beginning, that does not set the scale of the loss axis."""
+_LOSS = "Lines are training loss, means over a sixtieth of the run; points are validation loss."
+_TIMES = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend: a dashed line with a marker, or a patch where `dash` is empty."""
+
+    text: str
+    colour: str
+    dash: str = ""
+    marker: str = ""
+
+    def line(self, **more: Any) -> Any:
+        """The entry as an artist of matplotlib."""
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        if not self.dash:
+            return Patch(color=self.colour, label=self.text)
+        look: dict[str, Any] = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markersize": 5}
+        return Line2D(**{"xdata": [], "ydata": [], "label": self.text, **look, **more})
+
+    def svg(self) -> str:
+        """The line with its marker, for a name in a table."""
+        line = self.line(xdata=[0, 0.5, 1], ydata=[0.5] * 3, markevery=[1], markersize=7)
+        element: str = _saved(lambda figure: figure.add_artist(line), 0.42, 0.14, "svg")
+        return element.replace("<svg", '<svg class="key" aria-hidden="true"', 1)
+
+
+_Curve = tuple[Run, Key, list[float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure.
+
+    Args:
+        name: Of its file, without suffix.
+        note: Explains how to read it.
+        keys: Entries of the legend.
+        draw: Draws into matplotlib axes.
+        height: In inches, without title and legend.
+    """
+
+    name: str
+    title: str
+    note: str
+    keys: Sequence[Key]
+    draw: Callable[[Any], None]
+    height: float = _HEIGHT
+
+    def svg(self) -> str:
+        """The `<svg>` element, as wide as its container and in the colours of the page."""
+        element: str = self._saved("svg")
+        return element.replace("<svg", f'<svg role="img" aria-label="{self.title}"', 1)
+
+    def png(self) -> bytes:
+        """The figure on white, 240 dots per inch."""
+        content: bytes = self._saved("png")
+        return content
+
+    def _saved(self, kind: str) -> Any:
+        longest = max((len(key.text) for key in self.keys), default=0)
+        columns = 1 if longest > 20 else 4 if longest < 8 else 2
+        legend = 0.12 + 0.19 * ceil(len(self.keys) / columns) if self.keys else 0.0
+        height = self.height + legend + 0.28
+
+        def fill(figure: Any) -> None:
+            axes = figure.add_subplot()
+            self.draw(axes)
+            # Fixed margins in inches: an automatic layout costs more than the drawing.
+            bottom = legend + (0.5 if axes.get_xlabel() else 0.32)
+            figure.subplots_adjust(right=0.955, bottom=bottom / height, top=1 - 0.4 / height)
+            figure.suptitle(self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold")
+            if self.keys:
+                handles = [key.line() for key in self.keys]
+                figure.legend(handles=handles, loc="lower left", ncols=columns, borderaxespad=0.2)
+
+        return _saved(fill, _WIDTH, height, kind)
+
+
+def _saved(fill: Callable[[Any], None], width: float, height: float, kind: str) -> Any:
+    """The file of a figure in the style that all share: bytes of a PNG, or an element of SVG for the page."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    file = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        fill(figure)
+        if kind == "png":
+            figure.savefig(file, format="png", dpi=240, facecolor=PAPER, metadata={"Software": None})
+            return file.getvalue()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue().decode()
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg[svg.index("<svg") :], count=1)
+    # matplotlib writes a font into each text that few systems have; the page has its own.
+    svg = re.sub(r"(font(?:-family)?: [^;\"]*?)'DejaVu Sans'[^;\"]*", r"\1system-ui, sans-serif", svg)
+    for colour, name in zip((*LIGHT, *PART_COLOURS), variables(dark=False), strict=True):
+        svg = svg.replace(colour, f"var({name})")
+    return svg.replace(_INK, "currentColor")
+
+
+def variables(dark: bool) -> dict[str, str]:
+    """The CSS variables that stand in the figures of a page for the colours, in one mode."""
+    colours = (*DARK, *PARTS_DARK) if dark else (*LIGHT, *PART_COLOURS)
+    return {f"--colour-{i}": colour for i, colour in enumerate(colours)}
+
+
+def keys(runs: Sequence[Run]) -> list[Key]:
+    """Chooses colour, dash and marker of each run."""
+    many = len(LIGHT)
+    return [
+        Key(shortened(run.name), LIGHT[i % many], _DASHES[i // many % len(_DASHES)], _MARKERS[i % len(_MARKERS)])
+        for i, run in enumerate(runs)
+    ]
+
+
+def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
+    """Makes the figures of loss and those of cost per step; leaves out a figure that would be empty."""
+    shown = list(zip(runs, keys(runs), strict=True))
+    senders = [(run, key) for run, key in shown if run.bytes_so_far()[-1]]
+    silent = ", ".join(run.name for run in runs if not run.bytes_so_far()[-1])
+    unsent = f" Not shown, because nothing was sent: {silent}." if silent else ""
+    longest = max(run.seconds_so_far()[-1] for run in runs)
+    unit, per = next((pair for pair in _TIMES if longest >= 5 * pair[1]), _TIMES[-1])
+    predicted = "predicted " if any(run.summary.get("seconds_predicted") for run in runs) else ""
+    steps = [(run, key, run.series("step")) for run, key in shown]
+    sent = [(run, key, run.bytes_so_far()) for run, key in senders]
+    seconds = [(run, key, [second / per for second in run.seconds_so_far()]) for run, key in shown]
+    time = f"{predicted}{unit} in steps"
+    loss = [_curves("loss-steps", "Loss against steps", _LOSS, steps, "steps")]
+    if senders:
+        title = "Loss against bytes sent"
+        loss += [_curves("loss-bytes", title, _LOSS + unsent, sent, "sent by one replica", _bytes_text)]
+    loss += [_curves("loss-seconds", "Loss against time", f"{_LOSS} Time is that of steps alone.", seconds, time)]
+    timed = [run for run in runs if run.timed]
+    return loss, [*([breakdown(timed)] if timed else []), *([_sent(shown)] if senders else [])]
+
+
+def breakdown(runs: Sequence[Run]) -> Chart:
+    """Stacked bars of the mean time of each part of a step, one bar per run; all runs must be `timed`."""
+    parts = [
+        ("compute: forward, backward", lambda r: r["seconds"] - r["step_s"] - agreeing_s(r)),
+        ("encode, decode, update", lambda r: r["step_s"] - r["waited_s"]),
+        ("waiting for the slowest replica", agreeing_s),
+        ("waiting for the network", lambda r: r["waited_s"]),
+    ]
+    means = [[sum(map(value, run.records)) / len(run.records) for _, value in parts] for run in runs]
+
+    def draw(axes: Any) -> None:
+        for y, (run, row) in enumerate(zip(runs, means, strict=True)):
+            for i, (seconds, colour) in enumerate(zip(row, PART_COLOURS, strict=True)):
+                axes.barh(y, seconds, left=sum(row[:i]), color=colour, height=0.42)
+            total = sum(row)
+            _label(axes, y, run.name, duration(total) + (f", {sum(row[2:]) / total:.0%} waiting" if total else ""))
+        _rows(axes, len(runs))
+        axes.set_xlim(0, 1.06 * max(map(sum, means)))
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(lambda x, _: duration(x) if x else "0")
+
+    note = "Means over all steps. Only exposed communication counts: a transfer that backward hides costs no time."
+    legend = [Key(text, colour) for (text, _), colour in zip(parts, PART_COLOURS, strict=True)]
+    if any("agreeing_s" in record for run in runs for record in run.records):
+        note += " A replica whose loss is late counts as the slowest; one that is late in an exchange, as the network."
+    else:
+        del legend[2]  # which was not measured
+    return Chart("step-time", "Time of a step by part", note, legend, draw, 0.57 + 0.44 * len(runs))
+
+
+def _sent(shown: Sequence[tuple[Run, Key]]) -> Chart:
+    """Bytes per step against full synchronisation, one row for each level of each run."""
+    levels = [(run.name, key, level) for run, key in shown for level in run.summary.get("levels") or [run.summary]]
+
+    def draw(axes: Any) -> None:
+        axes.set_xscale("log")
+        counts: list[float] = []
+        for y, (name, key, level) in enumerate(levels):
+            sent, full = level["bytes_sent_per_step"], level["bytes_full_sync_per_step"]
+            counts += [count for count in (sent, full) if count]
+            if sent:
+                axes.plot([sent, full], [y, y], "-", color=key.colour, alpha=0.45, linewidth=2.5)
+                axes.plot([sent], [y], "o", color=key.colour, markersize=8)
+            axes.plot([full], [y], "|", color=_INK, markersize=13, markeredgewidth=1.8)
+            less = f", {factor(level['reduction'])} less" if (level["reduction"] or 0) > 1.005 else ""
+            label = f"{name}, {level['axis']}" if "axis" in level else name
+            _label(axes, y, label, f"{size_text(sent)}{less}" if sent else "nothing")
+        _rows(axes, len(levels))
+        axes.set_xlim(min(counts) / 2, 2 * max(counts))
+        axes.xaxis.set_major_formatter(_bytes_text)
+        axes.minorticks_off()
+
+    note = "Points are mean bytes per step that one replica sends; upright strokes are full synchronisation in fp32."
+    return Chart("bytes-per-step", "Bytes per step", note, [], draw, 0.57 + 0.44 * len(levels))
+
+
+def _curves(name: str, title: str, note: str, curves: Sequence[_Curve], label: str, form: Any = "{x:,g}") -> Chart:
+    """The training and validation losses of runs, each against its own series of numbers."""
+    ends = [across[-1] for _, _, across in curves]
+
+    def draw(axes: Any) -> None:
+        log = max(ends) > _FAR * min(ends)
+        for run, key, across in curves:
+            axes.plot(*buckets(across, run.series("loss"), log), key.dash, color=key.colour, linewidth=1.3)
+            found = run.validations()
+            x, y = [across[i] for i, _ in found], [loss for _, loss in found]
+            axes.plot(x, y, key.marker, color=key.colour, markersize=5, markeredgewidth=0)
+        axes.set(xlabel=label, ylabel="loss (nats)")
+        _loss_limits(axes, [run for run, _, _ in curves])
+        if log:
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(left=0)
+            axes.locator_params(axis="x", nbins=6)
+        axes.xaxis.set_major_formatter(form)
+
+    return Chart(name, title, note, [key for _, key, _ in curves], draw)
+
+
+def buckets(across: Sequence[float], loss: Sequence[float], log: bool) -> tuple[list[float], list[float]]:
+    """Thins a long curve to 60 to 120 points, means of equally many neighbours; with `log`, drops points at x = 0."""
+    pairs = [(x, y) for x, y in zip(across, loss, strict=True) if x > 0 or not log]
+    width = max(1, len(pairs) // _BUCKETS)
+    groups = [pairs[i : i + width] for i in range(0, len(pairs), width)]
+    return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
+
+
+def _loss_limits(axes: Any, runs: Sequence[Run]) -> None:
+    """Fits the loss axis to all values after the transient; logarithmic for a wide range."""
+    settled = [loss for run in runs for loss in run.series("loss")[int(_TRANSIENT * len(run.records)) :]]
+    values = [loss for loss in settled if isfinite(loss)] + [loss for run in runs for _, loss in run.validations()]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low > 0 and high > _FAR * low:
+        axes.set(yscale="log", ylim=(low / 1.1, high * 1.1))
+    else:
+        margin = 0.05 * (high - low) or 0.5
+        axes.set_ylim(low - margin, high + margin)
+
+
+def _rows(axes: Any, count: int) -> None:
+    """Makes room for `count` rows from the top down, each with its label above."""
+    axes.set_ylim(count - 0.55, -0.75)
+    axes.yaxis.set_visible(False)
+    axes.spines["left"].set_visible(False)
+    axes.figure.subplots_adjust(left=0.03)
+
+
+def _label(axes: Any, y: float, name: str, text: str) -> None:
+    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 9.5, "va": "center"}
+    axes.text(0.0, y - 0.36, shortened(name, 26), **place)
+    axes.text(1.0, y - 0.36, text, ha="right", **place)
+
+
+def _bytes_text(count: float, _: object) -> str:
+    return size_text(count).replace(".0 ", " ")
