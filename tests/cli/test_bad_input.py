@@ -172,8 +172,6 @@ def test_the_examples_in_the_help_are_command_lines():
         "follow",
         "recipes",
         "recipes",
-        "init",
-        "init",
     ]
 
 

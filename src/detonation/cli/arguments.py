@@ -264,19 +264,6 @@ class Recipes(Common):
 
 
 @dataclasses.dataclass(frozen=True)
-class Init(Common):
-    """Write a commented recipe for the model, the data and the GPUs that are found here.
-
-    Examples: detonation init, or detonation init corpus --out corpus.toml
-    """
-
-    directory: Positional[Annotated[Path, shown("[DIRECTORY]")]] = Path()
-    """Where to look for a model of transformers, a tokenizer, texts, pairs and images; this directory when left out."""
-    out: Annotated[Path, arg(metavar="FILE")] = Path("recipe.toml")
-    """The recipe; a file that exists is left as it is."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Env(Common):
     """Print versions and platform, to paste into a bug report."""
 
@@ -295,6 +282,5 @@ Verb = (
     | Annotated[Meet, subcommand("meet")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Recipes, subcommand("recipes")]
-    | Annotated[Init, subcommand("init")]
     | Annotated[Env, subcommand("env")]
 )

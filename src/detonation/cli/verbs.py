@@ -15,7 +15,6 @@ from detonation.cli.arguments import (
     Export,
     Fetch,
     Follow,
-    Init,
     Meet,
     Plan,
     Probe,
@@ -194,7 +193,7 @@ def _meet(verb: Meet) -> None:
 
 def _fetch(verb: Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
-    from detonation.data.download.fetch import fetch
+    from detonation.data.fetch import fetch
 
     if not verb.names:
         raise ValueError(f"fetch needs at least one name: {', '.join(SOURCES)}")
@@ -231,16 +230,6 @@ def _keys(verb: Recipes) -> dict[str, Any]:
     return recipe_schema()
 
 
-def _init(verb: Init) -> dict[str, Any]:
-    from detonation.train.verbs.starter import write_recipe
-
-    found: dict[str, Any] = write_recipe(verb.directory, verb.out)
-    for line in found["found"]:
-        say(verb, line)
-    say(verb, f"recipe: {verb.out}; next: detonation train {verb.out}")
-    return found
-
-
 def _env(verb: Env) -> dict[str, Any]:
     from detonation.train.output.environment import environment, lines
 
@@ -264,6 +253,5 @@ VERBS: dict[type, Any] = {
     Meet: _meet,
     Fetch: _fetch,
     Recipes: _recipes,
-    Init: _init,
     Env: _env,
 }
