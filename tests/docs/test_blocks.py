@@ -17,8 +17,7 @@ import worlds
 from detonation.cli.arguments import Common, Shortcuts, Verb
 from detonation.cli.command import run_command
 from detonation.cli.verbs import flat_sets, shortcuts
-from detonation.train.recipe.layers import read_layers
-from detonation.train.recipe.resolve import merge, read_recipe, resolve
+from detonation.train.recipe.resolve import merge, read_layers, read_recipe, resolve
 
 # -- the shell
 

@@ -222,12 +222,11 @@ def _recipes(verb: Recipes) -> dict[str, Any]:
 
 
 def _keys(verb: Recipes) -> dict[str, Any]:
-    from detonation.train.recipe.keys import key_lines, recipe_schema
+    from detonation.train.recipe.keys import key_lines, recipe_keys
 
-    if not verb.json:
-        for line in key_lines():
-            say(verb, line)
-    return recipe_schema()
+    for line in key_lines():
+        say(verb, line)
+    return {"keys": [dataclasses.asdict(key) for key in recipe_keys()]}
 
 
 def _env(verb: Env) -> dict[str, Any]:

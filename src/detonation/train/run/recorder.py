@@ -13,7 +13,7 @@ from detonation.train.loop.summary import portion
 from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.misfits import misfits
+from detonation.train.recipe.sizes import misfits
 
 
 class Recorder:

@@ -30,7 +30,7 @@ from detonation.train.loop.summary import summarise
 from detonation.train.output import directory, metrics
 from detonation.train.output.environment import environment
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.layers import Layers
+from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.joining import joined_session
