@@ -29,6 +29,7 @@ your own, and a run writes its fully resolved recipe into `config.toml` of its d
 follow from it.
 """
 CHOICE = "`{key}` chooses; all other keys are arguments of what it chooses. `package.module:function` is yours."
+"""Of a table that chooses: each choice stands with its keys and their defaults, each meaning once for all choices."""
 LEVELS = """## [[scheme]]
 
 One table for each tier of the network, from the innermost: `axis`, its name; `replicas`, those that it joins; and the
@@ -58,30 +59,46 @@ DESCRIBED: dict[str, Callable[..., Any]] = {
 
 def page() -> str:
     """The text of the page."""
-    parts, last = [HEAD], list(schemes())[-1]
-    for (table, owner), keys in groupby(recipe_keys(), lambda key: (key.table, key.owner)):
-        own = list(keys)
-        if not table:
-            continue
-        if owner:
-            chooser = "task" if table == "data" else "name"
-            parts.append(section(f'### {chooser} = "{owner}"', owner, own))
-        elif table in ("model", "data", "scheme"):
-            parts.append(f"## [{table}]\n\n{CHOICE.format(key=own[0].name)}\n")
+    found = recipe_keys() + list(keys_of("scheme", "auto", Auto, {}))
+    parts = [HEAD]
+    for table in dict.fromkeys(key.table for key in found if key.table):
+        keys = [key for key in found if key.table == table]
+        if any(key.owner for key in keys):
+            parts += [f"## [{table}]\n", CHOICE.format(key=keys[0].name) + "\n", *choices(keys)]
         else:
             more = " All other keys are arguments of the optimizer's class." if table == "optimizer" else ""
-            parts.append(section(f"## [{table}]", table, own, more))
-        if owner == last:
-            parts.append(section('### name = "auto"', "auto", list(keys_of("scheme", "auto", Auto, {}))))
+            rows = [f"| `{key.name}` | {spelled(key)} | {meaning(key)} |" for key in keys]
+            head = ["| key | default | meaning |", "|---|---|---|"]
+            parts += [f"## [{table}]\n", purpose(table) + more + "\n", "\n".join([*head, *rows, ""])]
     return "\n".join([*parts, LEVELS, TUNED])
 
 
-def section(title: str, described: str, keys: list[RecipeKey], more: str = "") -> str:
-    """A heading, the purpose of the table or choice, and a row for each of its keys."""
-    purpose = " ".join((inspect.getdoc(DESCRIBED[described]) or "").partition("\n\n")[0].split())
-    rows = [f"| `{key.name}` | {spelled(key)} | {key.meaning.replace('|', chr(92) + '|')} |" for key in keys]
-    table = ["| key | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
-    return "\n".join([title, "", purpose + more, "", *table])
+def choices(keys: list[RecipeKey]) -> list[str]:
+    """The choices of a table, each with its keys, and one table of the meanings of all keys."""
+    listed, owners = [], dict[tuple[str, str], list[str]]()
+    for owner, own in groupby(keys[1:], lambda key: key.owner):
+        spellings = []
+        for key in own:
+            owners.setdefault((key.name, meaning(key)), []).append(owner)
+            given = "" if key.default is None else f" = {spelled(key).strip('`')}"
+            spellings.append(f"`{key.name}{given}`")
+        taken = f" Keys: {', '.join(spellings)}." if spellings else ""
+        listed.append(f'- `{keys[0].name} = "{owner}"`: {purpose(owner)}{taken}')
+    head = ["| key | of | meaning |", "|---|---|---|"]
+    names = list(dict.fromkeys(name for name, _ in owners))
+    together = sorted(owners.items(), key=lambda row: names.index(row[0][0]))
+    rows = [f"| `{name}` | {', '.join(of)} | {said} |" for (name, said), of in together]
+    return ["\n".join([*listed, ""]), "\n".join([*head, *rows, ""])]
+
+
+def purpose(described: str) -> str:
+    """The purpose of a table or a choice: the first paragraph of its docstring."""
+    return " ".join((inspect.getdoc(DESCRIBED[described]) or "").partition("\n\n")[0].split())
+
+
+def meaning(key: RecipeKey) -> str:
+    """The meaning of a key, in a cell of a table."""
+    return key.meaning.replace("|", chr(92) + "|")
 
 
 def spelled(key: RecipeKey) -> str:

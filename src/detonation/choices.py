@@ -33,13 +33,23 @@ RENAMED_ATTRIBUTES = {
 }
 """The same for attributes of a replicated optimizer."""
 
+_HF = 'take model "hf:NAME" and its key '
+GONE_KEYS = {
+    "key_value_heads": _HF + "num_key_value_heads",
+    "tie_embeddings": _HF + "tie_word_embeddings",
+    "rope_theta": _HF + "rope_parameters",
+    "gated": _HF + "feed_forward_proj",
+    "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
+}
+"""Keys of recipes that version 0.3 has no more, and what to do in their place."""
+
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     """The error for a `name` that is not among `valid`: lists the valid names and suggests the nearest.
 
-    A name of version 0.1 gets the name that took its place instead.
+    A name of version 0.1 gets the name that took its place instead, and a key that is gone what to do.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
@@ -47,10 +57,14 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
     >>> str(unknown("key of [train]", "on_drift", ["on_desync", "steps"]))
     "key of [train] 'on_drift' is called on_desync since version 0.2"
+    >>> str(unknown("key of [mesh]", "shard_resync_every", ["shards"])).partition(":")[0]
+    "key of [mesh] 'shard_resync_every' is gone since version 0.3"
     """
     names = sorted(valid)
     if name in RENAMED and RENAMED[name].split(" ")[0] in names:
         return ValueError(f"{kind} {name!r} is called {RENAMED[name]} since version 0.2")
+    if name in GONE_KEYS and name not in names:
+        return ValueError(f"{kind} {name!r} is gone since version 0.3: {GONE_KEYS[name]}")
     near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")

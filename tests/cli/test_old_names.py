@@ -27,9 +27,19 @@ QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
         ("scheme.aggregate=clipped", "aggregate 'clipped' is called clipped_mean since version 0.2"),
         ("train.on_drift=stop", "key of [train] 'on_drift' is called on_desync since version 0.2"),
         ("mesh.lab=true", "key of [mesh] 'lab' is called namespaces since version 0.2"),
+        (
+            "model.rope_theta=1e6",
+            "argument of model olmo2 'rope_theta' is gone since version 0.3: "
+            'take model "hf:NAME" and its key rope_parameters',
+        ),
+        (
+            "mesh.shard_resync_every=3",
+            "key of [mesh] 'shard_resync_every' is gone since version 0.3: "
+            "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
+        ),
     ],
 )
-def test_a_setting_of_version_0_1_names_the_new_one(sets, line, capsys, monkeypatch, tmp_path):
+def test_a_setting_that_is_not_there_any_more_names_the_remedy(sets, line, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run_command(["train", QUICK, "--set", sets]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"

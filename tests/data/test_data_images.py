@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from detonation.data import batch, load_dataset
-from detonation.data.formats.image_files import Split
 from detonation.data.images import Images, statistics
+from detonation.data.pictures import Split
 
 
 def picture(path, color, size=(6, 4), mode="RGB"):

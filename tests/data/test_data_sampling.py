@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detonation.data import batch, batches, predictions
-from detonation.data.sampling import _permutation
+from detonation.data.dataset import _permutation
 
 
 class Numbers:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from detonation.data import batch, load_dataset
-from detonation.data.download.sources import locate
+from detonation.data.packages import locate
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from detonation.cli.arguments import Verb
 from detonation.cli.command import run_command
 from detonation.cli.flags import Common, Shortcuts
 from detonation.cli.verbs import flat_sets, shortcuts
-from detonation.train.recipe.layers import read_layers
-from detonation.train.recipe.resolve import merge, read_recipe, resolve
+from detonation.train.recipe.resolve import merge, read_layers, read_recipe, resolve
 
 # -- the shell
 

@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from detonation.cli.arguments import Train, Verb
 from detonation.cluster.init import LaunchPosition
-from detonation.train.recipe.layers import read_layers
+from detonation.train.recipe.resolve import read_layers
 from limits import LIMIT_S
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"

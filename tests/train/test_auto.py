@@ -17,8 +17,7 @@ from detonation.plan.losses import loss_table
 from detonation.plan.search import candidate_settings
 from detonation.plan.spelling import spelled
 from detonation.train.auto import asked, decide
-from detonation.train.recipe.layers import Layers
-from detonation.train.recipe.resolve import parse_sets, resolve
+from detonation.train.recipe.resolve import Layers, parse_sets, resolve
 from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.recipe.tables import from_table
 

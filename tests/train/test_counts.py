@@ -10,7 +10,7 @@ from detonation.core import runtime
 from detonation.core.compute import kernel_library
 from detonation.core.flat.tensors import local
 from detonation.report.terminal import run_rows
-from detonation.train.loop import counts
+from detonation.train.loop.summary import NOTHING, Counts, saved_counts
 from detonation.train.run import worker
 
 NAME = "model.embed_tokens.weight"
@@ -44,7 +44,7 @@ def test_what_is_skipped_is_in_the_summary_of_a_run_that_was_resumed(train, tmp_
     assert dict(run_rows(written))["skipped"] == f"{5 * shards} contributions that were not finite, of {name}"
     assert "refused" not in dict(run_rows(written))
     last = manifest.read_manifest(retention.saved_checkpoints(tmp_path / "run" / "checkpoints")[0])
-    assert counts.saved(last.extra) == counts.Counts(summary["skipped"])
+    assert saved_counts(last.extra) == Counts(summary["skipped"])
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
@@ -57,4 +57,4 @@ def test_poison_ends_a_run_in_a_line(train, poison, monkeypatch, late):
 
 @pytest.mark.parametrize("extra", [{}, {"skipped": 3, "refused": "x"}, {"skipped": {"a": "b"}, "refused": None}])
 def test_what_a_checkpoint_says_in_other_than_numbers_counts_as_nothing(extra):
-    assert counts.saved(extra) == counts.NOTHING
+    assert saved_counts(extra) == NOTHING

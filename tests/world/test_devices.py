@@ -15,7 +15,7 @@ from detonation.cluster.machine import devices
 from detonation.cluster.machine.devices import GPUs, choose_device, require_gpu_each, require_own_devices
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.core.agreement.selftest import selftest_conditions
-from detonation.train.recipe.layers import fill_mesh
+from detonation.train.recipe.resolve import fill_mesh
 
 TORCHRUN = {"RANK": "13", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1"}
 SRUN = {

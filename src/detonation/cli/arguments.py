@@ -242,7 +242,7 @@ class Recipes(Common):
     name: Positional[Annotated[str | None, shown("[NAME]")]] = None
     """The recipe to print."""
     keys: Flag = False
-    """Print every key of a recipe with its type, default and meaning; with --json as a JSON schema."""
+    """Print every key of a recipe with its type, default and meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def _meet(verb: Meet) -> None:
 
 def _fetch(verb: Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
-    from detonation.data.download.fetch import fetch
+    from detonation.data.fetch import fetch
 
     if not verb.names:
         raise ValueError(f"fetch needs at least one name: {', '.join(SOURCES)}")
@@ -243,12 +243,11 @@ def _recipes(verb: Recipes) -> dict[str, Any]:
 
 
 def _keys(verb: Recipes) -> dict[str, Any]:
-    from detonation.train.recipe.keys import key_lines, recipe_schema
+    from detonation.train.recipe.keys import key_lines, recipe_keys
 
-    if not verb.json:
-        for line in key_lines():
-            say(verb, line)
-    return recipe_schema()
+    for line in key_lines():
+        say(verb, line)
+    return {"keys": [dataclasses.asdict(key) for key in recipe_keys()]}
 
 
 def _init(verb: Init) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Data sets by name, with deterministic sampling: the batch of a step is a pure function of seed and step.
 
-`load_dataset` makes a data set, `batch` draws from it, and `download` fetches. It imports nothing else of the package
-but `choices`; `train` and `cli` may call it.
+`load_dataset` makes a data set, `batch` draws from it, and `fetch` downloads. It imports nothing else of the package
+but `choices` and `whole_files`; `train` and `cli` may call it.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,9 +9,8 @@ from typing import Any
 
 from detonation.choices import find_function, make
 from detonation.data import images, text, translation
-from detonation.data.dataset import Augmented, Data, DataKind, Examples, Streamed
-from detonation.data.download.sources import SOURCES, MissingData
-from detonation.data.sampling import batch, batches, predictions
+from detonation.data.dataset import Augmented, Data, DataKind, Examples, Streamed, batch, batches, predictions
+from detonation.data.packages import SOURCES, MissingData
 from detonation.data.text import bigram_loss
 
 __all__ = [

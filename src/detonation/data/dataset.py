@@ -1,7 +1,9 @@
-"""The interface of data sets: examples for training and validation, and the sizes that a model must match."""
+"""The interface of data sets, and their batches, which depend on seed and step alone: a resumed run needs no state."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -65,3 +67,95 @@ class Data:
     train: Examples | Streamed
     validation: Examples
     model: Mapping[str, int] = field(default_factory=dict)
+
+
+def batch(
+    examples: Examples | Streamed, *, seed: int, step: int, part: int, parts: int, size: int
+) -> dict[str, Tensor]:
+    """Draws the batch of one part of a step.
+
+    Each epoch is a permutation of all examples that depends on `seed` and the epoch alone. The parts of a step take
+    neighbouring sections of it, so that no two parts see the same example in an epoch. A batch may span two epochs.
+    Augmentation depends on `seed`, `step` and `part` alone. A stream is read in its own order, whatever the seed.
+
+    Args:
+        part, parts: Number of this rank's part, and of all parts.
+        size: Examples per part.
+
+    Shapes: tensors of `[size, ...]`.
+
+    Raises:
+        ValueError: One step needs more examples than there are, or an argument is out of range.
+    """
+    if isinstance(examples, Streamed):
+        return examples.draw(step, part, parts, size)
+    _check(len(examples), step, part, parts, size)
+    start = (step * parts + part) * size
+    drawn = examples[_positions(len(examples), seed, start, size)]
+    if isinstance(examples, Augmented):
+        generator = torch.Generator().manual_seed(_mix("augment", seed, step, part))
+        return examples.augment(drawn, generator)
+    return drawn
+
+
+def batches(examples: Examples, size: int, limit: int | None = None) -> Iterator[dict[str, Tensor]]:
+    """Iterates over batches for validation, in a fixed order.
+
+    The last batch may be short, and rows may hold different numbers of predictions: a mean over batches must weight
+    the loss of each by its `predictions`.
+
+    Args:
+        limit: Number of examples, spread evenly over all; None for all.
+    """
+    if size < 1 or (limit is not None and limit < 1):
+        raise ValueError(f"size and limit of validation batches must be at least 1, not {size} and {limit}")
+    count = len(examples) if limit is None else min(limit, len(examples))
+    chosen = torch.arange(count) * len(examples) // count
+    for start in range(0, count, size):
+        yield examples[chosen[start : start + size]]
+
+
+def predictions(kind: DataKind, batch: dict[str, Tensor]) -> int:
+    """Counts the predictions that the mean loss of `batch` averages: images, or ids of text; rows without `labels`.
+
+    Shapes: `labels` `[B]` or `[B, T]` int64.
+    """
+    if "labels" not in batch:
+        return len(next(iter(batch.values())))
+    labels = batch["labels"]
+    # A causal model shifts its labels, so it does not predict the first byte of a row.
+    counted = labels[:, 1:] if kind == "text" else labels
+    return int((counted != -100).sum())
+
+
+def _check(count: int, step: int, part: int, parts: int, size: int) -> None:
+    if size < 1 or parts < 1 or step < 0:
+        raise ValueError(f"a batch needs size >= 1, parts >= 1, step >= 0; not size {size}, parts {parts}, step {step}")
+    if not 0 <= part < parts:
+        raise ValueError(f"part {part} is not among the {parts} parts, which count from 0")
+    if size * parts > count:
+        raise ValueError(
+            f"a step of {parts} parts x {size} examples needs {parts * size}, but there are {count}: "
+            f"use a batch size of at most {count // parts}"
+        )
+
+
+def _positions(count: int, seed: int, start: int, size: int) -> Tensor:
+    """Indices of the examples from `start` in the endless sequence of shuffled epochs."""  # [size] int64
+    epoch, offset = divmod(start, count)
+    head = _permutation(count, seed, epoch)[offset : offset + size]
+    if len(head) == size:
+        return head
+    return torch.cat([head, _permutation(count, seed, epoch + 1)[: size - len(head)]])
+
+
+@lru_cache(maxsize=4)
+def _permutation(count: int, seed: int, epoch: int) -> Tensor:
+    # Four entries: training and validation sets, at the seam between two epochs. Callers must not write to it.
+    return torch.randperm(count, generator=torch.Generator().manual_seed(_mix("epoch", seed, epoch)))
+
+
+def _mix(*parts: int | str) -> int:
+    """Hashes `parts` to 63 bits, so that neighbouring seeds do not share generators."""
+    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

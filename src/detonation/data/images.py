@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from detonation.data import readers
 from detonation.data.dataset import Data
-from detonation.data.download.sources import check_source, locate
-from detonation.data.formats import hub, image_files
-from detonation.data.formats.image_files import Decoded, Split
-from detonation.data.formats.pictures import Form, Pictures, fitted
+from detonation.data.packages import check_source, locate
+from detonation.data.pictures import Decoded, Form, Pictures, Split, cifar10, fashion_mnist, from_folder, from_hub
 
-NAMED = {"cifar10": image_files.cifar10, "fashion-mnist": image_files.fashion_mnist}
+NAMED = {"cifar10": cifar10, "fashion-mnist": fashion_mnist}
 
 
 def images(
@@ -52,11 +51,11 @@ def images(
     if channels not in (None, 1, 3):
         raise ValueError(f"channels must be 1 (grey) or 3 (colour), not {channels}")
     form = Form(size, channels)
-    if hub.is_hub(source):
+    if readers.is_hub(source):
         columns = (split, validation_split, column, label_column)
-        name, decoded = hub.label(source), image_files.from_hub(source, *columns, form)
+        name, decoded = readers.label(source), from_hub(source, *columns, form)
     else:
-        hub.refuse(source, split=split, validation_split=validation_split, column=column, label_column=label_column)
+        readers.refuse(source, split=split, validation_split=validation_split, column=column, label_column=label_column)
         name, decoded = _read(source, form)
     height, width, depth = decoded.train.images.shape[1:]
     if not 0 <= crop < min(height, width):
@@ -138,14 +137,7 @@ def statistics(split: Split) -> tuple[Tensor, Tensor]:
 def _read(source: str, form: Form) -> tuple[str, Decoded]:
     """Reads a local source: its label and its images."""
     if source in NAMED:
-        decoded = NAMED[source](locate(source))
-        return source, replace(
-            decoded, train=_formed(decoded.train, form), validation=_formed(decoded.validation, form)
-        )
+        found = NAMED[source](locate(source))
+        return source, replace(found, train=found.train.fitted(form), validation=found.validation.fitted(form))
     path = check_source(source, NAMED)
-    return path.name, image_files.from_folder(path, form)
-
-
-def _formed(split: Split, form: Form) -> Split:
-    """Named sets are arrays; in another form they are pictures like others."""
-    return split if form.is_that_of(split.images) else replace(split, images=fitted(split.images, form))
+    return path.name, from_folder(path, form)

@@ -1,17 +1,17 @@
-"""Text in blocks of ids: bytes, for which any language or code needs no tokenizer, or tokens."""
+"""Text in blocks of ids: bytes, for which any language or code needs no tokenizer, or tokens; whole, or as a stream."""
 
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from detonation.data import readers
 from detonation.data.dataset import Data
-from detonation.data.download.sources import check_source, locate
-from detonation.data.formats import documents as own
-from detonation.data.formats import hub
-from detonation.data.streaming import TextStream
+from detonation.data.packages import check_source, locate, needs
 from detonation.data.tokens import TEXT_VOCAB, all_ids, document_encoder, vocabulary
 
 PIECE = 8192
@@ -121,42 +121,179 @@ def _pairs(blocks: Tensor) -> Tensor:
 
 
 def _label(source: str) -> str:
-    if hub.is_hub(source):
-        return hub.label(source)
+    if readers.is_hub(source):
+        return readers.label(source)
     return source if source in _NAMED else Path(source).stem
 
 
 def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
     """The documents of a source."""
-    if hub.is_hub(source):
-        texts = hub.column(hub.hub_rows(source, split or "train"), column, ["text"])
+    if readers.is_hub(source):
+        texts = readers.column_of(readers.hub_rows(source, split or "train"), column, ["text"])
         return [str(value).encode() for value in texts if value]
-    hub.refuse(source, split=split)
+    readers.refuse(source, split=split)
     if source in _NAMED:
-        hub.refuse(source, column=column)
+        readers.refuse(source, column=column)
         return [(TEXT_SAMPLE if source == "sotu-sample" else locate(source) / "text.txt").read_bytes()]
-    return own.documents(check_source(source, _NAMED), column)
+    return readers.documents(check_source(source, _NAMED), column)
 
 
 def _streamed(
     source: str, context: int, tokenizer: str, split: str | None, column: str | None
-) -> tuple[TextStream, TextBlocks]:
+) -> tuple["TextStream", TextBlocks]:
     """The stream of a source, and what it holds out."""
     if source in _NAMED:
         raise ValueError(f"{source} is read as a whole: leave data.streaming out")
-    if not hub.is_hub(source):
-        hub.refuse(source, split=split)
+    if not readers.is_hub(source):
+        readers.refuse(source, split=split)
         check_source(source, _NAMED)
-    rows, encode = hub.stream(source, split or "train"), document_encoder(tokenizer)
-    with hub.one_line(source):
-        first = list(islice(rows, HELD_OUT))
+    found, encode, name = readers.stream(source, split or "train"), document_encoder(tokenizer), column or "text"
+    with readers.one_line(source):
+        first = list(islice(found, HELD_OUT))
     if not first:
         raise ValueError(f"{source} holds no rows")
-    name = column or "text"
     if name not in first[0]:
         raise ValueError(f"no column {name}; there are {', '.join(first[0])}")
     held_out = [str(row[name]).encode() for row in first if row[name]]
     ids = torch.tensor([token for document in held_out for token in encode(document)])
     if len(ids) < context:
         raise ValueError(f"the first {len(first)} rows of {source} have {len(ids)} ids: a context of at most that")
-    return TextStream(source, rows, name, encode, context, held_out), TextBlocks(ids, context)
+    return TextStream(source, found, name, encode, context, held_out), TextBlocks(ids, context)
+
+
+@final
+class TextStream:
+    """Blocks of ids of the documents in a `datasets.IterableDataset`.
+
+    A part of the ranks reads files of its own where their number is a multiple of the parts. Otherwise it reads all
+    files and takes every so many-th row. Its documents follow one another without padding; behind the last one the
+    first comes again.
+
+    Args:
+        source: The name of the data, for errors.
+        stream: Anything that iterates over rows, and that `split_dataset_by_node` can divide.
+        column: The column of the text.
+        encode: Makes ids of a document.
+        context: Ids per block.
+        held_out: Documents to leave out, wherever they occur.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        stream: Any,
+        column: str,
+        encode: Callable[[bytes], Sequence[int]],
+        context: int,
+        held_out: Collection[bytes],
+    ) -> None:
+        self._source, self._stream, self._column, self._encode, self._context = source, stream, column, encode, context
+        self._held_out = frozenset(map(_digest, held_out))
+        self._cursors: dict[tuple[int, int], list[_Cursor]] = {}
+
+    def draw(self, step: int, part: int, parts: int, size: int) -> dict[str, Tensor]:
+        """The batch of one part of a step: block `step * size` of the part and those behind it.
+
+        Shapes: `input_ids` and `labels` `[size, context]` int64.
+        """
+        cursors, start = self._of(part, parts), step * size
+        # Two are kept, the last used one at the end: a look at the first step does not lose the place of the training.
+        behind = [cursor for cursor in cursors if cursor.at <= start]
+        cursor = max(behind, key=lambda cursor: cursor.at) if behind else self._fresh(part, parts)
+        cursors[:] = [*(c for c in cursors if c is not cursor), cursor][-2:]
+        with readers.one_line(self._source):
+            while cursor.at < start:
+                cursor.block()
+            ids = torch.tensor([cursor.block() for _ in range(size)])
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def position(self, part: int, parts: int) -> dict[str, Any]:
+        """The position of a part behind its last batch, in JSON values."""
+        return self._of(part, parts)[-1].position()
+
+    def go_to(self, part: int, parts: int, position: dict[str, Any]) -> None:
+        """Continues a part at a position of its own. Raises `ValueError` where it is none of this source."""
+        cursor = self._fresh(part, parts)
+        try:
+            cursor.go_to(position)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{str(position)[:60]} is no position in these data: {error!r}") from error
+        self._cursors[part, parts] = [cursor]
+
+    def _of(self, part: int, parts: int) -> "list[_Cursor]":
+        """The readers of a part, one at least."""
+        return self._cursors.get((part, parts)) or self._cursors.setdefault((part, parts), [self._fresh(part, parts)])
+
+    def _fresh(self, part: int, parts: int) -> "_Cursor":
+        divide = needs("datasets.distributed", "hub").split_dataset_by_node
+        return _Cursor(lambda: divide(self._stream, part, parts), self._ids, self._context)
+
+    def _ids(self, row: Any) -> Sequence[int]:
+        document = str(row[self._column] or "").encode()
+        return [] if not document or _digest(document) in self._held_out else self._encode(document)
+
+
+class _Cursor:
+    """A reader of one part: `at` counts the blocks that it has given.
+
+    Its place is the state of the rows before the document that it reads, and how many of its ids it has given.
+    """
+
+    def __init__(self, rows: Callable[[], Any], ids: Callable[[Any], Sequence[int]], context: int) -> None:
+        self._make, self._ids, self._context = rows, ids, context
+        self.at = self._epoch = 0
+        self._open(None)
+
+    def block(self) -> list[int]:
+        """The next `context` ids."""
+        block: list[int] = []
+        while len(block) < self._context:
+            if self._given == len(self._document):
+                self._read()
+            more = self._document[self._given : self._given + self._context - len(block)]
+            self._given += len(more)
+            block += more
+        self.at += 1
+        return block
+
+    def position(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self._epoch, "before": self._before, "given": self._given}
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        self.at, self._epoch, given, before = (position[key] for key in ("at", "epoch", "given", "before"))
+        whole = all(type(number) is int and number >= 0 for number in (self.at, self._epoch, given))
+        if not whole or not isinstance(before, dict | None):
+            raise TypeError("it is of other values")
+        self._open(before)
+        while given and not self._document:
+            self._read()
+        if given > len(self._document):
+            raise IndexError("it lies behind its document")
+        self._given = given
+
+    def _open(self, before: Any) -> None:
+        """Opens the rows at a state of theirs; None is their beginning."""
+        self._rows, self._before, self._after = self._make(), before, before
+        if before is not None:
+            self._rows.load_state_dict(before)
+        self._next: Iterator[Any] = iter(self._rows)
+        self._fruitful = before is not None  # this epoch has had documents
+        self._document: Sequence[int] = []
+        self._given = 0
+
+    def _read(self) -> None:
+        """Reads on to the next document; behind the last one the next epoch begins."""
+        before, row = self._after, next(self._next, None)
+        if row is None:
+            if not self._fruitful:
+                raise ValueError("the stream has no documents beside those that are held out: leave data.streaming out")
+            self._epoch += 1
+            self._open(None)
+            return
+        self._after = self._rows.state_dict()
+        if ids := self._ids(row):
+            self._fruitful, self._before, self._document, self._given = True, before, ids, 0
+
+
+def _digest(document: bytes) -> bytes:
+    return hashlib.blake2b(document, digest_size=8).digest()

@@ -7,14 +7,12 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from detonation.data.download.extras import needs
-from detonation.data.download.sources import cache_dir
+from detonation.data.packages import cache_dir, needs
 from detonation.whole_files import write_whole
 
 TEXT_VOCAB = 256
@@ -140,8 +138,3 @@ def _pieces(text: str) -> list[str]:
         pieces.append(text[start:end])
         start = end
     return pieces
-
-
-def token_files(path: Path) -> bool:
-    """True for a directory that holds a tokenizer."""
-    return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "spiece.model"))

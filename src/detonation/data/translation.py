@@ -6,10 +6,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from detonation.data import readers
 from detonation.data.dataset import Data
-from detonation.data.download.sources import check_source, locate
-from detonation.data.formats import documents as own
-from detonation.data.formats import hub
+from detonation.data.packages import check_source, locate
 from detonation.data.tokens import load_tokenizer, vocabulary
 
 PAD, END, OFFSET = 0, 1, 3
@@ -70,77 +69,47 @@ class TranslationPairs:
     """Sentence pairs that fit; a batch is two rectangles of ids."""
 
     def __init__(self, pairs: Sequence[SentencePair], lengths: tuple[int, int], tokenizer: str = "") -> None:
-        self.tokenizer = tokenizer
-        columns = [[pair[side] for pair in pairs] for side in (0, 1)]
-        sides = _tokens(columns, tokenizer) if tokenizer else [_byte_ids(column) for column in columns]
-        fit = torch.tensor(
-            [all(len(ids) <= n for ids, n in zip(both, lengths, strict=True)) for both in zip(*sides, strict=True)],
-            dtype=torch.bool,
-        )
-        kept = fit.nonzero().flatten().tolist()
-        pad = load_tokenizer(tokenizer).pad_token_id or 0 if tokenizer else PAD
-        self.source, self.target = (
-            Sentences([ids[i] for i in kept], length, pad) for ids, length in zip(sides, lengths, strict=True)
-        )
+        self._made, self._lengths = load_tokenizer(tokenizer) if tokenizer else None, lengths
+        ids = _tokens(pairs, self._made) if pairs and tokenizer else ([*map(_byte_ids, pair)] for pair in pairs)
+        fit = [both for both in ids if all(len(side) <= most for side, most in zip(both, lengths, strict=True))]
+        self._sides = [[torch.tensor(both[side], dtype=torch.int32) for both in fit] for side in (0, 1)]
 
     def __len__(self) -> int:
-        return len(self.source.ends)
+        return len(self._sides[0])
 
     def text(self, ids: Sequence[int]) -> str:
         """The sentence of target `ids`, up to the id for its end; ids without a text are left out."""
-        if self.tokenizer:
-            made = load_tokenizer(self.tokenizer)
-            end = ids.index(made.eos_token_id) if made.eos_token_id in ids else len(ids)
-            return str(made.decode(ids[:end], skip_special_tokens=True))
-        end = ids.index(END) if END in ids else len(ids)
-        return bytes(i - OFFSET for i in ids[:end] if OFFSET <= i < OFFSET + 256).decode(errors="replace")
+        last = END if self._made is None else self._made.eos_token_id
+        ids = ids[: ids.index(last)] if last in ids else ids
+        if self._made is not None:
+            return str(self._made.decode(ids, skip_special_tokens=True))
+        return bytes(i - OFFSET for i in ids if OFFSET <= i < OFFSET + 256).decode(errors="replace")
 
     def __getitem__(self, indices: Tensor) -> dict[str, Tensor]:
-        ids, mask = self.source.ids(indices)
-        labels, real = self.target.ids(indices)
-        return {
-            "input_ids": ids,
-            "attention_mask": mask.long(),
-            "labels": labels.masked_fill(~real, -100),
-        }
+        pad = (self._made.pad_token_id or 0) if self._made is not None else PAD
+        ids, real = self._rectangle(0, indices, pad)
+        labels, _ = self._rectangle(1, indices, -100)
+        return {"input_ids": ids, "attention_mask": real, "labels": labels}
+
+    def _rectangle(self, side: int, indices: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+        """The sentences at `indices` of one side, filled up with `pad`, and 1 where there are ids."""
+        ids = torch.full((len(indices), self._lengths[side]), pad)  # [B, length] int64
+        real = torch.zeros_like(ids)
+        for row, index in enumerate(indices.tolist()):
+            sentence = self._sides[side][index]
+            ids[row, : len(sentence)], real[row, : len(sentence)] = sentence, 1
+        return ids, real
 
 
-@final
-class Sentences:
-    """Sentences concatenated in one tensor, from which a batch is gathered without a loop."""
-
-    def __init__(self, sentences: Sequence[Tensor], length: int, pad: int) -> None:
-        self.flat = torch.cat([torch.zeros(0, dtype=torch.int32), *sentences])
-        self.sizes = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
-        self.ends = self.sizes.cumsum(0)  # [pairs]
-        self.positions, self.pad = torch.arange(length), pad
-
-    def ids(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers padded ids and a mask that is False for padding.
-
-        Shapes: `[B]` int64 -> `[B, length]` int64 and bool.
-        """
-        size = self.sizes[indices].unsqueeze(1)  # [B, 1]
-        places = (self.ends[indices].unsqueeze(1) - size + self.positions).clamp(max=len(self.flat) - 1)
-        real = self.positions < size
-        return self.flat[places].long().masked_fill(~real, self.pad), real
+def _byte_ids(sentence: bytes) -> list[int]:
+    """An id for each byte, and one for the end."""
+    return [*(byte + OFFSET for byte in sentence), END]
 
 
-def _byte_ids(sentences: Sequence[bytes]) -> list[Tensor]:
-    """The ids of each sentence, one per byte and one for the end."""
-    if not sentences:
-        return []
-    ends = torch.tensor([len(sentence) + 1 for sentence in sentences], dtype=torch.int64)
-    ids = torch.frombuffer(bytearray(b"\0".join([*sentences, b""])), dtype=torch.uint8).int() + OFFSET
-    ids[ends.cumsum(0) - 1] = END
-    return list(ids.split(ends.tolist()))  # type: ignore[no-untyped-call]
-
-
-def _tokens(columns: Sequence[Sequence[bytes]], tokenizer: str) -> list[list[Tensor]]:
-    """The ids of each sentence, with all that the tokenizer adds to an input and to a target."""
-    made, (inputs, targets) = load_tokenizer(tokenizer), ([text.decode() for text in side] for side in columns)
-    rows = made(inputs)["input_ids"], made(text_target=targets)["input_ids"]
-    return [[torch.tensor(row, dtype=torch.int32) for row in side] for side in rows]
+def _tokens(pairs: Sequence[SentencePair], made: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """The ids of each pair, with all that the tokenizer adds to an input and to a target."""
+    inputs, targets = ([sentence.decode() for sentence in side] for side in zip(*pairs, strict=True))
+    return zip(made(inputs)["input_ids"], made(text_target=targets)["input_ids"], strict=True)
 
 
 def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
@@ -152,30 +121,29 @@ def _hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[S
 
 def _read(source: str, split: str | None, column: str | None) -> tuple[str, list[SentencePair]]:
     """Reads a source: its label and its pairs."""
-    if hub.is_hub(source):
-        rows = hub.column(hub.hub_rows(source, split or "train"), column, ["translation"])
-        return hub.label(source), _stripped(source, _in_order(source, rows))
-    hub.refuse(source, split=split)
+    if readers.is_hub(source):
+        found = readers.column_of(readers.hub_rows(source, split or "train"), column, ["translation"])
+        return readers.label(source), _stripped(source, _in_order(source, found))
+    readers.refuse(source, split=split)
     file = locate(source) / "pairs.tsv" if source in _NAMED else check_source(source, _NAMED)
     name, suffix = source if source in _NAMED else file.stem, file.suffix.lower()
-    readable = f".tsv, {', '.join(sorted(own.ROWS))}"
+    readable = f".tsv, {', '.join(sorted(readers.ROWS))}"
     if file.is_dir():
         raise ValueError(f"{source} is a directory: pairs are in one file, {readable}")
-    if suffix in own.ROWS:
-        with own.in_file(file):
-            rows = own.values_of(file, own.ROWS[suffix](file), column or "translation")
-            return name, _stripped(source, _in_order(source, rows))
-    hub.refuse(source, column=column)
-    if suffix not in (".tsv", ""):
-        raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
-    with own.in_file(file), file.open(encoding="utf-8") as lines:
-        return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
+    with readers.in_file(file):
+        if suffix in readers.ROWS:
+            return name, _stripped(source, _in_order(source, readers.values_of(file, column or "translation")))
+        readers.refuse(source, column=column)
+        if suffix not in (".tsv", ""):
+            raise ValueError(f"{source} cannot be read as pairs: a source is {readable}")
+        with file.open(encoding="utf-8") as lines:
+            return name, _stripped(source, (line.rstrip("\r\n").split("\t") for line in lines if line.strip()))
 
 
-def _in_order(source: str, rows: Iterable[Any]) -> Iterator[Sequence[str]]:
+def _in_order(source: str, found: Iterable[Any]) -> Iterator[Sequence[str]]:
     """The texts of each row in the order of the first row's languages: the keys of an object in JSON have none."""
     first: list[str] = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(found, start=1):
         if not isinstance(row, dict):
             yield [row]
             continue
@@ -185,9 +153,9 @@ def _in_order(source: str, rows: Iterable[Any]) -> Iterator[Sequence[str]]:
         yield [row[name] for name in first]
 
 
-def _stripped(source: str, rows: Iterable[Sequence[str]]) -> list[SentencePair]:
+def _stripped(source: str, found: Iterable[Sequence[str]]) -> list[SentencePair]:
     pairs = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(found, start=1):
         if len(row) != 2:
             raise ValueError(f"{source}: pair {number} has {len(row)} columns, not 2")
         if row[0].strip() and row[1].strip():

@@ -16,10 +16,7 @@ def olmo2(
     hidden_size: int = 128,
     layers: int = 2,
     heads: int = 4,
-    key_value_heads: int | None = None,
     feed_forward: int = 512,
-    tie_embeddings: bool = False,
-    rope_theta: float = 10_000.0,
     dropout: float = 0.0,
 ) -> nn.Module:
     """Builds a causal language model.
@@ -31,10 +28,7 @@ def olmo2(
         hidden_size: Width of the residual stream.
         layers: Number of blocks.
         heads: Attention heads of each block; divides hidden_size.
-        key_value_heads: Fewer than `heads` for grouped-query attention; None for as many.
         feed_forward: Width of the gated feed-forward layer of each block.
-        tie_embeddings: Use the embedding matrix as output matrix.
-        rope_theta: Base of the rotary wavelengths; larger for longer contexts.
         dropout: On attention weights, the only dropout of OLMo2.
 
     Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
@@ -45,17 +39,14 @@ def olmo2(
     Reference: OLMo team, 2025, arXiv 2501.00656.
     """
     head_dim = head_width(hidden_size, heads)
-    groups = heads if key_value_heads is None else key_value_heads
-    require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward, key_value_heads=groups)
+    require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward)
     require_dropout(dropout)
-    if heads % groups:
-        raise ValueError(f"key_value_heads {groups} does not divide heads {heads}: each serves an equal group")
     require_even(head_dim, heads, hidden_size)
     transformers = transformers_or_error()
     config = transformers.Olmo2Config(
         vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         attention_dropout=dropout,
         # Every byte is text: the embedding of a padding token would be zero and get no gradient.
         pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",

@@ -22,7 +22,6 @@ def olmoe(
     active: int = 2,
     feed_forward: int = 256,
     balance: float = 0.01,
-    rope_theta: float = 10_000.0,
     dropout: float = 0.0,
 ) -> nn.Module:
     """Builds a causal language model with a mixture of experts.
@@ -40,7 +39,6 @@ def olmoe(
         feed_forward: Width of the gated feed-forward layer of each expert.
         balance: Weight of the loss that keeps experts equally busy; only in training, so that validation losses are in
             nats, as those of other models are.
-        rope_theta: Base of the rotary wavelengths; larger for longer contexts.
         dropout: On attention weights.
 
     Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
@@ -62,7 +60,7 @@ def olmoe(
     config = transformers.OlmoeConfig(
         vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=heads, num_experts=experts, num_experts_per_tok=active,
-        router_aux_loss_coef=balance, rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        router_aux_loss_coef=balance, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         attention_dropout=dropout,
         # Every byte is text: the embedding of a padding token would be zero and get no gradient.
         pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",

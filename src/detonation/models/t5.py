@@ -13,7 +13,6 @@ def t5(
     layers: int = 2,
     heads: int = 4,
     feed_forward: int = 512,
-    gated: bool = False,
     dropout: float = 0.0,
 ) -> nn.Module:
     """Builds a sequence-to-sequence model.
@@ -28,7 +27,6 @@ def t5(
         layers: Of the encoder, and of the decoder.
         heads: Attention heads of each block; divides hidden_size.
         feed_forward: Width of the feed-forward layer of each block.
-        gated: Use a gated GELU (T5 1.1, ByT5) instead of a ReLU, with half as many weights again.
         dropout: On hidden states and on attention weights.
 
     Shapes: `input_ids` and `attention_mask` `[B, S]`, `labels` `[B, T]`; all int64.
@@ -44,7 +42,7 @@ def t5(
     transformers = transformers_or_error()
     config = transformers.T5Config(
         vocab_size=vocab, d_model=hidden_size, d_kv=head_dim, d_ff=feed_forward, num_layers=layers, num_heads=heads,
-        feed_forward_proj="gated-gelu" if gated else "relu", dropout_rate=dropout,
+        feed_forward_proj="relu", dropout_rate=dropout,
         pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     model: nn.Module = transformers.T5ForConditionalGeneration(config)

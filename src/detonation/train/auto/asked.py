@@ -10,7 +10,7 @@ from detonation.plan.search import BUDGET, settings
 from detonation.plan.spelling import changed, spelled
 from detonation.train.loop.session import check_config, check_levels, scheme_of
 from detonation.train.recipe import optimizers
-from detonation.train.recipe.layers import Layers
+from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, require
 
 AUTO = "auto"

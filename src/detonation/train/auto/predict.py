@@ -9,7 +9,7 @@ from detonation.core.link.link_speed import hops
 from detonation.core.schemes.traffic import CollectiveKind
 from detonation.plan.cost import Cost, Network, Work, cost
 from detonation.train.loop.session import scheme_of
-from detonation.train.recipe.layers import read_layers
+from detonation.train.recipe.resolve import read_layers
 from detonation.train.recipe.schema import Config, TrainConfig
 from detonation.train.recipe.sizes import shard_shapes
 

@@ -18,8 +18,8 @@ from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import ParameterScheme
 from detonation.data import Data, Streamed
-from detonation.train.loop.counts import Counts, counted
 from detonation.train.loop.session import Session
+from detonation.train.loop.summary import Counts, counted
 from detonation.train.output.directory import Unwritable
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import settings_of, to_table

@@ -1,4 +1,4 @@
-"""Every key of a recipe, from the dataclasses and functions that take it: for people, and as a JSON schema."""
+"""Every key of a recipe, from the dataclasses and functions that take it."""
 
 import dataclasses
 import inspect
@@ -92,38 +92,6 @@ def key_lines() -> Iterator[str]:
     yield "[optimizer] also takes the arguments of the optimizer:"
     yield f"  {', '.join(sorted(optimizer_classes().keys() - REFUSED))}"
     yield "[tuned.SCHEME] holds [scheme], [optimizer], [schedule] and [train] for runs under that scheme."
-
-
-def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, for editors that check TOML (draft 7)."""
-    properties: dict[str, Any] = {}
-    for key in recipe_keys():
-        described = {"type": key.kind, **({"description": key.meaning} if key.meaning else {})}
-        described |= {} if key.default is None else {"default": _plain(key.default)}
-        if not key.table:
-            properties[key.name] = described
-            continue
-        # The arguments of functions of one's own are keys, too.
-        free = key.table in (*_CHOOSERS, "optimizer")
-        table = properties.setdefault(
-            key.table, {"type": "object", "properties": {}, "required": [], "additionalProperties": free}
-        )
-        known = table["properties"].setdefault(key.name, described)
-        if known["type"] != key.kind:  # two owners take it as different things
-            table["properties"][key.name] = {}
-        if key.required and not key.owner:
-            table["required"].append(key.name)
-    levels = {"type": "array", "items": {"type": "object", "required": ["axis", "replicas", "name"]}}
-    properties["scheme"] = {"anyOf": [properties["scheme"], levels]}
-    properties["tuned"] = {"type": "object", "description": "Settings for runs under each scheme."}
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "A recipe of detonation",
-        "type": "object",
-        "properties": properties,
-        "required": ["model", "data", "scheme", "optimizer", "train"],
-        "additionalProperties": False,
-    }
 
 
 def keys_of(

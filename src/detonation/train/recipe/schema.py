@@ -166,7 +166,6 @@ class MeshConfig:
         shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
         shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or "fp32".
         shard_rotate: Rotate blocks of gradients by a Hadamard matrix before they are quantized.
-        shard_resync_every: Exchanges of weights after which one is exact; 0 only at the start.
         slow_backend: "gloo" carries messages between replicas over TCP, from host memory, where NCCL cannot; NCCL
             serves the ranks of a node all the same. "" takes the backend of the device.
         elastic: Train on without a replica that is lost, in the same processes, over gloo.
@@ -185,7 +184,6 @@ class MeshConfig:
     shard_weights: str = "fp32"
     shard_gradients: str = "fp32"
     shard_rotate: bool = False
-    shard_resync_every: int = 0
     slow_backend: str = ""
     elastic: bool = False
     min_replicas: int = 1
@@ -218,7 +216,7 @@ class MeshConfig:
         if self.shard_nodes == 1:
             return None
         kinds = self.shard_weights, self.shard_gradients
-        return ShardWire(*kinds, self.shard_nodes, self.shard_resync_every, self.shard_rotate, self.emulated)
+        return ShardWire(*kinds, self.shard_nodes, rotate=self.shard_rotate, link=self.emulated)
 
     @property
     def emulated(self) -> str:
@@ -226,7 +224,7 @@ class MeshConfig:
         return "" if self.namespaces else self.link
 
 
-_SHARD_KEYS = ("shard_weights", "shard_gradients", "shard_rotate", "shard_resync_every")
+_SHARD_KEYS = ("shard_weights", "shard_gradients", "shard_rotate")
 """Keys of [mesh] that say something about copies on several nodes only."""
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from detonation.cluster.machine.usage import peak_flops, peak_memory
-from detonation.train.loop import counts
 from detonation.train.loop.session import Session
-from detonation.train.loop.summary import portion
+from detonation.train.loop.summary import NOTHING, Counts, portion
 from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.misfits import misfits
+from detonation.train.recipe.sizes import misfits
 
 
 class Recorder:
@@ -32,7 +31,7 @@ class Recorder:
         path: Path,
         screen: Screen,
         done: int,
-        before: counts.Counts = counts.NOTHING,
+        before: Counts = NOTHING,
         kept: Sequence[metrics.Record] = (),
         tuned: bool = False,
     ) -> None:

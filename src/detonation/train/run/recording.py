@@ -12,7 +12,7 @@ from detonation.log.writer import UpdateLog
 from detonation.train.loop.session import Session
 from detonation.train.output import directory
 from detonation.train.recipe.tables import to_table
-from detonation.train.run.joining import own_address
+from detonation.train.run.elastic_run import own_address
 
 
 class Recording:

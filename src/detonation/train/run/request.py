@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from detonation.cluster.init import LaunchPosition
-from detonation.train.recipe.layers import Layers, read_layers
+from detonation.train.recipe.resolve import Layers, read_layers
 from detonation.train.recipe.schema import Config, Table, require
 
 _R = TypeVar("_R")

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +26,8 @@ from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
 from detonation.train.recipe.schema import MeshConfig, Table
 from detonation.train.recipe.sizes import check_sizes
-from detonation.train.run.joining import check_place
+from detonation.train.run.elastic_run import check_place
 from detonation.train.run.request import Request, configure, from_plain, to_plain
-from detonation.train.run.restarts import restartable, restarted
 from detonation.train.run.worker import RunTask, train_on_rank
 
 _W = TypeVar("_W")
@@ -190,3 +189,22 @@ def _finished(request: Request, place: LaunchPosition | None) -> Table | None:
     if directory.steps_finished(request.out) < configure(request, place).train.steps:
         return None
     return {**directory.read_json(request.out / directory.SUMMARY), "directory": str(request.out)}
+
+
+def restarted(env: Mapping[str, str]) -> bool:
+    """True from the second start on: torchrun counts its restarts, SLURM the times it has queued the job again."""
+    return _count(env, "TORCHELASTIC_RESTART_COUNT") > 0 or _count(env, "SLURM_RESTART_COUNT") > 0
+
+
+def restartable(env: Mapping[str, str]) -> bool:
+    """True where another start with the same command line may follow, or has come before.
+
+    >>> restartable({"TORCHELASTIC_MAX_RESTARTS": "3"}), restartable({"TORCHELASTIC_MAX_RESTARTS": "0"})
+    (True, False)
+    """
+    return _count(env, "TORCHELASTIC_MAX_RESTARTS") > 0 or restarted(env)
+
+
+def _count(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "0")
+    return int(text) if text.isdigit() else 0

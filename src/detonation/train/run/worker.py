@@ -22,19 +22,17 @@ from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Adapter, Followed
 from detonation.train.auto.asked import Asked
 from detonation.train.auto.decide import Chosen, again, decide
-from detonation.train.loop import counts
 from detonation.train.loop.checkpoints import open_checkpoints, resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session, start_session
-from detonation.train.loop.summary import summarise
+from detonation.train.loop.summary import saved_counts, summarise
 from detonation.train.output import directory, metrics
 from detonation.train.output.environment import environment
 from detonation.train.output.screen import Screen
-from detonation.train.recipe.layers import Layers
+from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
-from detonation.train.run.joining import joined_session
-from detonation.train.run.lost_replicas import Losses
+from detonation.train.run.elastic_run import Losses, joined_session
 from detonation.train.run.recorder import Recorder
 from detonation.train.run.recording import Recording
 from detonation.train.run.request import Request
@@ -95,7 +93,7 @@ def train_on_rank(task: RunTask) -> Table:
             found = resume(session, path / directory.CHECKPOINTS, task.may_start) if task.resume else (None, [])
             _expect(session)
             loaded, resumed = found
-            before = counts.saved(loaded.extra if loaded else {})
+            before = saved_counts(loaded.extra if loaded else {})
             adapter, more = _adapter(session, task, chosen, loaded)
             done = loaded.step if loaded else 0
             if done > config.train.steps:

@@ -21,7 +21,7 @@ from detonation.plan.spelling import changed
 from detonation.train.recipe.schema import Config, require
 
 if TYPE_CHECKING:
-    from detonation.train.recipe.layers import Layers
+    from detonation.train.recipe.resolve import Layers
 
 _ROUNDED = 0.05
 """Numbers of parameters that differ by no more may be of one model: people write 1.2b."""
@@ -103,7 +103,7 @@ def _same_world(question: Question, profile: Profile) -> None:
 
 def _layers(question: Question, profile: Profile | None) -> "Layers":
     # imported for a recipe alone, as models and FSDP below: they take a second, and arithmetic needs none of it
-    from detonation.train.recipe.layers import read_layers
+    from detonation.train.recipe.resolve import read_layers
 
     assert question.recipe is not None
     replicas, shards = question.replicas, question.shards

@@ -18,8 +18,7 @@ from detonation.train.auto.asked import standing
 from detonation.train.loop.session import Session, between_replicas, check_config, slowed, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output.environment import environment
-from detonation.train.recipe.layers import Layers, fill_mesh, read_layers
-from detonation.train.recipe.resolve import merge
+from detonation.train.recipe.resolve import Layers, fill_mesh, merge, read_layers
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
 from detonation.train.run.request import from_plain, to_plain
 from detonation.train.run.start import check_namespaces, compute_with_one_thread, on_ranks

@@ -24,8 +24,7 @@ from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.environment import environment
 from detonation.train.output.screen import Screen
 from detonation.train.recipe import optimizers
-from detonation.train.recipe.layers import read_layers
-from detonation.train.recipe.resolve import parse_sets
+from detonation.train.recipe.resolve import parse_sets, read_layers
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import to_table
 from detonation.train.run.recorder import Recorder

@@ -10,11 +10,9 @@ from typing import Any
 import tomli_w
 import torch
 
-from detonation.data.download.extras import needs
-from detonation.data.formats.documents import ROWS
-from detonation.data.formats.hub import is_saved
-from detonation.data.formats.image_files import SUFFIXES
-from detonation.data.tokens import token_files
+from detonation.data.packages import needs
+from detonation.data.pictures import SUFFIXES
+from detonation.data.readers import ROWS, is_saved
 from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.loop.session import check_config
 from detonation.train.recipe.resolve import read_recipe, resolve
@@ -76,7 +74,7 @@ def _look(directory: Path) -> _Found:
     if models:
         weights = any(models[0].glob("*.safetensors"))
         found = replace(found, task=_task_of(models[0]), model=f"{HUB_PREFIX}{models[0]}", pretrained=weights)
-    words = [folder for folder in [*models[:1], *folders] if token_files(folder)]
+    words = [folder for folder in [*models[:1], *folders] if _has_tokenizer(folder)]
     for data in _data(
         directory, [folder for folder in folders if folder not in (*models, *words) or folder == directory]
     ):
@@ -240,3 +238,7 @@ lr = {adamw}
 scheme = {{ every = 20 }}
 optimizer = {{ name = "AdamW", lr = {adamw} }}
 """
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "spiece.model"))

@@ -1,7 +1,10 @@
-"""A run among replicas that may be lost, or come: its place where they meet, and the session of one that comes in."""
+"""A run among replicas that may be lost, or come: where it may start, those that come in, and those it has lost."""
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -10,11 +13,15 @@ from detonation.cluster.init import LaunchPosition
 from detonation.cluster.machine.interfaces import addresses_of, host_and_port
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
+from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.guests import Guest
 from detonation.feed.admission import admitted
+from detonation.feed.shared_state import memory_norm
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
 from detonation.train.loop.world import ElasticRanks, require_same_settings
-from detonation.train.recipe.schema import Config
+from detonation.train.output import directory
+from detonation.train.recipe.schema import Config, Table
+from detonation.train.run.recorder import Recorder
 from detonation.train.run.request import Request
 
 _WAIT_S = 300.0
@@ -58,3 +65,51 @@ def joined_session(config: Config, device: torch.device, address: str) -> Sessio
 def own_address() -> str:
     """The address of this machine at which a replica that comes in finds the state."""
     return next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")
+
+
+class Losses:
+    """The replicas that a run has lost and survived; nothing where a loss ends the run."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._told = session, 0
+        self._world = session.world if isinstance(session.world, ElasticRanks) else None
+        self._lock: directory.RunDirectory | None = None
+        self._losses: list[Table] = []
+
+    def news(self, path: Path, recorder: Recorder) -> list[str]:
+        """The losses since the last call, in lines. The first replica that is left takes over the run directory."""
+        if self._world is None:
+            return []
+        if recorder.take_over():
+            with contextlib.suppress(directory.InUse):  # by the lost one, which only stands still
+                self._lock = directory.RunDirectory(path)
+        new, self._told = self._world.changes[self._told :], len(self._world.changes)
+        return [line for change in new for line in self._lines(change)]
+
+    def _lines(self, change: SurvivedLoss) -> Iterator[str]:
+        if change.came:
+            yield f"replica {_numbers(change.came)} has come in before step {change.next_step + 1}"
+        if change.replicas:
+            norm, seconds = memory_norm(self._session.optimizer), change.recovered_s
+            found = {"replicas": [*change.replicas], "last_step": change.next_step, "recovered_s": seconds}
+            self._losses.append({**found, "memory_norm": norm})
+            went_on = f"the others went on {seconds:.2f} s after the notice"
+            lost = f"lost replica {_numbers(change.replicas)} after step {change.next_step}"
+            yield f"{lost}, and its memory (here of norm {norm:.3g}); {went_on}"
+
+    def table(self) -> Table:
+        """The losses, for the summary."""
+        if self._world is None:
+            return {}
+        return {"replicas_left": self._session.optimizer.coordinates.replicas, "losses": self._losses}
+
+    def close(self) -> None:
+        """Leaves together with the replicas that are left."""
+        if self._world is not None:
+            self._world.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _numbers(replicas: Sequence[int]) -> str:
+    return ", ".join(map(str, replicas))

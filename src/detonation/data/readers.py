@@ -1,0 +1,215 @@
+"""Documents and rows: in text files, JSON lines, CSV and Parquet, and in data sets of the hub by `datasets`."""
+
+import contextlib
+import csv
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from detonation.data.packages import needs
+
+Row = Mapping[str, Any]
+PREFIX = "hf:"
+PLAIN = {"", ".txt", ".text", ".md"}
+"""Suffixes of files that are one document each."""
+_SAVED = ("dataset_dict.json", "state.json")
+"""The marks of a directory that `save_to_disk` has written."""
+_BUILDERS = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, line {number} is {line.strip()[:40]!r}, must be an object")
+                yield row
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, which a text may exceed
+    with path.open(encoding="utf-8", newline="") as lines:
+        try:
+            yield from csv.DictReader(lines)
+        except csv.Error as error:
+            raise ValueError(f"{path} is no CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    parquet, damaged = needs("pyarrow.parquet", "hub"), needs("pyarrow", "hub").ArrowException
+    with path.open("rb") as file:
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+        except (damaged, OSError) as error:  # of either kind, by the place of the damage
+            reason = _first_line(error).rstrip(".")
+            raise ValueError(f"{path} is no whole Parquet file: {reason}; copy or download it again") from error
+
+
+ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
+"""Suffixes of files of rows, with their readers."""
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a source: `path` itself, or all files below a directory, hidden ones aside, by name.
+
+    Raises:
+        ValueError: There is none, or one has a suffix that cannot be read.
+    """
+    inside = (file for file in path.rglob("*") if file.is_file())
+    found = sorted(f for f in inside if not any(p.startswith(".") for p in f.relative_to(path).parts))
+    files = found if path.is_dir() else [path]
+    other = [file for file in files if file.suffix.lower() not in {*PLAIN, *ROWS}]
+    readable = ", ".join(sorted({*PLAIN, *ROWS} - {""}))
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise ValueError(f"{other[0]}{more} cannot be read as text: a source holds {readable}")
+    if not files:
+        raise ValueError(f"{path} holds no file of text ({readable})")
+    return files
+
+
+@contextlib.contextmanager
+def in_file(path: Path) -> Iterator[None]:
+    """Turns the errors of a `path` that cannot be read, or holds no Unicode, into a `ValueError` that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        remedy = f"convert it, as with iconv -f LATIN1 -t UTF-8 {path.name}"
+        raise ValueError(f"{path} is not UTF-8 ({byte}): {remedy}") from error
+    except UnicodeEncodeError as error:  # JSON can spell half a character
+        half = f"U+{ord(error.object[error.start]):04X}"
+        raise ValueError(f"{path} has text that is not Unicode ({half}): remove or replace it") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def documents(path: Path, column: str | None) -> list[bytes]:
+    """The documents of a file or a directory: a text file is one, and so is the `column` of each row ("text").
+
+    Raises:
+        ValueError: A file cannot be read, has no such column, or has no columns and `column` is given.
+    """
+    files = files_of(path)
+    if column is not None and all(file.suffix.lower() in PLAIN for file in files):
+        raise ValueError(f"column is for sources of rows; {path} would ignore it")
+    found: list[bytes] = []
+    for file in files:
+        with in_file(file):
+            if file.suffix.lower() in ROWS:
+                found.extend(str(value).encode() for value in values_of(file, column or "text") if value)
+            else:
+                found.append(file.read_bytes())
+    return found
+
+
+def values_of(path: Path, name: str) -> Iterator[Any]:
+    """The values of column `name` in a file of rows; `ValueError` with the columns that there are where it has none."""
+    for number, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
+        if name not in row:
+            raise ValueError(f"{path}, row {number} has no column {name}; there are {', '.join(map(str, row))}")
+        yield row[name]
+
+
+def is_hub(source: str) -> bool:
+    """True for the spelling of a data set of the hub, and for a directory of `save_to_disk`."""
+    return source.startswith(PREFIX) or is_saved(Path(source).expanduser())
+
+
+def is_saved(folder: Path) -> bool:
+    """True for a directory that `datasets` has saved."""
+    return any((folder / mark).is_file() for mark in _SAVED)
+
+
+def label(source: str) -> str:
+    """Shortens a source of the hub to a label for figures.
+
+    >>> label("hf:allenai/c4:en")
+    'c4'
+    """
+    return _parts(source)[0].rstrip("/").rsplit("/", 1)[-1]
+
+
+def column_of(rows: Any, name: str | None, usual: Sequence[str]) -> Any:
+    """The values of column `name` of rows of the hub, or without a name of the first `usual` column that exists."""
+    wanted = [name] if name is not None else usual
+    for candidate in wanted:
+        if candidate in rows.column_names:
+            return rows[candidate]
+    raise ValueError(f"no column {' or '.join(wanted)}; there are {', '.join(rows.column_names)}")
+
+
+def hub_rows(source: str, split: str) -> Any:
+    """Loads one split as a `datasets.Dataset`; `split` may be a slice such as `train[:1%]`, but of a saved directory.
+
+    Raises `ValueError` in one line where the set cannot be reached, or has no such configuration or split.
+    """
+    name, config = _parts(source)
+    datasets = needs("datasets", "hub")
+    with one_line(source):
+        if not is_saved(Path(name).expanduser()):
+            return datasets.load_dataset(name, config, split=split)
+        found = datasets.load_from_disk(str(Path(name).expanduser()))
+        splits = found if isinstance(found, dict) else {"train": found}
+        if split not in splits:
+            raise ValueError(f"no split {split}; there are {', '.join(splits)}")
+        return splits[split]
+
+
+def stream(source: str, split: str) -> Any:
+    """One split as a `datasets.IterableDataset`, of which nothing is read yet; also of a file or directory of rows.
+
+    Raises `ValueError` as `hub_rows` does.
+    """
+    datasets, (name, config), path = needs("datasets", "hub"), _parts(source), Path(source).expanduser()
+    with one_line(source):
+        if is_saved(Path(name).expanduser()):
+            return hub_rows(source, split).to_iterable_dataset()
+        if source.startswith(PREFIX):
+            return datasets.load_dataset(name, config, split=split, streaming=True)
+        files = files_of(path) if path.is_dir() else [path]
+        builder, *others = {_BUILDERS.get(file.suffix.lower()) for file in files}
+        if others or builder is None:
+            raise ValueError(f"a stream reads files of one suffix, of {', '.join(_BUILDERS)}")
+        return datasets.load_dataset(builder, data_files=list(map(str, files)), split="train", streaming=True)
+
+
+@contextlib.contextmanager
+def one_line(source: str) -> Iterator[None]:
+    """Turns the errors of `datasets` into a `ValueError` of one line that names the source."""
+    bars = getattr(sys.modules.get("datasets"), "disable_progress_bars", None)
+    if bars is not None:
+        bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each try
+    try:
+        yield
+    except ConnectionError as error:
+        raise ValueError(f"{source}: the hub cannot be reached from here ({_first_line(error)})") from error
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{source}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def refuse(source: str, **settings: Any) -> None:
+    """Raises `ValueError` for a hub setting that another `source` would ignore."""
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(f"{name} is for sources hf:NAME; {source} would ignore it")
+
+
+def _parts(source: str) -> tuple[str, str | None]:
+    name, _, config = source.removeprefix(PREFIX).partition(":")
+    if not name:
+        raise ValueError(f"{source!r} names no data set: write hf:NAME or hf:NAME:CONFIG")
+    return name, config or None
