@@ -55,10 +55,6 @@ from detonation.core.schemes.rotating import slicing as slicing
 from detonation.core.schemes.rotating import striding as striding
 from detonation.core.schemes.scheme import Scheme as Scheme
 from detonation.core.schemes.traffic import LargerThanDense as LargerThanDense
-from detonation.core.shard.units import resync_weights as resync_weights
-from detonation.core.shard.units import shard_bytes_sent as shard_bytes_sent
-from detonation.core.shard.wire import ShardWire as ShardWire
-from detonation.core.shard.wire import shard_wire as shard_wire
 from detonation.feed.admission import Admission as Admission
 from detonation.feed.admission import admitted as admitted
 from detonation.feed.follower import Follower as Follower
@@ -71,4 +67,8 @@ from detonation.log.records import DamagedLog as DamagedLog
 from detonation.log.repeat import replay as replay
 from detonation.log.writer import UpdateLog as UpdateLog
 from detonation.plan.auto import auto as auto
+from detonation.shard_wire.units import resync_weights as resync_weights
+from detonation.shard_wire.units import shard_bytes_sent as shard_bytes_sent
+from detonation.shard_wire.wire import ShardWire as ShardWire
+from detonation.shard_wire.wire import shard_wire as shard_wire
 from detonation.version import __version__ as __version__

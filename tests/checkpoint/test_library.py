@@ -18,7 +18,7 @@ from detonation.checkpoint.files import manifest
 from detonation.checkpoint.load import restore
 from detonation.checkpoint.rank_state import weights
 from detonation.checkpoint.save import snapshot
-from detonation.core.shard import gathered
+from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 
 DEMO = dt.demo(topk=4, chunk=16)

@@ -5,10 +5,10 @@ import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
-from detonation.core.shard.all_gather import DifferenceGather
-from detonation.core.shard.integers import BlockIntegers
-from detonation.core.shard.moves import WEIGHT_MOVES
-from detonation.core.shard.reduce_scatter import ErrorFeedbackReduce
+from detonation.shard_wire.all_gather import DifferenceGather
+from detonation.shard_wire.integers import BlockIntegers
+from detonation.shard_wire.moves import WEIGHT_MOVES
+from detonation.shard_wire.reduce_scatter import ErrorFeedbackReduce
 
 CODECS = {
     "4bit": (BlockIntegers(4), 0.14),

@@ -35,24 +35,24 @@ HOUSE = {
     "core/schemes": ("core/integrity", NONE),
     "core/engine": ("core/integrity", NONE),
     "core/link": ("core/schemes core/engine", ANY),
-    "core/shard": ("core/link", ANY),
     "core/exchange": ("core/link", NONE),
-    "core/replicator": ("core/exchange core/shard", NONE),
+    "core/replicator": ("core/exchange", NONE),
     "core/agreement": ("core/replicator", DTENSOR),
     "core/optimizer": ("core/agreement", ANY),
     "core": ("core/optimizer", NONE),
+    "shard_wire": ("core", ANY),
     "cluster/machine": ("core", NONE),
     "cluster/processes": ("cluster/machine core", ANY),
     "cluster/init": ("cluster/processes core", ANY),
     "cluster/network": ("cluster/init core", ANY),
     "cluster/survive": ("cluster/init core", ANY),
-    "cluster": ("cluster/network cluster/survive core", ANY),
+    "cluster": ("cluster/network cluster/survive shard_wire core", ANY),
     "checkpoint/files": ("core", DTENSOR),
     "checkpoint/gather": ("core", ANY),
     "checkpoint/rank_state": ("core", ANY),
     "checkpoint/volumes": ("checkpoint/files core", NONE),
-    "checkpoint/save": ("checkpoint/volumes checkpoint/gather checkpoint/rank_state core", ANY),
-    "checkpoint/load": ("checkpoint/save core", ANY),
+    "checkpoint/save": ("checkpoint/volumes checkpoint/gather checkpoint/rank_state shard_wire core", ANY),
+    "checkpoint/load": ("checkpoint/save shard_wire core", ANY),
     "checkpoint": ("checkpoint/load core", NONE),
     "log": ("core", NONE),
     "feed/connection": ("log cluster/machine core", NONE),
@@ -65,11 +65,11 @@ HOUSE = {
     "report/figures": ("report/read", NONE),
     "report/page": ("report/terminal report/figures", NONE),
     "report": ("report/page", NONE),
-    "plan": ("cluster core", ANY),
+    "plan": ("cluster shard_wire core", ANY),
     "integrations": ("checkpoint cluster core", ANY),
-    "train/recipe": ("cluster/init core models data", NONE),
+    "train/recipe": ("cluster/init shard_wire core models data", NONE),
     "train/output": ("train/recipe cluster data report", NONE),
-    "train/loop": ("train/output checkpoint cluster core data models", ANY),
+    "train/loop": ("train/output checkpoint cluster shard_wire core data models", ANY),
     "train/auto": ("train/loop plan cluster core", ANY),
     "train/run": ("train/auto plan checkpoint log feed cluster core", ANY),
     "train/verbs": ("train/run plan checkpoint log feed cluster core data models report", ANY),
@@ -165,6 +165,11 @@ def test_folders_import_downwards(path):
 @pytest.mark.parametrize("path", INSIDE)
 def test_nobody_inside_imports_the_face(path):
     assert FACE not in ours(path)
+
+
+@pytest.mark.parametrize("path", [path for path in INSIDE if path.startswith("core/")])
+def test_core_imports_no_room(path):
+    assert {name.split("/")[0] for name in ours(path)} <= {"core", "kernels", "choices", "version"}
 
 
 def test_the_kernels_have_one_door():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.shard.gathered import local_parameters
 
 
 def run_identity(optimizer: Replicated) -> dict[str, Any]:

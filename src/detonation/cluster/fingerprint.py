@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.link.communicator import carries
-from detonation.core.shard.gathered import local_parameters
+from detonation.core.optimizer.gathered import local_parameters
 
 
 def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:

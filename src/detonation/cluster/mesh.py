@@ -17,9 +17,9 @@ from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
 from detonation.core.link.link_speed import SLOW_BACKENDS
-from detonation.core.shard.gathered import local_parameters
-from detonation.core.shard.units import join_units, resync_weights
-from detonation.core.shard.wire import ShardWire
+from detonation.core.optimizer.gathered import local_parameters
+from detonation.shard_wire.units import join_units, resync_weights
+from detonation.shard_wire.wire import ShardWire
 
 
 def init_mesh(

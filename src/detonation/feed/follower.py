@@ -15,8 +15,8 @@ from detonation.core.agreement.safety import Safety
 from detonation.core.errors import DetonationError
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.shard.gathered import local_parameters
 from detonation.feed.connection.listener import host_and_port
 from detonation.feed.connection.token import checked_token
 from detonation.feed.newcomer import joined_optimizer

@@ -10,10 +10,10 @@ from detonation.checkpoint.files.box import Box
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.reconfigure import welcome
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shard import MakeOptimizer, ShardFollower, base_optimizer, scheme_of_training
 from detonation.feed.shared_state import is_shared, part_of
 

@@ -15,11 +15,11 @@ from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.tensors import local
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shard_views import require_elementwise, shard_views
 from detonation.feed.shared_state import (
     BUFFERS,

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import ShardReader
 from detonation.core.flat.tensors import padding_row
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.trained import note_padding
-from detonation.core.shard.gathered import local_parameters
 from detonation.feed.shared_state import part_of
 
 

@@ -18,9 +18,9 @@ from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import shard
 from detonation.core.agreement.safety import Safety
+from detonation.core.optimizer.gathered import before_forward
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.shard.gathered import before_forward
 from detonation.integrations.fabric import PART, ReplicatedWorld, forget_replicas, refuse_scaler
 
 try:

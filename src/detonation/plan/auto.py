@@ -15,10 +15,10 @@ from detonation.cluster.network.measure import probe_axis
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
-from detonation.core.shard.gathered import local_parameters
 from detonation.plan.choice import check_budget, why
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import trained_by

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from detonation.core.shard.wire import ShardWire
-from detonation.core.shard.wire_bytes import gradient_bytes, weight_bytes, wire_memory
 from detonation.plan.cost import Network, Shapes
+from detonation.shard_wire.wire import ShardWire
+from detonation.shard_wire.wire_bytes import gradient_bytes, weight_bytes, wire_memory
 
 FSDP2 = "FSDP2"
 WIRES = {

@@ -16,11 +16,11 @@ from detonation.checkpoint.load.shard_residuals import SHARD, merge_shard_state
 from detonation.checkpoint.rank_state import frozen_weights, generators, groups, run_identity, weights
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
 from detonation.core.replicator.local_state import SILENT_STEPS, require_same_keys
-from detonation.core.shard.gathered import local_parameters
-from detonation.core.shard.units import load_shard_state, shard_units
+from detonation.shard_wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"

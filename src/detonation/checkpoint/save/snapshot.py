@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.rank_state import frozen_weights, generators, groups, weights
 from detonation.core.flat.tensors import local
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.shard.gathered import local_parameters
-from detonation.core.shard.units import shard_state
+from detonation.shard_wire.units import shard_state
 
 _log = logging.getLogger("detonation.checkpoint")
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from detonation.core.agreement.desync import differences, repaired
 from detonation.core.flat.tensors import bare_name, local
+from detonation.core.flat.weight_hooks import compared
 from detonation.core.link.link import Link
 from detonation.core.replicator.base import Replicator
-from detonation.core.shard.units import mend_references
 
 _log = logging.getLogger("detonation")
 
@@ -47,11 +47,9 @@ class BufferSync:
     def __call__(self, replicators: Sequence[Replicator]) -> None:
         """Compares the buffers over the link of each level in turn, and averages those that differ. Collective.
 
-        So are the references of a model whose shards lie on several nodes, which become exact where they differ.
-
         Sends 8 bytes per buffer, which do not count as sent, and the buffers that differ, which do.
         """
-        mend_references(self._model)
+        compared(self._model)
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self._model).items()}
         if not buffers:  # the same model on all replicas, so the same decision
             return

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from detonation.core.flat.tensors import local
-from detonation.core.shard.gathered import local_parameters, reshard, shown_units
+from detonation.core.optimizer.gathered import local_parameters, reshard, shown_units
 
 _TRAINED = weakref.WeakSet["TrainedParameters"]()
 """Of all replicated optimizers of this process."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of
+from detonation.core.flat.weight_hooks import moved
 from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.base import Replicator
@@ -18,7 +19,6 @@ from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError
 from detonation.core.replicator.pending import LookAhead, OwnUpdate, Pending, step_on, taken
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
-from detonation.core.shard.moves import WEIGHT_MOVES
 
 
 class LateSender(Protocol):
@@ -131,12 +131,12 @@ class GradientReplicator(Replicator):
 
     def enter_agreed(self) -> None:
         if self._lookahead and self._lookahead.back():
-            WEIGHT_MOVES()
+            moved()
 
     def leave_agreed(self) -> None:
         if self._lookahead:
             self._lookahead.move(self._own_updates.waiting())
-            WEIGHT_MOVES()
+            moved()
 
     def go_on(self) -> None:
         if self._lookahead:

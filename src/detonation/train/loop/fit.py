@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
-from detonation.core.shard.units import shard_bytes_sent
 from detonation.data import batch
+from detonation.shard_wire.units import shard_bytes_sent
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.loop.world import Alone, ElasticRanks

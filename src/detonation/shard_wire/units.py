@@ -12,13 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import largest_local_shape, local
+from detonation.core.flat.weight_hooks import ON_COMPARISON, ON_MOVE
 from detonation.core.link.link import Link
-from detonation.core.shard.all_gather import DifferenceGather
-from detonation.core.shard.gathered import local_parameters, reshard
-from detonation.core.shard.integers import BlockIntegers
-from detonation.core.shard.moves import WEIGHT_MOVES
-from detonation.core.shard.reduce_scatter import ErrorFeedbackReduce
-from detonation.core.shard.wire import WIDTHS, ShardWire
+from detonation.core.optimizer.gathered import local_parameters, reshard
+from detonation.shard_wire.all_gather import DifferenceGather
+from detonation.shard_wire.integers import BlockIntegers
+from detonation.shard_wire.moves import WEIGHT_MOVES
+from detonation.shard_wire.reduce_scatter import ErrorFeedbackReduce
+from detonation.shard_wire.wire import WIDTHS, ShardWire
 
 _UNIT = "_detonation_shard_unit"
 _log = logging.getLogger("detonation")
@@ -207,3 +208,7 @@ def mend_references(model: nn.Module) -> None:
 
 def _padded(shard: Tensor, size: int) -> Tensor:  # local shape -> [size]
     return torch.nn.functional.pad(shard.reshape(-1), (0, size - shard.numel()))
+
+
+ON_MOVE.append(WEIGHT_MOVES)
+ON_COMPARISON.append(mend_references)
