@@ -110,7 +110,7 @@ class StopConsensus:
 
         Repeating it after an error, with new messages, would part replicas.
         """
-        if self.sits_out(step):
+        if self.balance is not None and self.balance.idle(step):
             return
         try:
             take()

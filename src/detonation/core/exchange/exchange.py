@@ -26,7 +26,7 @@ class Exchange(Protocol):
     """Sends messages through one or two collectives. All replicas call its methods in the same order."""
 
     secluded: bool
-    """True if a replica receives messages that the others do not see."""
+    """True if a replica receives messages that the others do not see, and answers them in a second collective."""
 
     def start(self, step: int) -> Message:
         """The message of `step`, with nothing in it."""
@@ -50,7 +50,7 @@ class Exchange(Protocol):
         ...
 
     def forward(self, message: Message) -> None:
-        """Starts the second collective, if there is one; called for all messages before the first `receive`."""
+        """Starts the second collective, where `secluded`; called for all messages before the first `receive`."""
         ...
 
     def receive(self, message: Message) -> Received:

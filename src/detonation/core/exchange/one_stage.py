@@ -137,18 +137,19 @@ class AllGather:
     def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
         self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
         self._workspace, self._fresh = workspace_for(scheme, link, guard.kernels is not None), fresh(guard)
-        self._unit = aligned_rows(codec)
+        self._unit, self._width = aligned_rows(codec), codec.width(rows, HEADER_BYTES)
+        self._has_codes = not isinstance(codec.precision, Float)
 
     def start(self, step: int) -> Message:
         return Message(step, self._codec, self._guard.kernels)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         room = 0 if first else HEADER_BYTES
-        whole = rows == self._rows  # which is sealed where it lies
-        shape = 1, self._codec.width(rows, room) if whole else room + self._codec.nbytes(rows)
+        # a whole message is sealed where it lies
+        shape = 1, self._width if rows == self._rows else room + self._codec.nbytes(rows)
         memory = self._fresh and partial(self._fresh, *shape)
         memory = memory or partial(self._workspace.take, ("run", first), shape, self._guard.usual.device)
-        zeros = negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
+        zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, self._link.replicas)
         message.waiting = run = MessageRows(self._codec, rows, memory, first, room, negative_zeros=zeros)
         return run
 

@@ -11,6 +11,7 @@ from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
+from detonation.core.codec.precision import Float
 from detonation.core.engine.accelerated import replying_engine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
 from detonation.core.exchange.exchange import negative_zeros, opened, played, sealed
@@ -55,7 +56,7 @@ class TwoStage:
         first: int = 0,
     ) -> None:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
-        self._answer = scheme.reply_codec(link.replicas)
+        self._answer, self._has_codes = scheme.reply_codec(link.replicas), not isinstance(codec.precision, Float)
         self.owners, self.residual = owners, residual
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
         self._runtime, self._replier = runtime, None
@@ -75,7 +76,7 @@ class TwoStage:
         whole = rows == self.owners.rows and self._guard.kernels is None  # which is sealed where it lies
         width = self._codec.width(owners.owned, room) if whole else room + self._codec.nbytes(owners.owned)
         memory = partial(self._workspace.take, ("run", first), (owners.replicas, width), self.residual.device)
-        zeros = negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
+        zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
         message.waiting = run = MessageRows(
             self._codec, owners.owned, memory, first // owners.replicas, room, owners, zeros
         )

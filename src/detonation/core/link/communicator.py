@@ -121,23 +121,23 @@ class ProcessGroupCommunicator:
         return group
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:  # [any] -> [any]
-        buffer = self._to_wire(values)
+        buffer = values if self._staging is None else self._staging.to_host(values)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return self._from_wire(buffer, values)
+            return buffer if self._staging is None else self._staging.to_device(buffer, values)
 
         return wait
 
     def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:  # [bytes] -> [replicas, bytes] uint8
-        sent = self._to_wire(mine)
+        sent = mine if self._staging is None else self._staging.to_host(mine)
         gathered = self._buffer((self._size, len(sent)), mine)
         work = _all_gather(gathered.view(-1), sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return self._from_wire(gathered, mine)
+            return gathered if self._staging is None else self._staging.to_device(gathered, mine)
 
         return wait
 
@@ -155,27 +155,21 @@ class ProcessGroupCommunicator:
             del self._free[:-MOST_FREE]
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:  # [replicas * bytes] -> [replicas, bytes] uint8
-        sent = self._to_wire(mine)
+        sent = mine if self._staging is None else self._staging.to_host(mine)
         received = self._buffer((self._size, len(sent) // self._size), mine)
         work = dist.all_to_all_single(received.view(-1), sent, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return self._from_wire(received, mine)
+            return received if self._staging is None else self._staging.to_device(received, mine)
 
         return wait
-
-    def _to_wire(self, message: Tensor) -> Tensor:  # [any] -> [any]
-        return message if self._staging is None else self._staging.to_host(message)
 
     def _buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:  # -> shape
         for index, free in enumerate(self._free):
             if free.shape == shape:
                 return self._free.pop(index)
         return like.new_empty(shape) if self._staging is None else self._staging.empty(shape, like)
-
-    def _from_wire(self, received: Tensor, like: Tensor) -> Tensor:  # [any] -> [any]
-        return received if self._staging is None else self._staging.to_device(received, like)
 
 
 def communicator_of(axis: Axis, own: bool = False) -> Communicator:

@@ -173,7 +173,7 @@ class Arriving:
         began = time.perf_counter()
         self.rows = self.wait()
         self.link.waited_s += time.perf_counter() - began
-        self.absent = self.link.absent
+        self.absent = self.link.elastic.absent if self.link.elastic else ()
         return self.rows
 
     def release(self) -> None:

@@ -116,7 +116,8 @@ class TrainedParameters:
     @property
     def changed(self) -> bool:
         """True if other parameters require a gradient than the layouts hold; asked at every step."""
-        return [id(p) for p in self.everyone if p.requires_grad] != self._ids
+        groups = self._base.param_groups
+        return [id(p) for group in groups for p in group["params"] if p.requires_grad] != self._ids
 
     def forget_frozen_gradients(self) -> None:
         """Removes the gradients of frozen parameters: the base optimizer would follow them on this replica alone."""

@@ -269,7 +269,8 @@ class Channel:
         engine, step = pipeline.engine, transfer.message.step
         if isinstance(bad, Tensor) or not bad:
             selected = engine.encode_into(run, pieces, step, bad if isinstance(bad, Tensor) else None)
-            self._know(transfer, pipeline, selected)
+            if selected.indices is not None and self.scheme.codec.selection.shared:
+                self._know(transfer, pipeline, selected)
             if not engine.releases_at_once:
                 own = engine.codec.written(run) if engine.needs_own_values else None
                 kept = selected if own is None else replace(selected, values=own)  # without the values as they were

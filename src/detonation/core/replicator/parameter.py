@@ -42,7 +42,7 @@ class ParameterReplicator(Replicator):
         self, parameters: Mapping[str, Tensor], channel: Channel, scheme: ParameterScheme, round: Round
     ) -> None:
         super().__init__(parameters, channel)
-        self._round, self._keep = round, scheme.keep
+        self._round, self._keep, self._divides = round, scheme.keep, scheme.divides_messages
         self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
@@ -136,7 +136,7 @@ class ParameterReplicator(Replicator):
         self._steps_left.fill_(delay)
         weight = self._weight()
         with self._weights() as weights:
-            if not self.scheme.divides_messages:
+            if not self._divides:
                 self._in_flight.append((self.channel.start(step), []))
             for pipeline in self.channel.pipelines:
                 self._send(pipeline, weights, step, weight, delay)
@@ -154,7 +154,7 @@ class ParameterReplicator(Replicator):
     def _send(self, pipeline: BucketPipeline, weights: Sequence[Tensor], step: int, weight: float, delay: int) -> None:
         moved = self._movement(pipeline.bucket, weights, weight)
         pieces = pipeline.bucket.layout.parts(moved)
-        if self.scheme.divides_messages:
+        if self._divides:
             transfer = self.channel.send_part(pipeline, pieces, step)
             self._in_flight.append((transfer, []))
             self._lost[pipeline.bucket.first] = transfer.is_empty

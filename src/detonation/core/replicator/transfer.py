@@ -65,13 +65,14 @@ class Transfer:
 
     def forward(self) -> None:
         """Starts the second collective, if there is one and it was not started yet."""
-        if not self.forwarded:
+        if not self.forwarded and self.exchange.secluded:
             self.exchange.forward(self.message)
         self.forwarded = True
 
     def receive(self) -> "Update":
         """Waits for the update that all replicas agree on."""
-        self.forward()
+        if self.exchange.secluded:
+            self.forward()
         return Update(self.engine, self.exchange.receive(self.message))
 
 
