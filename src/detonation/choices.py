@@ -41,7 +41,7 @@ GONE_KEYS = {
     "gated": _HF + "feed_forward_proj",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
 }
-"""Keys of recipes that version 0.3 has no more, and what to do in their place."""
+"""Keys of recipes that version 0.2 has no more, and what to do in their place."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -58,13 +58,13 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     >>> str(unknown("key of [train]", "on_drift", ["on_desync", "steps"]))
     "key of [train] 'on_drift' is called on_desync since version 0.2"
     >>> str(unknown("key of [mesh]", "shard_resync_every", ["shards"])).partition(":")[0]
-    "key of [mesh] 'shard_resync_every' is gone since version 0.3"
+    "key of [mesh] 'shard_resync_every' is gone since version 0.2"
     """
     names = sorted(valid)
     if name in RENAMED and RENAMED[name].split(" ")[0] in names:
         return ValueError(f"{kind} {name!r} is called {RENAMED[name]} since version 0.2")
     if name in GONE_KEYS and name not in names:
-        return ValueError(f"{kind} {name!r} is gone since version 0.3: {GONE_KEYS[name]}")
+        return ValueError(f"{kind} {name!r} is gone since version 0.2: {GONE_KEYS[name]}")
     near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")

@@ -29,12 +29,12 @@ QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
         ("mesh.lab=true", "key of [mesh] 'lab' is called namespaces since version 0.2"),
         (
             "model.rope_theta=1e6",
-            "argument of model olmo2 'rope_theta' is gone since version 0.3: "
+            "argument of model olmo2 'rope_theta' is gone since version 0.2: "
             'take model "hf:NAME" and its key rope_parameters',
         ),
         (
             "mesh.shard_resync_every=3",
-            "key of [mesh] 'shard_resync_every' is gone since version 0.3: "
+            "key of [mesh] 'shard_resync_every' is gone since version 0.2: "
             "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
         ),
     ],
