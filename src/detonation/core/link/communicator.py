@@ -99,9 +99,8 @@ class ProcessGroupCommunicator:
         self._size, self.replica = axis.size(), axis.get_local_rank()
         self._own = own and self._size > 1
         # a gloo group reads host memory only: a message from an accelerator takes a detour
-        self._staging = (
-            HostStaging() if dist.get_backend(self._of_axis) == "gloo" and axis.device_type != "cpu" else None
-        )
+        self._is_gloo = dist.get_backend(self._of_axis) == "gloo"
+        self._staging = HostStaging() if self._is_gloo and HostStaging.has_devices() else None
         self._free: list[Tensor] = []  # receive buffers that were returned
 
     def size(self) -> int:
@@ -116,7 +115,7 @@ class ProcessGroupCommunicator:
         if not self._own:
             return self._of_axis
         group = _group_beside(self._of_axis)
-        if self._staging:  # NCCL ends a communicator on all ranks at once, which no collector of garbage does
+        if self._is_gloo:  # NCCL ends a communicator on all ranks at once, which no collector of garbage does
             weakref.finalize(self, _end, group).atexit = False
         return group
 

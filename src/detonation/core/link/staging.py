@@ -11,6 +11,11 @@ class HostStaging:
     after the copies that were started from it have ended, so that a buffer need not be held here.
     """
 
+    @staticmethod
+    def has_devices() -> bool:
+        """True where this process may have tensors outside of host memory."""
+        return torch.accelerator.is_available()
+
     def needed(self, tensor: Tensor) -> bool:
         """True where `tensor` is not in host memory.
 
