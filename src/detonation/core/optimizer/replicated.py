@@ -108,13 +108,14 @@ class Replicated(OptimizerWrapper):
         with turn_of(consensus) if consensus is None or consensus.patience else _NO_TURN, PROGRESS:
             if self._replicators is None:
                 self.set_up()
+            changed = self._trained.show_shards()  # before the weights move
             assert self._consensus is not None
             with self._consensus.runtime.exact_arithmetic():
                 begun, self._held_back = overlapping or self._held_back, False
                 if not overlapping and self._elastic:
                     self.renumber()
                 self._consensus.enter_step(self.step_count, begun)
-                if not overlapping and self._trained.changed:
+                if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
                 self._agreed_step(self._replicators or [], self._consensus)
         return loss

@@ -94,7 +94,7 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
 
 
 @contextmanager
-def at_agreed_weights(replicators: Sequence[Replicator], show_shards: Callable[[], None]) -> Iterator[None]:
+def at_agreed_weights(replicators: Sequence[Replicator], show_shards: Callable[[], object]) -> Iterator[None]:
     """See `Replicated.agreed_weights`; before weights move, their shards are shown."""
     ahead = [replicator for replicator in replicators if replicator.is_ahead]
     for replicator in ahead:

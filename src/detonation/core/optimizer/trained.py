@@ -105,19 +105,23 @@ class TrainedParameters:
         self.laid_out, mine, self._units = parameters, {id(p) for p in parameters.values()}, shown_units(self.model)
         self._ids = [id(p) for p in self.everyone if id(p) in mine]
 
-    def show_shards(self) -> None:
-        """Shows the shards where a forward pass without a backward pass left copies of them; asked at every step."""
+    def show_shards(self) -> bool:
+        """Shows the shards where a forward pass without a backward pass left copies of them.
+
+        Called at every step; returns whether other parameters require a gradient than the layouts hold.
+        """
         for unit in self._units:
             parameters, name = unit.place
             if parameters.get(name) is not unit.shard:
                 reshard(self.model)
                 break
+        groups = self._base.param_groups
+        return [id(p) for group in groups for p in group["params"] if p.requires_grad] != self._ids
 
     @property
     def changed(self) -> bool:
-        """True if other parameters require a gradient than the layouts hold; asked at every step."""
-        groups = self._base.param_groups
-        return [id(p) for group in groups for p in group["params"] if p.requires_grad] != self._ids
+        """True if other parameters require a gradient than the layouts hold."""
+        return [id(p) for p in self.everyone if p.requires_grad] != self._ids
 
     def forget_frozen_gradients(self) -> None:
         """Removes the gradients of frozen parameters: the base optimizer would follow them on this replica alone."""
