@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices, row_r
 from detonation.core.codec.zeros import zeros_are_negative
 from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.engine.coding import coding_of, places_of
-from detonation.core.exchange.message import Message, by_first
+from detonation.core.exchange.message import Message
 from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
@@ -84,7 +85,7 @@ def sealed(message: Message, guard: Guard, status: int | Tensor | None, phase: i
     """The bytes of the next collective, with a header if it is the last one of its message."""
     run = message.leave()
     if status is not None:
-        guard.seal(sorted(message.sent, key=by_first), message.step, status, phase)
+        guard.seal(sorted(message.sent, key=attrgetter("first")), message.step, status, phase)
         message.sent.clear()  # the collectives hold what they still need
     return run.octets[:, : run.room + run.nbytes]
 

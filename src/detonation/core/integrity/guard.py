@@ -85,9 +85,8 @@ class Guard:
         header, octets = self._header(step, status, phase), runs[0].octets
         nbytes = runs[0].nbytes if len(runs) == 1 else runs[0].codec.nbytes(sum(run.rows for run in runs))
         if self.kernels is not None:
-            self._seal(
-                [row_run(self.kernels, run.codec, run.octets, run.room, run.rows) for run in runs], nbytes, header
-            )
+            read = [row_run(self.kernels, run.codec, run.octets, run.room, run.rows) for run in runs]
+            self._seal(read, nbytes, header)
         elif len(runs) == 1:
             header.seal(octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets, nbytes)
         else:

@@ -27,8 +27,6 @@ from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
 from detonation.core.schemes.scheme import Scheme
 
-_NO_TURN = nullcontext()
-
 
 class Replicated(OptimizerWrapper):
     """A torch optimizer whose step is agreed on by all replicas. Made by `replicate`.
@@ -105,7 +103,7 @@ class Replicated(OptimizerWrapper):
             states.warn_of_lost_memory(self)
         self._base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
         consensus = self._consensus
-        with turn_of(consensus) if consensus is None or consensus.patience else _NO_TURN, PROGRESS:
+        with turn_of(consensus) if consensus is None or consensus.patience else nullcontext(), PROGRESS:
             if self._replicators is None:
                 self.set_up()
             changed = self._trained.show_shards()  # before the weights move

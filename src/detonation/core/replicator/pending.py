@@ -94,7 +94,8 @@ class OwnUpdate:
     def flat(self) -> Tensor:
         if len(self.parts) == 1:
             return self.parts[0].decode()
-        flat = torch.empty(self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.parts[0].engine.device)
+        device = self.parts[0].pipeline.engine.device
+        flat = torch.empty(self.layout.rows, self.layout.chunk, dtype=torch.float32, device=device)
         for part in self.parts:
             flat[part.pipeline.bucket.rows] = part.decode()
         return flat
@@ -104,16 +105,16 @@ class OwnUpdate:
             copy(targets, self.layout.parts(self.flat()))
             return
         for part in self.parts:
-            part.engine.write(part.received, part.pipeline.bucket.cut(targets))
+            part.pipeline.engine.write(part.received, part.pipeline.bucket.cut(targets))
 
     def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
         pieces = ((part, part.pipeline.bucket.cut(weights)) for part in self.parts)
-        return all(part.engine.can_apply_signs(part.received, cut) for part, cut in pieces)
+        return all(part.pipeline.engine.can_apply_signs(part.received, cut) for part, cut in pieces)
 
     def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
         for part in self.parts:
-            bucket = part.pipeline.bucket
-            part.engine.apply_signs(part.received, bucket.cut(weights), [rates[piece.index] for piece in bucket.pieces])
+            bucket, engine = part.pipeline.bucket, part.pipeline.engine
+            engine.apply_signs(part.received, bucket.cut(weights), [rates[piece.index] for piece in bucket.pieces])
 
 
 class Pending:

@@ -29,17 +29,12 @@ class OwnPart:
     pipeline: BucketPipeline
     received: Received
 
-    @property
-    def engine(self) -> ReferenceEngine:
-        """The engine that encoded it."""
-        return self.pipeline.engine
-
     def decode(self) -> Tensor:
         """The update of these rows if all replicas had sent this message.
 
         Shapes: -> `[rows of the bucket, chunk]` fp32.
         """
-        return self.engine.decode(self.received)
+        return self.pipeline.engine.decode(self.received)
 
 
 @dataclass
