@@ -67,8 +67,8 @@ from detonation.log.records import DamagedLog as DamagedLog
 from detonation.log.repeat import replay as replay
 from detonation.log.writer import UpdateLog as UpdateLog
 from detonation.plan.auto import auto as auto
-from detonation.shard_wire.units import resync_weights as resync_weights
-from detonation.shard_wire.units import shard_bytes_sent as shard_bytes_sent
-from detonation.shard_wire.wire import ShardWire as ShardWire
-from detonation.shard_wire.wire import shard_wire as shard_wire
 from detonation.version import __version__ as __version__
+from detonation.wire.units import resync_weights as resync_weights
+from detonation.wire.units import shard_bytes_sent as shard_bytes_sent
+from detonation.wire.wire import ShardWire as ShardWire
+from detonation.wire.wire import shard_wire as shard_wire

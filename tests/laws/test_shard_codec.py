@@ -5,10 +5,10 @@ import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
-from detonation.shard_wire.all_gather import DifferenceGather
-from detonation.shard_wire.integers import BlockIntegers
-from detonation.shard_wire.moves import WEIGHT_MOVES
-from detonation.shard_wire.reduce_scatter import ErrorFeedbackReduce
+from detonation.wire.all_gather import DifferenceGather
+from detonation.wire.integers import BlockIntegers
+from detonation.wire.moves import WEIGHT_MOVES
+from detonation.wire.reduce_scatter import ErrorFeedbackReduce
 
 CODECS = {
     "4bit": (BlockIntegers(4), 0.14),

@@ -87,5 +87,5 @@ class Shortcuts(Overrides):
     """The same as --set model.name=NAME; hf:DIRECTORY and hf:ID are of transformers, package.module:function yours."""
     data: Annotated[str | None, shown("SOURCE")] = None
     """The same as --set data.source=SOURCE: a name of detonation fetch, a file, a directory, or hf:ID of the hub."""
-    init_from: Directory = None
+    init_from: Annotated[str | None, shown("DIR")] = None
     """The same as --set train.init_from=DIR: begin with the weights of a run, a checkpoint or an exported model."""

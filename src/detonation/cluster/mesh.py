@@ -18,8 +18,8 @@ from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import require_device
 from detonation.core.link.link_speed import SLOW_BACKENDS
 from detonation.core.optimizer.gathered import local_parameters
-from detonation.shard_wire.units import join_units, resync_weights
-from detonation.shard_wire.wire import ShardWire
+from detonation.wire.units import join_units, resync_weights
+from detonation.wire.wire import ShardWire
 
 
 def init_mesh(

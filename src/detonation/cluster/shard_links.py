@@ -11,7 +11,7 @@ from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link
 from detonation.core.link.link_speed import LinkSpeed
-from detonation.shard_wire.wire import ShardWire
+from detonation.wire.wire import ShardWire
 
 
 def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:

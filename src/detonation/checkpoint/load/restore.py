@@ -20,7 +20,7 @@ from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
 from detonation.core.replicator.local_state import SILENT_STEPS, require_same_keys
-from detonation.shard_wire.units import load_shard_state, shard_units
+from detonation.wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"

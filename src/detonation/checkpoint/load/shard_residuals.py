@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from detonation.checkpoint.files.box import Box
 from detonation.checkpoint.files.reader import CheckpointReader, TensorPart, assemble
 from detonation.core.link.coordinates import Coordinates
-from detonation.shard_wire.units import ShardUnit, load_shard_state, shard_units
+from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 
 SHARD = "shard.0."
 """The beginning of the keys of a shard wire's state."""

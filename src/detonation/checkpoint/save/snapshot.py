@@ -15,7 +15,7 @@ from detonation.checkpoint.rank_state import frozen_weights, generators, groups,
 from detonation.core.flat.tensors import local
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.shard_wire.units import shard_state
+from detonation.wire.units import shard_state
 
 _log = logging.getLogger("detonation.checkpoint")
 

@@ -15,11 +15,11 @@ from detonation.cluster.processes.failure import RunError
 from detonation.cluster.processes.signals import Stop
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
 from detonation.data import batch
-from detonation.shard_wire.units import shard_bytes_sent
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
 from detonation.train.loop.world import Alone, ElasticRanks
 from detonation.train.output.metrics import Record
+from detonation.wire.units import shard_bytes_sent
 
 
 class Unsafe(RunError):

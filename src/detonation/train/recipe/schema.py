@@ -6,7 +6,7 @@ from typing import Any
 
 from detonation.choices import unknown
 from detonation.core.link.link_speed import SLOW_BACKENDS, LinkSpeed
-from detonation.shard_wire.wire import ShardWire
+from detonation.wire.wire import ShardWire
 
 Table = dict[str, Any]
 

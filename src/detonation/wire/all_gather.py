@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from detonation.core.link.link import Link
-from detonation.shard_wire.integers import BlockIntegers
-from detonation.shard_wire.moves import WEIGHT_MOVES, watch_optimizers
+from detonation.wire.integers import BlockIntegers
+from detonation.wire.moves import WEIGHT_MOVES, watch_optimizers
 
 _log = logging.getLogger("detonation")
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

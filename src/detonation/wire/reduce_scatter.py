@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from detonation.core.link.link import Link
-from detonation.shard_wire.integers import BlockIntegers
+from detonation.wire.integers import BlockIntegers
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from detonation.shard_wire.wire import WIDTHS, ShardWire
+from detonation.wire.wire import WIDTHS, ShardWire
 
 BLOCK = 128
 """The numbers that share a scale."""
