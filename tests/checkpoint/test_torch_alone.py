@@ -57,7 +57,7 @@ print("done", "numpy" in sys.modules, "safetensors" in sys.modules)
 
 def test_training_saving_loading_and_verifying_need_torch_alone(tmp_path):
     ran = subprocess.run([sys.executable, "-c", ALONE, tmp_path, *OTHERS], capture_output=True, text=True, check=False)
-    assert ran.stdout == "done False False\n", ran.stderr
+    assert ran.stdout.endswith("done False False\n"), ran.stderr  # before it gloo of torch 2.10 says who is connected
 
 
 def test_every_type_and_shape_is_read_as_safetensors_reads_it(tmp_path):
