@@ -47,14 +47,14 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 13_547,
+    "lines of core": 13_541,
     "files of core": 108,
-    "lines of src": 39_795,
+    "lines of src": 39_789,
     "files of src": 316,
     "public names": 72,
     "verbs": 15,
     "recipe keys": 123,
-    "words of README": 1_651,
+    "words of README": 1_642,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -102,12 +102,8 @@ class MessageRows:
         Shapes: -> `[messages, n]` uint8.
         """
         whole = self.whole or self
-        if (
-            whole.is_summed
-            or not whole.room
-            or whole.octets.device.type == "cpu"
-            or self.first + self.rows < whole.rows
-        ):
+        is_end = bool(whole.room) and self.first + self.rows == whole.rows  # a sum has no header
+        if not is_end or whole.octets.device.type == "cpu":
             return None
         return whole.octets[:, whole.room + whole.nbytes :]
 

@@ -95,15 +95,14 @@ class Message:
         runs: list[Sequence[Tensor]]
         if len(arrived) == 1:
             octets = arrived[0]
-            if (
-                octets.device.type == "cpu" or octets.shape[1] % 8 == 0
-            ):  # a device reads numbers at their addresses only
+            if octets.device.type == "cpu" or octets.shape[1] % 8 == 0:  # torch reads numbers at their addresses alone
                 return octets
             runs = [(octets[:, HEADER_BYTES:],)]
         else:
             pairs = sorted(zip(self.rows, arrived, strict=True), key=lambda pair: pair[0])
             lengths = [list(self.codec.lengths(rows)) for (_, rows), _ in pairs]
-            runs = [torch.split(each[:, -sum(some) :], some, 1) for some, (_, each) in zip(lengths, pairs, strict=True)]
+            bodies = [each[:, each.shape[1] - sum(some) :] for some, (_, each) in zip(lengths, pairs, strict=True)]
+            runs = [torch.split(body, some, 1) for body, some in zip(bodies, lengths, strict=True)]
             octets = pairs[0][1]
         whole = joined(runs, HEADER_BYTES, octets[:, :HEADER_BYTES])
         self.release()

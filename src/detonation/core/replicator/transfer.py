@@ -60,7 +60,7 @@ class Transfer:
 
     def forward(self) -> None:
         """Starts the second collective, if there is one and it was not started yet."""
-        if not self.forwarded and self.exchange.secluded:
+        if not self.forwarded:
             self.exchange.forward(self.message)
         self.forwarded = True
 
