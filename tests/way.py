@@ -2,9 +2,10 @@
 
     .venv/bin/python tests/way.py
 
-prints each measure beside its ceiling.
+prints each measure beside its ceiling; with --json what a step of each kind makes, without the ceilings.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -120,6 +121,9 @@ def _lines(path: Path) -> int:
 
 
 if __name__ == "__main__":
+    if "--json" in sys.argv:
+        print(json.dumps({kind: travelled(kind) for kind in CEILINGS}))
+        sys.exit()
     print("calls / moves / files of a step, and the ceilings")
     for kind, ceiling in CEILINGS.items():
         print(f"  {kind:16}", *(f"{is_:4} / {most:<4}" for is_, most in zip(travelled(kind), ceiling, strict=True)))

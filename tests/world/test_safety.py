@@ -8,6 +8,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.core.agreement import selftest
+from detonation.core.agreement.desync import numbers_of
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
@@ -200,6 +201,14 @@ def test_drift_is_found_and_named_on_all_ranks(what):
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_drift_is_repaired(scheme, what, replicas):
     assert worlds.run(drifting, replicas, 1, scheme, REPAIR, what) == [(("nothing", ""), 4, True)] * replicas
+
+
+def test_what_a_scheduler_keeps_in_the_groups_is_no_option():
+    """A newcomer may build its scheduler earlier or later than the others: its messages must not differ by it."""
+    alone, scheduled = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]) for _ in range(2))
+    torch.optim.lr_scheduler.LinearLR(scheduled, start_factor=1.0)
+    read = [numbers_of(each)(each.param_groups[0]) for each in (alone, scheduled)]
+    assert "initial_lr" in scheduled.param_groups[0] and read[0] == read[1]
 
 
 def quiet(mesh, names):

@@ -42,7 +42,7 @@ class StopConsensus:
 
     def __init__(self, parameters: Mapping[str, Tensor], runtime: Runtime, safety: Safety, base: Optimizer) -> None:
         self.safety, self.counts, self._base = safety, list[FaultCounts](), base
-        self._numbers = numbers_of(base.param_groups if safety.verify_every else ())
+        self._numbers = numbers_of(base if safety.verify_every else None)
         self.look: Callable[[], object] = lambda: None  # at the options that are about to be compared
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
@@ -94,16 +94,21 @@ class StopConsensus:
     def enter_step(self, step: int, overlapping: bool) -> None:
         """Begins a step, unless it began before backward. Raises `HalfStep` after one that ended half-way.
 
-        The messages of the step tell the numbers among the options of the parameter groups; with overlap, from the next
-        step on.
+        The messages of the step tell the numbers among the options of the parameter groups; see `note_options`.
         """
         if self.half_step:
             raise HalfStep(f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all")
+        if overlapping:
+            return
+        self.note_options()
+        if self.decides_on_device:
+            self.begin(step)
+
+    def note_options(self) -> None:
+        """Lets messages tell the options of now: called before the first message of a step, in backward or in `step`."""
         options = repr([*map(self._numbers, self._base.param_groups)]).encode()
         for counts in self.counts:
             counts.options = options
-        if self.decides_on_device and not overlapping:
-            self.begin(step)
 
     def step_base(self, take: Callable[[], object], step: int) -> None:
         """Takes the step of the base optimizer, unless this replica sits it out.

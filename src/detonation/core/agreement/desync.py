@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from detonation.core.compute.checksum import checksum
 from detonation.core.integrity.header import hash63
@@ -83,16 +84,19 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def numbers_of(groups: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], object]:
-    """What reads, of one group, the options that are numbers in all of `groups` (lr, betas, ...), at each step.
+def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], object]:
+    """What reads, of one group, the optimizer's own options that are numbers in all groups (lr, betas, ...), each step.
 
-    An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads it.
+    An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads it. So is what
+    others keep in the groups, such as the first lr of a scheduler, which a newcomer may not have.
 
     Example:
-        >>> numbers_of([{"params": [], "lr": 0.1, "betas": (0.9, 0.95), "fused": None}])({"lr": 0.2, "betas": (0, 0)})
-        (0.2, (0, 0))
+        >>> optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> numbers_of(optimizer)(optimizer.param_groups[0])
+        (0.1, (0.5, 1.2), (1e-06, 50), False, False, False)
     """
-    keys = [key for key in (groups[0] if groups else ()) if all(_is_number(group.get(key)) for group in groups)]
+    groups = optimizer.param_groups if optimizer else []
+    keys = [key for key in (optimizer.defaults if optimizer else ()) if all(_is_number(g.get(key)) for g in groups)]
     return itemgetter(*keys) if keys else truth
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -71,7 +71,7 @@ class Float:
     summable: bool = True
     block: ClassVar[int] = 1
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.name)  # type: ignore[no-any-return]
 

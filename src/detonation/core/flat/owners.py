@@ -1,13 +1,18 @@
 """Row owners: the rows that each replica aggregates for all."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from detonation.core.flat.layout import copy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class RowOwners:
         """The rows of each replica that are dealt in turns."""
         return self._turns * self.run
 
-    def of_bucket(self, rows: int) -> "RowOwners":
+    def of_bucket(self, rows: int) -> RowOwners:
         """The owners of `rows` rows that begin where a round of turns begins."""
         return RowOwners(rows, self.replicas, self.run)
 

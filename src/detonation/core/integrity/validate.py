@@ -168,8 +168,10 @@ def statuses_of_sum(digits: Sequence[float], replica: int, mark: int, high: int,
     """
     replicas, found = len(digits) // DIGITS, list[int]()
     if digits[DIGITS * replica + DIGITS - 1] >= 2 * mark and all(0 <= digit < 256 * replicas for digit in digits):
-        # of a communicator of one replica that stands for all
-        digits, absent = [round(digit / replicas) for digit in digits], range(replicas)
+        # of a communicator of one replica that stands for all; bf16 rounds the sum of three marks
+        means = [digit / replicas for digit in digits]
+        digits = [mark if abs(mean - mark) <= mark / 256 else round(mean) for mean in means]
+        absent = range(replicas)
     for sender in range(replicas):
         *low, top = digits[DIGITS * sender : DIGITS * (sender + 1)]
         known = all(0 <= digit <= 255 and digit == int(digit) for digit in low) and top - mark in range(high)

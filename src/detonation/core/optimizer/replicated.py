@@ -151,7 +151,8 @@ class Replicated(OptimizerWrapper):
             for innermost in () if changes.shared(self.levels) else (self._replicators or [])[:1]:
                 if changes.lost_before(self.levels, self.step_count) or self._trained.changed:  # needs other buckets
                     self._held_back = innermost.acts_before
-                else:
+                elif self._consensus is not None:
+                    self._consensus.note_options()
                     stack.enter_context(innermost.overlap(self.step_count))
             yield
 

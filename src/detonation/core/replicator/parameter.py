@@ -109,8 +109,17 @@ class ParameterReplicator(Replicator):
         }
 
     def repair(self, tensors: Mapping[str, Tensor]) -> None:
+        before = self._anchor.flat.clone()
         for suffix, flat in self._agreed().items():
             self.layout.write(flat, [tensors.get(slot.name + suffix) for slot in self.layout.slots])
+        shift = self._anchor.flat - before
+        if self._start:
+            self._start.flat.add_(shift)
+        parts = map(self.layout.parts, (before, shift, self._anchor.flat))
+        for weight, was, by, anchor in zip(locals_of(self.parameters), *parts, strict=True):
+            moved = weight + by  # what the replica moved in this round stays
+            alone = (weight == was.to(weight.dtype)) | moved.isfinite().logical_not()
+            weight.copy_(torch.where(alone, anchor, moved))
 
     def local_state(self) -> LocalState:
         flats = {"anchor": self._anchor.flat, **self._anchor.state(), **(self._start.state() if self._start else {})}
