@@ -105,7 +105,7 @@ class StopConsensus:
             self.begin(step)
 
     def note_options(self) -> None:
-        """Lets messages tell the options of now: called before the first message of a step, in backward or in `step`."""
+        """Lets messages tell the options of now. Called before the first message of a step, in backward or `step`."""
         options = repr([*map(self._numbers, self._base.param_groups)]).encode()
         for counts in self.counts:
             counts.options = options
