@@ -11,19 +11,6 @@ STEPS = 8
 LOGGED = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
 
 
-class Nobody:
-    """Arrivals that nobody reads: the test says when a replica is late."""
-
-    def tell(self, step):
-        pass
-
-    def furthest(self):
-        return -1
-
-    def restart(self):
-        pass
-
-
 def bases(scheme, parameters):
     """An optimizer with momentum and options that change, where the scheme takes one."""
     lookahead = getattr(scheme, "lookahead", False)

@@ -39,6 +39,7 @@ GONE_KEYS = {
     "tie_embeddings": _HF + "tie_word_embeddings",
     "rope_theta": _HF + "rope_parameters",
     "gated": _HF + "feed_forward_proj",
+    "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
 }
 """Keys of recipes that version 0.2 has no more, and what to do in their place."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import worlds
-from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
+from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.core.agreement import balance
 from detonation.core.flat.tensors import digest
@@ -18,7 +18,6 @@ from detonation.train.loop.session import start_session
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.waits import Waiting, gathered_waits, waits_between
 from detonation.train.verbs.simulate import virtual
-from steps import Nobody
 
 ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")
 
@@ -178,23 +177,3 @@ def test_waits_are_of_the_steps_that_all_replicas_took():
     own = Waiting([1.0, 1.0, 1.0], [9.0, 9.0, 3.0], [1, 2, 3])
     found = gathered_waits(WithNewcomer(), own, 1, torch.device("cpu"))
     assert found == {"seconds": [[0.0, 3.0], [0.0, 0.0]], "network_s": [0.0, 0.0], "slowest": 1, "lasted_s": 4.0}
-
-
-def test_with_patience_losses_are_agreed_on_every_ten_steps(tiny, clock, monkeypatch):
-    """The second replica is late in all that it computes, and so computes every second step."""
-    monkeypatch.setattr(SimulatedCommunicator, "arrivals", lambda self: Nobody(), raising=False)
-
-    def begun(step, replica, session, stop):
-        if replica and session.model.training:
-            session.optimizer._consensus.patience.answer(step)
-        if (step, replica) == (13, 0):
-            stop.number = 15
-
-    (records, fast, one, error), (others, slow, two, _) = run(
-        tiny("train.steps=30", "train.patience=1.0", "scheme.name=demo"), clock, 30, begun
-    )
-    assert fast == [*range(20)] and slow == [0, *range(1, 20, 2)]
-    assert str(error) == "stopped by SIGTERM after step 20"
-    assert digest(one.model.parameters()) == digest(two.model.parameters())
-    assert [r.loss for r in records[9:]] == [r.loss for r in others[9:]] and len({r.loss for r in records[9:19]}) == 1
-    assert one.optimizer.stats.late == two.optimizer.stats.late == {1: 10}

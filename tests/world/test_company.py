@@ -149,29 +149,6 @@ def test_sums_of_messages_that_do_not_belong_together_are_an_error_and_move_noth
         assert mine == [1.0] and theirs == [100.0]
 
 
-def patience_beside_overlap(mesh):
-    """The first is late on one replica: its empty message leaves before the messages of the second, and not after."""
-    scheme = dt.random(rate=1, decay=0.9)
-    model, first, second = pair(mesh["replicate"], scheme, dt.full(), patience=1e6)
-    for step in range(3):
-        if step == 2 and mesh.get_rank() == 1:
-            first._consensus.patience.answer(step)
-        with second.overlap():
-            for layers, gradient in ((model.mine, 1.0), (model.theirs, 100.0)):
-                sum(gradient * parameter.sum() for parameter in layers.parameters()).backward()
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
-    return moved(model.theirs), digest(model.parameters()), first.stats.late
-
-
-def test_one_with_patience_and_one_that_overlaps_keep_their_gradients():
-    (theirs, weights, late), other = worlds.run(patience_beside_overlap, 2, 1)
-    assert theirs == [300.0] and late[1] == 1
-    assert (theirs, weights, late) == other
-
-
 def groups_of(axis, count):
     """The process groups that there are while `count` optimizers have taken a step, and after them."""
     before, found = len(distributed_c10d._world.pg_map), []

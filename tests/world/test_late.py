@@ -29,7 +29,7 @@ SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.distro(ch
 
 
 @pytest.fixture(autouse=True)
-def small_buckets_patience_and_one_engine(monkeypatch):
+def small_buckets_many_strikes_and_one_engine(monkeypatch):
     """Also in the ranks, which are forks."""
     monkeypatch.setattr(kernel_library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
     monkeypatch.setattr(fault_counts, "STRIKES", 1000)

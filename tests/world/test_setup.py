@@ -607,7 +607,6 @@ def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
         "kernels is 'no'": replicated(kernels="no"),
         "balance is 'no'": replicated(balance="no"),
         "clip is True": replicated(clip=True),
-        "patience is True": replicated(patience=True),
         "rate is 5e-324": partial(dt.random, rate=5e-324),
         "rate is 1e-12": partial(dt.random_sign, rate=1e-12),
         "no error to feed back": partial(dt.loco, "fp32"),

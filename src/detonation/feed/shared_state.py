@@ -18,14 +18,13 @@ from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import local, locals_of
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.replicator.local_state import SILENT_STEPS
 from detonation.core.schemes.traffic import collective_for
 from detonation.feed.connection.frames import encoded, table_of
 from detonation.log.writer import identity
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
-PRIVATE = ("residual", "own_update", "server_residual", "generator", "taken", "local_steps", SILENT_STEPS)
+PRIVATE = ("residual", "own_update", "server_residual", "generator", "taken", "local_steps")
 """How the kinds of state begin that stay where they are: the memory of one replica, and who took which local steps."""
 
 

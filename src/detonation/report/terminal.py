@@ -110,7 +110,6 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     counts, skipped = summary.get("local_steps", []), summary.get("skipped", {})
     shown = ", ".join(map(str, counts[:16])) + (", ..." if len(counts) > 16 else "")
     names = ", ".join([*list(skipped)[:3], *["..."] * (len(skipped) > 3)])
-    late = [f"of replica {replica} in {times:,} steps" for replica, times in summary.get("late", {}).items()]
     rows = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
         ("adapted to", summary.get("adapted_to", "")),
@@ -125,7 +124,6 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("throughput", speed + if_there("mfu", ", MFU {:.0%}")),
         ("waiting", _waits(summary)),
         ("local steps", f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""),
-        ("late gradients", ", ".join(late)),
         ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),
         ("sent per replica", f"{size_text(summary['bytes_sent_per_step'])} per step"),
         *((f"sent over {level['axis']}", _level(level)) for level in summary.get("levels", [])),

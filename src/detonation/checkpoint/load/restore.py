@@ -19,13 +19,13 @@ from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
-from detonation.core.replicator.local_state import SILENT_STEPS, require_same_keys
+from detonation.core.replicator.local_state import require_same_keys
 from detonation.wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
 _SERVER_RESIDUAL = "server_residual"
 """The names of a channel's local state."""
-_BY_REPLICA = ("taken", "local_steps", SILENT_STEPS)
+_BY_REPLICA = ("taken", "local_steps")
 """The local state that has a number for each replica."""
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from detonation.core.link.communicator import ProcessGroupCommunicator, StepArrivals, arrivals_of
+from detonation.core.link.communicator import ProcessGroupCommunicator
 from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes.traffic import ring_bytes
 
@@ -55,10 +55,6 @@ class ThrottledCommunicator:
 
     def size(self) -> int:
         return self._group.size()
-
-    def arrivals(self) -> StepArrivals:
-        """Tells how far the replicas have come; not slowed down."""
-        return arrivals_of(self._axis)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         nbytes = ring_bytes("all-reduce", values.nbytes, self.size())

@@ -10,15 +10,13 @@ from torch.optim import Optimizer
 
 from detonation.core.agreement.balance import Balance
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
-from detonation.core.agreement.patience import Patience
 from detonation.core.agreement.safety import Safety
 from detonation.core.errors import DetonationError
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
-from detonation.core.link.communicator import Axis, arrivals_of
+from detonation.core.link.communicator import Axis
 from detonation.core.link.link import Link, links_of_shards
 from detonation.core.replicator.base import Replicator
-from detonation.core.replicator.gradient import GradientReplicator
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
@@ -49,7 +47,6 @@ class StopConsensus:
         self._shards = links_of_shards(parameters.values())
         self._others = self._shards
         self.balance: Balance | None = None
-        self.patience: Patience | None = None
         self._asked: tuple[readback.Readback, int] | None = (
             None  # the gravest reason of all ranks, and the step that gave it
         )
@@ -66,15 +63,6 @@ class StopConsensus:
         if self.runtime.local_steps is not None:
             self.balance = Balance(self.runtime.local_steps, link, self._shards, self.runtime.device)
 
-    def wait_at_most(self, seconds: float, axis: Axis, replicator: Replicator) -> None:
-        """Lets the other replicas along `axis` wait for a gradient of this replica for `seconds` only."""
-        assert isinstance(replicator, GradientReplicator)
-        self.patience = Patience(seconds, replicator, arrivals_of(axis), self._shards)
-
-    def is_idle(self, step: int) -> bool:
-        """True if this replica needs no gradient for `step`."""
-        return self.sits_out(step) or (self.patience is not None and self.patience.behind)
-
     def sits_out(self, step: int) -> bool:
         """True if this replica sits `step` out, and takes no local step."""
         return self.balance is not None and self.balance.idle(step)
@@ -88,8 +76,6 @@ class StopConsensus:
     def restart(self) -> None:
         """Goes on from another state. Called on all replicas between the same two steps."""
         self.half_step = ""
-        if self.patience is not None:
-            self.patience.reset()
 
     def enter_step(self, step: int, overlapping: bool) -> None:
         """Begins a step, unless it began before backward. Raises `HalfStep` after one that ended half-way.

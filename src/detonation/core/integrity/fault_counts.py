@@ -46,20 +46,11 @@ class Changed(str):
     __slots__ = ()
 
 
-class Silent(str):
-    """The name of an empty message whose sender was late: its gradient travels a step later."""
-
-    __slots__ = ()
-
-
-SILENT = Silent("late")
-
-
 class FaultCounts:
     """Counts the faults of the replicas of one level, from messages that all of them receive.
 
     skipped: contributions left out because a gradient was not finite; by_parameter: the same for each parameter;
-    refused: messages that failed validation; each over all replicas. silent: the steps in which each replica was late.
+    refused: messages that failed validation; each over all replicas.
     fatal: 0, or a number for the reason why all must stop, which `error` decodes on any rank. due: steps at which
     messages are due, until `take_due` takes them. Counts for which the host would have to wait are added by `catch_up`.
     names: of all parameters of the model, for errors. changing: how many replicas must announce a change of the trained
@@ -76,8 +67,6 @@ class FaultCounts:
     ) -> None:
         self.skipped = self.refused = self.fatal = 0
         self.by_parameter: Counter[str] = Counter()
-        self.silent: Counter[int] = Counter()
-        self._silent_now: set[int] = set()
         self.due: set[int] = set()
         self.names, self.changing, self.options = list(names), 0, b""
         self._changed: dict[int, str] = {}  # by replica, the parameter that it announced
@@ -114,7 +103,7 @@ class FaultCounts:
     @property
     def changed_apart(self) -> bool:
         """True where some replicas, but not all, announced a change of the trained parameters."""
-        return bool(self._changed) and len(self._changed.keys() | self._silent_now) != self.changing
+        return bool(self._changed) and len(self._changed) != self.changing
 
     def announced(self, sender: int, name: str) -> None:
         """Records that `sender` announced a change of `name`."""
@@ -147,23 +136,17 @@ class FaultCounts:
         self._replica = replica
         self._strikes = Counter({number[sender]: n for sender, n in self._strikes.items() if sender in number})
         self._good = Counter({number[sender]: n for sender, n in self._good.items() if sender in number})
-        self.silent = Counter({number[sender]: n for sender, n in self.silent.items() if sender in number})
-        self._silent_now = {number[sender] for sender in self._silent_now if sender in number}
         self._row = Counter({(number[sender], at): n for (sender, at), n in self._row.items() if sender in number})
 
     def accept(self, sender: int, place: int) -> None:
         """Records that a message of `sender` was used; place: which of a replica's messages per step."""
         self._row[sender, place] = 0
         self._good[sender] += 1
-        self._silent_now.discard(sender)
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
         """Counts zeros from `sender`, in part of its message or all: its `name` is not finite, or has `Changed`."""
         if isinstance(name, Changed):
             self.announced(sender, name)
-            return
-        if isinstance(name, Silent):
-            self._silence(sender, step)
             return
         self.skipped += 1
         self.by_parameter[name] += 1
@@ -238,15 +221,6 @@ class FaultCounts:
                 "parameters on all ranks between the same two steps"
             )
         return Desync(f"replica {sender} differs from the others in {name} after step {step}")
-
-    def _silence(self, sender: int, step: int) -> None:
-        """Counts a late message; warns of the first, second, fourth, eighth, ... of a replica."""
-        self._silent_now.add(sender)
-        self.silent[sender] += 1
-        times = self.silent[sender]
-        if times & (times - 1) == 0:
-            text = f"replica {sender} was late at step {step}, {times} times so far: its gradient travels a step later"
-            self._warn(step, sender, text)
 
     def _stop(self, kind: int, sender: int, name: str = "") -> None:
         parameter = name.partition(" (")[0]

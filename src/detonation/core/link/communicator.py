@@ -1,7 +1,6 @@
 """Communicators carry bytes between the replicas of one axis: a process group, or an emulation of one."""
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from detonation.core.link.staging import HostStaging
 
@@ -79,7 +77,6 @@ def require_device(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-_made: Counter[str] = Counter()  # arrivals, by the name of their axis
 MOST_FREE = 16
 """The most receive buffers that wait for their next use: of a few buckets and two stages."""
 
@@ -210,65 +207,3 @@ def _end(group: dist.ProcessGroup) -> None:
     """Ends a group that nobody uses any more, unless all were ended before."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
-
-
-class StepArrivals(Protocol):
-    """The steps to which the replicas of an axis have come."""
-
-    def tell(self, step: int) -> None:
-        """Says that this replica has come to `step`."""
-        ...
-
-    def furthest(self) -> int:
-        """The furthest step to which another replica has come; -1 before the first."""
-        ...
-
-    def restart(self) -> None:
-        """Forgets all arrivals. Called on all replicas between the same two steps."""
-        ...
-
-
-class StoreArrivals:
-    """Arrivals in a store: one key per replica, which it writes when it comes to a step.
-
-    Args:
-        store: Of all replicas of the axis; a connection of its own is opened.
-        name: Of the axis, the same on all its replicas, who make and restart these objects in the same order.
-    """
-
-    def __init__(self, store: Store, name: str, replica: int, replicas: int) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._name, self._replica, self._replicas = name, replica, replicas
-        self._mine, self._others, self._complete = "", list[str](), False
-        self.restart()
-
-    def tell(self, step: int) -> None:
-        self._store.set(self._mine, str(step))
-
-    def furthest(self) -> int:
-        self._complete = self._complete or bool(self._store.check(self._others))
-        return max(map(int, self._store.multi_get(self._others)), default=-1) if self._complete else -1
-
-    def restart(self) -> None:
-        self._complete, number = False, _made[self._name]
-        _made[self._name] += 1
-        keys = [f"detonation/arrivals/{self._name}/{number}/{each}" for each in range(self._replicas)]
-        self._mine, self._others = keys.pop(self._replica), keys
-        self.tell(-1)
-
-
-def arrivals_of(axis: Axis) -> StepArrivals:
-    """The arrivals of a mesh axis, in the store of its process group, or those that a communicator keeps.
-
-    Raises `ValueError` for a communicator without any.
-    """
-    if isinstance(axis, DeviceMesh):
-        group = axis.get_group()
-        _, store = distributed_c10d._world.pg_map[group]
-        assert store is not None
-        return StoreArrivals(store, group.group_name, axis.get_local_rank(), axis.size())
-    if not hasattr(axis, "arrivals"):
-        kind = type(axis).__name__
-        raise ValueError(f"patience needs replicas that share a store, as those of a mesh axis do: {kind} has none")
-    arrivals: StepArrivals = axis.arrivals()
-    return arrivals

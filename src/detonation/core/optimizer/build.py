@@ -54,7 +54,6 @@ class Settings:
     safety: Safety
     clip: float | None
     balance: bool = False
-    patience: float | None = None
     products: str = field(default_factory=fp32_products)
 
 
@@ -123,8 +122,6 @@ def build_levels(
     consensus.connect(levels, [each for level in made for each in level])
     if settings.balance:
         consensus.balance_over(routes[0, 1][0])
-    if settings.patience:
-        consensus.wait_at_most(settings.patience, levels[0][0], made[0][0])
     return made, consensus
 
 
@@ -174,8 +171,6 @@ def compare_replicas(
                 description[SELFTEST] = tested[key]
             if settings.balance:
                 description |= {"balance": "True"}
-            if settings.patience:
-                description |= {"patience": str(settings.patience)}
             if settings.clip:
                 description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
             if frozen and replicator is replicators[0]:

@@ -17,7 +17,6 @@ from detonation.core.optimizer.build import Level, Route, Settings, compare_repl
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
-from detonation.core.replicator.local_state import SILENT_STEPS
 from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.core.schemes.traffic import require_below_dense
 
@@ -48,9 +47,6 @@ def reconfigured(old: Sequence[Replicator], was: Scheme, scheme: Scheme, base: B
     if local_steps := made[0].channel.runtime.local_steps if made else None:
         local_steps.restart(scheme.round.every)
     for before, after in zip(old, made, strict=True):
-        if isinstance(before, GradientReplicator) and before.late:
-            assert isinstance(after, GradientReplicator)
-            before.late.attach(after)
         _hand_over(before, after)
     return made
 
@@ -214,8 +210,6 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
         for each in before:
             if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
                 _return_residual(each.channel, each.channel.exchange)
-            if isinstance(each, GradientReplicator) and each.late:
-                each.late.stop()
             of_each.append(each.local_state().named())
         of_all = {key: tensor for state in of_each for key, tensor in state.items()}
         for number, each in enumerate(after if before else ()):
@@ -227,7 +221,7 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
 
 def _require_room(old: Replicator, new: Replicator) -> None:
     """Raises `ValueError` unless all state of `old` has its place in `new`."""
-    of_link = {SILENT_STEPS, *old.channel.exchange.state(), *new.channel.exchange.state()}
+    of_link = {*old.channel.exchange.state(), *new.channel.exchange.state()}
     kept = [each.local_state().named().keys() - of_link for each in (old, new)]
     forgets = isinstance(old.channel.exchange, TwoStage) and old.channel.memory is None
     if kept[0] != kept[1] or (forgets and _owners(old) != _owners(new)):

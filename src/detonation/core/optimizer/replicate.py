@@ -16,7 +16,6 @@ from detonation.core.optimizer.setup_checks import (
     check_arguments,
     check_balance,
     check_options,
-    check_patience,
     checked_levels,
     warn_of_losses,
 )
@@ -35,7 +34,6 @@ def replicate(
     intra_node: DeviceMesh | None = None,
     clip: float | None = None,
     balance: bool = False,
-    patience: float | None = None,
     seed: int = 0,
     kernels: bool = True,
     safety: Safety | None = None,
@@ -64,9 +62,6 @@ def replicate(
         balance: Under a scheme of parameters, let slow replicas take fewer local steps per round, so that all end it
             together: see `Replicated.idle`. Replicas measure their local steps, agree on the counts at the end of each
             round, and their movements are averaged by weights that follow the counts.
-        patience: Under a scheme of gradients with a memory, the seconds for which the others wait for the gradient of a
-            replica, above 0. One that is later is silent in that step; the gradient stays in its memory, and is sent in
-            the next step, in which it is `Replicated.idle`. None waits for as long as it takes.
         seed: Of the random selections; the same on all replicas.
         kernels: Use compiled kernels where they can be built (g++); they round differently, so all replicas must, or
             none.
@@ -104,19 +99,17 @@ def replicate(
     if isinstance(optimizer, Replicated):
         raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
     check_arguments(optimizer, model)
-    check_options({"balance": balance, "kernels": kernels}, {"clip": clip, "patience": patience}, safety)
+    check_options({"balance": balance, "kernels": kernels}, {"clip": clip}, safety)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
     checked = checked_levels(levels)
     check_order([scheme for _, scheme in checked])
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
-    if patience is not None:
-        check_patience(patience, [scheme for _, scheme in checked], intra_node)
     if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
         require_stateless(optimizer)
     warn_of_losses(optimizer, checked)
-    settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance, patience)
+    settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance)
     return Replicated(optimizer, model, checked, settings)
 
 

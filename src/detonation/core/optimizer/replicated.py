@@ -1,7 +1,7 @@
 """`Replicated`: a torch optimizer whose step all replicas agree on."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.patience import in_turn, turn_of
 from detonation.core.agreement.progress import PROGRESS
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.link.tape import Tape
@@ -88,8 +87,8 @@ class Replicated(OptimizerWrapper):
 
     @property
     def idle(self) -> bool:
-        """True if this replica sits the next step out and needs no gradient: see `balance` and `patience`."""
-        return self._consensus is not None and self._consensus.is_idle(self.step_count)
+        """True if this replica sits the next step out and needs no gradient: see `balance`."""
+        return self._consensus is not None and self._consensus.sits_out(self.step_count)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -102,8 +101,7 @@ class Replicated(OptimizerWrapper):
         if self.memory_lost:
             states.warn_of_lost_memory(self)
         self._base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
-        consensus = self._consensus
-        with turn_of(consensus) if consensus is None or consensus.patience else nullcontext(), PROGRESS:
+        with PROGRESS:
             if self._replicators is None:
                 self.set_up()
             changed = self._trained.show_shards()  # before the weights move
@@ -156,7 +154,7 @@ class Replicated(OptimizerWrapper):
                     stack.enter_context(innermost.overlap(self.step_count))
             yield
 
-    @in_turn
+    @torch.no_grad()
     def verify(self) -> None:
         """Compares the tensors that must be equal on all replicas, bit for bit: weights, anchors, optimizer states.
 
@@ -169,7 +167,7 @@ class Replicated(OptimizerWrapper):
                 self._consensus.verify(self.build(), self.step_count, options_of(self.param_groups))
                 self._buffers(self.build())
 
-    @in_turn
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Completes open rounds and updates in flight, so that all replicas hold the same weights and buffers.
         Collective. The schedule does not change: after a round that ended early, the next one ends as planned."""
@@ -179,7 +177,7 @@ class Replicated(OptimizerWrapper):
                 self.renumber()
                 self._complete(self._consensus)
 
-    @in_turn
+    @torch.no_grad()
     def reconfigure(self, scheme: Scheme, level: int = -1) -> None:
         """Continues with other settings of a level's scheme (topk, rate, every, ...) from the next step on.
 
@@ -231,7 +229,7 @@ class Replicated(OptimizerWrapper):
         self.refuse_overlap()
         return states.local_state_of(self._replicators or [])
 
-    @in_turn
+    @torch.no_grad()
     def resume_at(self, step: int) -> None:
         """Continues after `step` steps, the state of everything in `build` having been replaced. Collective."""
         self.step_count = step
@@ -282,7 +280,7 @@ class Replicated(OptimizerWrapper):
         self._trained.forget_frozen_gradients()
         compare_replicas(made, self.settings, self.param_groups, [n for n, p in now.items() if before.get(n) is not p])
 
-    @in_turn
+    @torch.no_grad()
     def renumber(self) -> None:
         """Goes on without replicas that were lost, or with one that came, on all at once. Collective."""
         if not changes.lost_before(self.levels, self.step_count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -96,23 +95,6 @@ def check_balance(schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> N
         raise ValueError(f"balance=True is not for {schemes[0].name}, whose parameters follow what was sent as it is")
     if intra_node is not None:
         raise ValueError("balance=True takes no intra_node: shard the model inside the node")
-
-
-def check_patience(seconds: float, schemes: Sequence[Scheme], intra_node: DeviceMesh | None) -> None:
-    """Raises `ValueError` where the gradient of a replica cannot wait in its memory."""
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"patience is {seconds}, must be seconds above 0, or None to wait for as long as it takes")
-    names, scheme = "+".join(scheme.name for scheme in schemes), schemes[0]
-    if len(schemes) > 1 or not isinstance(scheme, GradientScheme):
-        raise ValueError(f"patience needs one level of gradients, such as demo(), not {names}; rounds have balance")
-    if scheme.feedback is None or not scheme.feedback.decay:
-        raise ValueError(f"patience needs a memory for gradients that are late, and {names} keeps none: such as demo()")
-    if scheme.round.delay:
-        raise ValueError(f"patience takes no delay, and {names} has delay={scheme.round.delay}")
-    if scheme.link == "owner":
-        raise ValueError("patience takes link='all-gather': the owner of rows must answer in each step")
-    if intra_node is not None:
-        raise ValueError("patience takes no intra_node: shard the model inside the node")
 
 
 def warn_of_losses(optimizer: Optimizer, levels: Sequence[Level]) -> None:

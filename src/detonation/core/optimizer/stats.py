@@ -67,11 +67,6 @@ class Stats:
         return None if self._balance is None else int(self._balance.local_steps.taken(self._step).sum())
 
     @property
-    def late(self) -> dict[int, int]:
-        """The steps in which a replica was late, by replica, with `patience`; see `replicate`."""
-        return dict(sorted(sum((counts.silent for counts in self._counts), Counter()).items()))
-
-    @property
     def skipped(self) -> int:
         """Contributions of any replica left out because a gradient was not finite."""
         return sum(counts.skipped for counts in self._counts)

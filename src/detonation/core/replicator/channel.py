@@ -17,7 +17,7 @@ from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.kinds import exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
-from detonation.core.integrity.fault_counts import SILENT, Changed, FaultCounts
+from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
@@ -168,17 +168,6 @@ class Channel:
         self._send_zeros(transfer, collectives, _after_slots(transfer, number))
         return [transfer]
 
-    def send_empty(self, step: int, status: int = 0) -> Transfer:
-        """Sends zeros in the place of a signal; the memory does not change.
-
-        Args:
-            status: The reason, see `Header`; 0 for a signal that is late.
-        """
-        transfer = self.start(step)
-        transfer.is_empty = True
-        self._send_zeros(transfer, [self.pipelines], status or _after_slots(transfer, len(self.counts.names)))
-        return transfer
-
     def discard(self, transfers: Sequence[Transfer]) -> None:
         """Waits for the messages of an announcement, and uses none."""
         kept = {name: tensor.clone() for name, tensor in self.exchange.state().items()}
@@ -310,7 +299,7 @@ class Channel:
         forget = self.memory.clear if self.memory else lambda: None
         at = schema, self.place << 10 | number, self.link.replica, self.scheme.round.delay
         kernels = kernel_library.gpu_kernels(self.runtime)[0] if self.engine.reads_status else None
-        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names), SILENT]
+        names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
         return Guard(names, *at, self.counts, self.runtime.decides_on_device, self._usual, kernels, forget)
 
     def _pipeline(self, bucket: Bucket) -> BucketPipeline:

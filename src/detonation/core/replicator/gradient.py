@@ -1,9 +1,8 @@
 """GradientReplicator: every step's gradients, replaced by the update that the replicas agreed on, before the local
 step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 from torch import Tensor
 
@@ -14,44 +13,11 @@ from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
-from detonation.core.replicator.local_state import SILENT_STEPS, LocalState
+from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
 from detonation.core.replicator.pending import LookAhead, OwnUpdate, Pending, step_on, taken
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
-
-
-class LateSender(Protocol):
-    """Sends the message of a step, unless it sent an empty one before the gradient was there."""
-
-    @property
-    def behind(self) -> bool:
-        """True if the gradient of the last step was late."""
-        ...
-
-    @property
-    def silent(self) -> Tensor:
-        """Steps in a row whose gradient was late, up to the last one, `[1]` int64; a part of the state."""
-        ...
-
-    def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
-        """Sends a signal, or keeps it in memory where it is late.
-
-        Shapes: one local shape per parameter.
-        """
-        ...
-
-    def take(self, step: int) -> Transfer | None:
-        """The empty message of `step`, if there is one."""
-        ...
-
-    def attach(self, replicator: "GradientReplicator") -> None:
-        """Sends the messages of `replicator` from now on."""
-        ...
-
-    def stop(self) -> None:
-        """Sends no more empty messages."""
-        ...
 
 
 class GradientReplicator(Replicator):
@@ -64,8 +30,6 @@ class GradientReplicator(Replicator):
         last: Whether no later level exchanges gradients. SignSGD then takes the update straight from the messages where
             it can, and the gradients stay this replica's own: storing the update and reading it again costs more than
             decoding it.
-
-    late: Sends the messages in the place of the channel, where this replica may be late.
     """
 
     def __init__(
@@ -81,7 +45,6 @@ class GradientReplicator(Replicator):
         self._stream: CommStream | None = None
         self._lookahead = LookAhead(parameters, base) if scheme.lookahead else None
         self.acts_after = scheme.lookahead
-        self.late: LateSender | None = None
 
     def before(self, step: int) -> None:
         if self._lookahead:
@@ -95,15 +58,9 @@ class GradientReplicator(Replicator):
 
     def after(self, step: int) -> None:
         self.leave_agreed()
-        if self.late and self.late.behind:  # the next step expects no gradient, and must not take the update for one
-            for parameter in self.parameters.values():
-                parameter.grad = None
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
-        silence = self.late.take(step) if self.late else None
-        if silence:
-            self.counts.changing = self.link.replicas
-        transfers = [silence] if silence else self.channel.announce(step, name, in_buckets)
+        transfers = self.channel.announce(step, name, in_buckets)
         if self._delayed:
             self._updates.wait(0)
         else:
@@ -146,14 +103,8 @@ class GradientReplicator(Replicator):
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
-        """Context in which backward sends the gradients of `step`; `before` then sends the rest.
-
-        A gradient that may be late leaves as a whole.
-        """
+        """Context in which backward sends the gradients of `step`; `before` then sends the rest."""
         self.refuse_overlap()
-        if self.late:
-            yield
-            return
         self._stream = self._stream or CommStream(self.channel.runtime.device)
         overlap = self._overlap = Overlap(self.parameters, self.channel, step, self._stream)
         self.overlapping = True
@@ -193,7 +144,7 @@ class GradientReplicator(Replicator):
     def local_state(self) -> LocalState:
         updates = {f"update{i}": update for i, update in enumerate(self._updates.arrived())}
         own = {f"own_update{i}": update for i, update in enumerate(self._own_updates.arrived())}
-        return self.channel.local_state(updates | own, {SILENT_STEPS: self.late.silent} if self.late else None)
+        return self.channel.local_state(updates | own)
 
     def _send(self, step: int) -> Transfer:
         if self._overlap:
@@ -202,7 +153,7 @@ class GradientReplicator(Replicator):
             return transfer
         if self._equal:
             self._refuse_unequal()
-        return (self.late or self.channel).send(local_gradients(self.parameters), step)
+        return self.channel.send(local_gradients(self.parameters), step)
 
     def _refuse_unequal(self) -> None:
         equal, self._equal = self._equal, None

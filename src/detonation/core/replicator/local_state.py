@@ -8,13 +8,10 @@ from torch import Tensor
 
 from detonation.core.flat.layout import Layout
 
-SILENT_STEPS = "silent"
-"""The state that a replica has only with patience: a state without it is one of a replica that was not late."""
-
 
 def require_same_keys(what: str, current: Iterable[str], saved: Iterable[str]) -> None:
-    """Raises `ValueError` where a saved state, `what`, has other keys than the current one, `SILENT_STEPS` aside."""
-    if odd := sorted(key for key in {*current} ^ {*saved} if key.rpartition(".")[2] != SILENT_STEPS):
+    """Raises `ValueError` where a saved state, `what`, has other keys than the current one."""
+    if odd := sorted({*current} ^ {*saved}):
         raise ValueError(f"{what} is of another model or scheme: {odd[0]} and {len(odd) - 1} more differ")
 
 
@@ -53,7 +50,4 @@ class LocalState:
         for kind, flat in self.flats.items():
             self.layout.write(flat, [saved[f"{kind}.{slot.name}"] for slot in self.layout.slots])
         for name, tensor in self.others.items():
-            if name == SILENT_STEPS and name not in saved:
-                tensor.zero_()
-            else:
-                tensor.copy_(saved[name])
+            tensor.copy_(saved[name])

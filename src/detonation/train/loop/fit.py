@@ -53,7 +53,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         Unsafe: On all ranks, where the optimizer refuses to go on.
     """
     train = session.config.train
-    rounds = UnevenRounds(session, until) if train.balance or train.patience else None
+    rounds = UnevenRounds(session, until) if train.balance else None
     schedule, shard_sent = scheduler(session, done), shard_bytes_sent(session.model)
     for step in range(done, until):
         session.optimizer.renumber()  # before the data of the step are dealt out
@@ -107,14 +107,8 @@ def _taking(session: Session) -> int | None:
     return taking
 
 
-LOSSES_EVERY = 10
-"""Steps after which all agree on losses where gradients may be late: all wait for the slowest replica there."""
-
-
 class UnevenRounds:
     """Gradients where each replica takes the steps for which it has time, and all agree on losses once per round.
-
-    Under a scheme of gradients a round is `LOSSES_EVERY` steps.
 
     A replica whose loss is not finite takes no more steps until the end of the round, where all hear of it; so do they
     of a signal to stop. The loss of a step is the mean over all ranks in the round before, and in the first round the
@@ -123,7 +117,7 @@ class UnevenRounds:
 
     def __init__(self, session: Session, until: int) -> None:
         self._session, self._until = session, until
-        self._every = LOSSES_EVERY if session.config.train.patience else session.optimizer.levels[0][1].round.every
+        self._every = session.optimizer.levels[0][1].round.every
         self._loss, self._known = math.nan, False
         self._losses: list[float] = []  # of this rank, in this round
         self._lost_at = 0  # the number of the step whose loss was not finite

@@ -28,7 +28,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.setup_checks import check_balance, check_patience
+from detonation.core.optimizer.setup_checks import check_balance
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
@@ -77,8 +77,7 @@ def check_config(config: Config) -> Config:
     check_types("data", dataset_function(config.data.name), config.data.arguments)
     form = {} if config.data.name != "images" else image_arguments(config.model.name, config.model.arguments)
     config = replace(config, data=Choice(config.data.name, {**form, **config.data.arguments}))
-    levels = check_levels(config.levels, config.train.balance, config.train.patience)
-    require(not (config.train.patience and config.mesh.elastic), "train.patience", config.train.patience, _NO_PATIENCE)
+    levels = check_levels(config.levels, config.train.balance)
     optimizers.check_optimizer(config.optimizer)
     loaded = load_data(config.data)
     if not isinstance(loaded, Data):
@@ -145,10 +144,8 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     joined = axes(config, mesh) if axis is None else [axis]
     levels = list(zip(joined, map(scheme_of, config.levels), strict=True))
     clip = config.train.clip or None
-    balance, patience, seed = config.train.balance, config.train.patience or None, config.seed
-    optimizer = replicate(
-        base, model, levels=levels, clip=clip, balance=balance, patience=patience, seed=seed, safety=safety(config)
-    )
+    balance, seed, safe = config.train.balance, config.seed, safety(config)
+    optimizer = replicate(base, model, levels=levels, clip=clip, balance=balance, seed=seed, safety=safe)
     world: World = Ranks(mesh, device) if surviving is None else ElasticRanks(mesh, surviving)
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
@@ -180,17 +177,11 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
     return model
 
 
-_NO_PATIENCE = "0 with mesh.elastic, whose collectives are started again after a loss"
-
-
-def check_levels(
-    levels: Sequence[LevelConfig], balance: bool = False, patience: float = 0.0
-) -> tuple[LevelConfig, ...]:
+def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
     """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order.
 
     Args:
         balance: Whether replicas are to take different numbers of steps.
-        patience: Seconds for which a gradient is waited for; 0 for as long as it takes.
     """
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"
@@ -200,8 +191,6 @@ def check_levels(
     check_order(made)
     if balance:
         check_balance(made, None)
-    if patience:
-        check_patience(patience, made, None)
     pairs = zip(levels, made, strict=True)
     return tuple(replace(level, scheme=Choice(chosen.name, dict(chosen.arguments))) for level, chosen in pairs)
 

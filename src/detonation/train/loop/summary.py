@@ -55,7 +55,6 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `waits` is `waits_between` of the steps since the last start, `local_steps` those that replicas agreed on last.
-    `late` is the number of steps in which a replica's gradient was late since the last start, by replica.
     `adapted_to` is the last scheme of a run that followed its link.
     """
     config, last = session.config, records[-1]
@@ -65,8 +64,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
     data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
-    late = session.optimizer.stats.late
-    taken = data.times(records) - sum(late.values())  # after each of them a step was sat out
+    taken = data.times(records)
     examples = _examples(session) * taken
     waits = gathered_waits(session.world, session.waiting, config.mesh.shards, session.device)
     return {
@@ -94,7 +92,6 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         **({"mfu": mfu} if mfu else {}),
         **({"waits": waits} if waits and config.mesh.replicas > 1 else {}),
         **({"local_steps": counts} if (counts := session.optimizer.stats.local_steps) else {}),
-        **({"late": {str(replica): times for replica, times in late.items()}} if late else {}),
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,
         "reduction": reduction(sent, full_sync),

@@ -86,7 +86,6 @@ class TrainConfig:
             optimizer and the memories of the replicas are new. "" begins with those of the model.
         clip: Largest global norm of the gradient after the exchange; 0 turns clipping off.
         balance: Slow replicas take fewer local steps per round, so that all end it together: for schemes of rounds.
-        patience: Seconds to wait for a replica's gradient, which then travels a step later; 0 for as long as it takes.
         autocast: "bf16" computes forward and backward in it, on accelerators; "" in the precision of the weights.
         checkpoint_activations: Keep the inputs of each layer alone, and compute the rest again in backward: less memory
             for about a third more time.
@@ -117,7 +116,6 @@ class TrainConfig:
     init_from: str = ""
     clip: float = 0.0
     balance: bool = False
-    patience: float = 0.0
     autocast: str = ""
     checkpoint_activations: bool = False
     compile: str = ""
@@ -139,7 +137,7 @@ class TrainConfig:
         require(self.steps > 0 or self.epochs > 0, "train.steps", self.steps, "at least 1, or train.epochs above 0")
         for name in ("batch_size", "accumulate", "log_every", "validation_batches", "keep"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("epochs", "bleu_sentences", "validate_every", "checkpoint_every", "clip", "patience"):
+        for name in ("epochs", "bleu_sentences", "validate_every", "checkpoint_every", "clip"):
             zero = "only at the end" if name.endswith("_every") else "off"
             value = getattr(self, name)
             require(0 <= value < math.inf, f"train.{name}", value, f"at least 0 (0 = {zero})")

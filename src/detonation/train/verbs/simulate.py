@@ -96,9 +96,7 @@ def configured(request: Simulation) -> Config:
         raise ValueError("scheme auto needs a link to measure, and a simulation has none: --set scheme.name=demo")
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
     require(not config.mesh.link, "mesh.link", config.mesh.link, "'' in a simulation, where nothing is sent")
-    for key, off in (("balance", False), ("patience", 0.0)):
-        chosen = getattr(config.train, key)
-        require(chosen == off, f"train.{key}", chosen, f"{off} in a simulation, whose replicas compute in turns")
+    require(not config.train.balance, "train.balance", True, "False in a simulation, whose replicas compute in turns")
     return check_config(config if request.total_batch is None else batch_share(config, request.total_batch))
 
 
@@ -120,11 +118,8 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     base = optimizers.build_optimizer(config.optimizer, model)
     scheme = scheme_of(config.levels[-1])
     clip = config.train.clip or None
-    balance, patience, seed = config.train.balance, config.train.patience or None, config.seed
-    optimizer = replicate(
-        base, model, communicator, scheme, clip=clip, balance=balance, patience=patience, seed=seed,
-        safety=safety(config),
-    )  # fmt: skip
+    seed, safe = config.seed, safety(config)
+    optimizer = replicate(base, model, communicator, scheme, clip=clip, seed=seed, safety=safe)
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
