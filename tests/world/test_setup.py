@@ -251,7 +251,7 @@ def own_plateau(mesh, make_scheme, overlap):
         (dt.loco, False, 2),
         (partial(dt.demo, link="owner"), False, 2),
         (partial(dt.diloco, every=2, precision="int8"), False, 3),
-        (dt.demo, True, 3),
+        (dt.demo, True, 2),
     ],
 )
 def test_options_that_drift_apart_are_found_in_the_next_message(make_scheme, overlap, steps):

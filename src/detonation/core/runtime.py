@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -16,6 +16,7 @@ from detonation.core.round import LocalSteps
 T = TypeVar("T")
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
+_AS_IT_IS = nullcontext()
 
 
 def fp32_products() -> str:
@@ -28,6 +29,16 @@ def _products(kind: str) -> Any:
     """Torch's settings for matrix products on a kind of device."""
     backend: Any = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
     return backend.matmul
+
+
+@contextmanager
+def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
+    allowed, products.fp32_precision = products.fp32_precision, "ieee"
+    try:
+        with autocast:
+            yield
+    finally:
+        products.fp32_precision = allowed
 
 
 def accelerator_is_played() -> bool:
@@ -59,22 +70,14 @@ class Runtime:
     kernels: bool = True
     local_steps: LocalSteps | None = None
 
-    @contextmanager
-    def exact_arithmetic(self) -> Iterator[None]:
+    def exact_arithmetic(self) -> AbstractContextManager[None]:
         """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in TF32 or bf16."""
         kind = self.device.type
-        products = _products(kind)
-        allowed = products.fp32_precision
-        autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-        with autocast:
-            if allowed in _FP32:
-                yield
-                return
-            products.fp32_precision = "ieee"
-            try:
-                yield
-            finally:
-                products.fp32_precision = allowed
+        backend: Any = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if backend.matmul.fp32_precision in _FP32 and not casts:
+            return _AS_IT_IS
+        return _exactly(backend.matmul, torch.autocast(kind, enabled=False) if casts else _AS_IT_IS)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object under `key` that the kernels of this optimizer share, as `make` returned it first.

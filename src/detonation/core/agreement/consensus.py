@@ -77,24 +77,19 @@ class StopConsensus:
         """Goes on from another state. Called on all replicas between the same two steps."""
         self.half_step = ""
 
-    def enter_step(self, step: int, overlapping: bool) -> None:
-        """Begins a step, unless it began before backward. Raises `HalfStep` after one that ended half-way.
+    def enter_step(self, step: int) -> None:
+        """Begins a step, before its first message, in backward or in `step`.
 
-        The messages of the step tell the numbers among the options of the parameter groups; see `note_options`.
+        Its messages tell the numbers among the options of the parameter groups, as they are now. Raises `HalfStep`
+        after a step that ended half-way.
         """
         if self.half_step:
             raise HalfStep(f"{self.half_step}; the other replicas may have taken it: load a checkpoint on all")
-        if overlapping:
-            return
-        self.note_options()
-        if self.decides_on_device:
-            self.begin(step)
-
-    def note_options(self) -> None:
-        """Lets messages tell the options of now. Called before the first message of a step, in backward or `step`."""
         options = repr([*map(self._numbers, self._base.param_groups)]).encode()
         for counts in self.counts:
             counts.options = options
+        if self.decides_on_device:
+            self.begin(step)
 
     def step_base(self, take: Callable[[], object], step: int) -> None:
         """Takes the step of the base optimizer, unless this replica sits it out.

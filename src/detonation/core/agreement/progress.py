@@ -4,11 +4,10 @@ Nothing here waits or communicates: a step writes two numbers, and the watch of 
 """
 
 from collections.abc import Callable
-from types import TracebackType
 
 
 class Progress:
-    """The steps of this process, as a context manager around each of them.
+    """The steps of this process.
 
     steps: the steps that have begun, of all optimizers. inside: a step is under way. explain: called with an error that
     ends a step, to say in its text who did not come.
@@ -18,15 +17,6 @@ class Progress:
         self.steps = 0
         self.inside = False
         self.explain: Callable[[BaseException], None] = lambda error: None
-
-    def __enter__(self) -> None:
-        self.steps += 1
-        self.inside = True
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.inside = False
-        if error is not None:
-            self.explain(error)
 
 
 PROGRESS = Progress()

@@ -95,7 +95,7 @@ class FaultCounts:
             self.catch_up(until)
         arrived = {step for step in self.due if step <= until}
         self.due -= arrived
-        if self.changed_apart:
+        if self._changed and self.changed_apart:
             replicas = sum({_bit(sender) for sender in self._changed})
             self._stop(_CHANGED_APART, replicas, self._changed[min(self._changed)])
         return bool(arrived)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from detonation.core.link.communicator import Axis, ProcessGroupCommunicator, communicator_of
-from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator, present_rows
+from detonation.core.link.communicator import Axis, communicator_of
+from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
 from detonation.core.link.tape import Tape
@@ -24,6 +24,8 @@ class Link:
     bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring collectives; over the
     axis itself, not inside the node. waited_s: seconds for which the host was blocked by an unfinished exchange. A
     network library that waits on the device (NCCL) does not block the host, and the device's waiting is not counted.
+    recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, whose content is no longer needed; None where
+    nobody does.
     tape: Where received messages are recorded, or played back from.
 
     Args:
@@ -40,6 +42,7 @@ class Link:
         if self._intra_node is not None:
             self._communicator = HierarchicalCommunicator(self._inter_node, self._intra_node)
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
+        self.recycle: Callable[[Tensor], None] | None = getattr(self._communicator, "recycle", None)
         self.local_ranks = 1 if self._intra_node is None else self._intra_node.size()
         self.bytes_sent = 0
         self.waited_s = 0.0
@@ -120,14 +123,6 @@ class Link:
         """Raises `Mismatch` on every rank where descriptions differ; see `handshake.require_same`. Collective."""
         require_same(self._inter_node, self._intra_node, description, device, notes, remedy)
 
-    def recycle(self, rows: Tensor) -> None:
-        """Returns a receive buffer whose content is no longer needed.
-
-        Shapes: `[replicas, bytes]` uint8.
-        """
-        if isinstance(self._communicator, ProcessGroupCommunicator | ElasticCommunicator):
-            self._communicator.recycle(rows)
-
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
     """The links to the other shards of this replica: one per mesh axis of `parameters` that has several ranks.
@@ -179,5 +174,5 @@ class Arriving:
     def release(self) -> None:
         """Returns the receive buffer; the messages must not be used afterwards."""
         rows, self.rows = self.rows, None
-        if rows is not None:
+        if rows is not None and self.link.recycle:
             self.link.recycle(rows)

@@ -1,7 +1,6 @@
 """The step of the base optimizer, which replicas take together or not at all."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -62,32 +61,28 @@ class BaseStep:
 
     def unclipped(self) -> None:
         """Steps on the gradients as they are."""
-        with self._lookout.away():
+        self._lookout.is_away = True
+        try:
             self.optimizer.step()
+        finally:
+            self._lookout.is_away = False
 
 
 class _Lookout:
     """A hook after each step of an optimizer: a step that no `BaseStep` takes moves one replica alone.
+
+    is_away: within a step of a `BaseStep`.
 
     Not before each step: `SignSGD.take` leaves gradients unwritten where nothing looks at them.
     """
 
     def __init__(self) -> None:
         self.users: WeakSet[BaseStep] = WeakSet()
-        self._is_away = False
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Context in which steps are allowed."""
-        self._is_away = True
-        try:
-            yield
-        finally:
-            self._is_away = False
+        self.is_away = False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         moves = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)  # else torch's helpers make state
-        if self.users and moves and not self._is_away:
+        if self.users and moves and not self.is_away:
             raise RuntimeError(
                 f"the {type(optimizer).__name__} inside was stepped, which moves this replica alone: call step() of "
                 "the optimizer that detonation.replicate returned"

@@ -90,7 +90,7 @@ class SignSGD(Optimizer):
 
         Shapes: any, each parameter as in its layer.
         """
-        if self._optimizer_step_pre_hooks or not self.moves_by_signs_alone:
+        if self._optimizer_step_pre_hooks or any(group["momentum"] for group in self.param_groups):
             return False
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         if not update.can_apply_signs(weights):

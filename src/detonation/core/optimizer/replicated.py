@@ -95,13 +95,15 @@ class Replicated(OptimizerWrapper):
         """Takes one step of training, on all ranks at once; returns the value of `closure`, None where it is `idle`."""
         loss = evaluated(closure) if closure and not self.idle else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
-        if not overlapping and not self.base.state and states.only_creates_state():
+        without_state = not overlapping and not self.base.state
+        if without_state and not self.param_groups[0].get("lr") and states.only_creates_state():
             self._base_step.unclipped()
             return loss
         if self.memory_lost:
             states.warn_of_lost_memory(self)
         self._base_step.overflow = self.unscale() if "grad_scale" in vars(self) else None
-        with PROGRESS:
+        PROGRESS.steps, PROGRESS.inside = PROGRESS.steps + 1, True
+        try:
             if self._replicators is None:
                 self.set_up()
             changed = self._trained.show_shards()  # before the weights move
@@ -110,10 +112,16 @@ class Replicated(OptimizerWrapper):
                 begun, self._held_back = overlapping or self._held_back, False
                 if not overlapping and self._elastic:
                     self.renumber()
-                self._consensus.enter_step(self.step_count, begun)
+                if not begun:
+                    self._consensus.enter_step(self.step_count)
                 if not overlapping and changed:
                     self._change_trained(in_buckets=begun)
                 self._agreed_step(self._replicators or [], self._consensus)
+        except BaseException as error:
+            PROGRESS.explain(error)
+            raise
+        finally:
+            PROGRESS.inside = False
         return loss
 
     def _agreed_step(self, replicators: Sequence[Replicator], consensus: StopConsensus) -> None:
@@ -143,14 +151,13 @@ class Replicated(OptimizerWrapper):
         header per bucket. Only the innermost level of gradients overlaps, and not in the first step. A gradient that
         changes before `step()` (clipping, unscaling), a second backward, or a missing `step()` is an `OverlapError`.
         """
-        if self._consensus is not None and self._consensus.decides_on_device:  # no set-up: FSDP2 shows whole parameters
-            self._consensus.begin(self.step_count)
+        if self._consensus is not None:  # no set-up: FSDP2 shows whole parameters
+            self._consensus.enter_step(self.step_count)
         with ExitStack() as stack:
             for innermost in () if changes.shared(self.levels) else (self._replicators or [])[:1]:
                 if changes.lost_before(self.levels, self.step_count) or self._trained.changed:  # needs other buckets
                     self._held_back = innermost.acts_before
-                elif self._consensus is not None:
-                    self._consensus.note_options()
+                else:
                     stack.enter_context(innermost.overlap(self.step_count))
             yield
 

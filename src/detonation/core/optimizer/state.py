@@ -134,7 +134,7 @@ def only_creates_state() -> bool:
     """True in the call of `step()` by which torch's state-dict helpers create the base optimizer's state.
 
     It is not a step of training: it must not communicate, count or decay. Who calls is the same on all ranks; lr 0 and
-    zero gradients, which the helpers set, may also come from data, on some ranks alone.
+    zero gradients, which the helpers set, may also come from data, on some ranks alone. So lr 0 is no proof.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:

@@ -108,6 +108,7 @@ class ParameterReplicator(Replicator):
             for slot, part in zip(self.layout.slots, self.layout.parts(flat), strict=True)
         }
 
+    @torch.no_grad()
     def repair(self, tensors: Mapping[str, Tensor]) -> None:
         before = self._anchor.flat.clone()
         for suffix, flat in self._agreed().items():
