@@ -32,7 +32,7 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
-from steps import step_on
+from steps import step_on, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
@@ -170,6 +170,49 @@ def test_two_optimizers_on_one_axis_both_go_on_with_the_replicas_that_are_left(n
     left = survivors(partial(act, dies=True), replicas=3)
     assert left.keys() == {0, 2} and torch.equal(left[0], left[2])
     torch.testing.assert_close(left[0], whole, rtol=1e-4, atol=1e-6)
+
+
+def told_through_owners(communicator):
+    """For each of two optimizers: what all were given and is neither in the weights nor waits here, and the owners."""
+    model = copy.deepcopy(MODEL)
+    scheme = dt.demo(topk=4, chunk=16, decay=1.0, link="owner")
+    optimizers = [
+        dt.replicate(torch.optim.SGD(layer.parameters(), lr=1.0), layer, communicator, scheme) for layer in model.layers
+    ]
+    missing = [[-parameter.detach().clone() for parameter in layer.parameters()] for layer in model.layers]
+    for step in range(STEPS):
+        for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
+            for number, (parameter, total) in enumerate(zip(layer.parameters(), totals, strict=True)):
+                made = torch.Generator().manual_seed(10 * step + number)
+                parameter.grad = torch.randn(parameter.shape, generator=made)
+                total += parameter.grad
+            optimizer.step()
+        owners = [each.build()[0].channel.exchange.owners for each in optimizers] if step == 0 else owners
+    for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
+        for total, parameter, held in zip(totals, layer.parameters(), unsent(optimizer), strict=True):
+            total += parameter.detach() - held
+    channels = [optimizer.build()[0].channel for optimizer in optimizers]
+    flats = [each.layout.flatten(totals, totals[0].device) for each, totals in zip(channels, missing, strict=True)]
+    return [each.scheme.codec.basis.forward(flat) for each, flat in zip(channels, flats, strict=True)], owners
+
+
+@pytest.mark.parametrize(("countdown", "under_way"), [(0, False), (1, True), (2, True)])
+def test_law_1_a_lost_owner_takes_along_what_is_in_its_rows_alone(countdown, under_way):
+    """What was sent to it and its server residual, of each optimizer on the axis."""
+
+    def act(communicator):
+        if communicator.replica == 1:
+            communicator.countdown, communicator.under_way = countdown, under_way
+        return told_through_owners(communicator)
+
+    ends = survivors(act, replicas=3)
+    assert ends.keys() == {0, 2}
+    for of_each, owners in zip(zip(*(found for found, _ in ends.values()), strict=True), ends[0][1], strict=True):
+        missing = torch.stack(of_each).mean(0)  # [rows, chunk]
+        numbers = torch.arange(len(missing)).unsqueeze(1)
+        of_lost = owners.deal(numbers, torch.zeros(1, dtype=numbers.dtype))[1].flatten().unique()
+        others = torch.ones(len(missing), dtype=torch.bool).index_fill(0, of_lost, False)
+        assert missing[others].abs().max() < 1e-4 < 1e-2 < missing[of_lost].abs().max()
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])
