@@ -162,7 +162,9 @@ def test_law_1_what_the_others_have_not_sent_is_not_lost_where_a_newcomer_comes_
     store, scheme = HashStore(), dt.demo(topk=1, chunk=16, decay=1.0, link=link)
 
     def mine(replica):
-        membership = Membership(next_axis_store(store, replica, REPLICAS), replica, REPLICAS, 0, 1, 30.0, 1, print, 30.0)
+        membership = Membership(
+            next_axis_store(store, replica, REPLICAS), replica, REPLICAS, 0, 1, 30.0, 1, print, 30.0
+        )
         axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
         optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, axis, scheme)
         return told(axis, model, optimizer, dt.Admission(model, optimizer, token=TOKEN))
@@ -174,7 +176,9 @@ def test_law_1_what_the_others_have_not_sent_is_not_lost_where_a_newcomer_comes_
 
     given, weights, left = zip(*together(lambda: mine(0), lambda: mine(1), come_in), strict=True)
     assert len({*map(len, given)}) == 2
-    everything = sum(torch.stack([each[step] for each in given if step in each]).mean(0) for step in max(given, key=len))
+    everything = sum(
+        torch.stack([each[step] for each in given if step in each]).mean(0) for step in max(given, key=len)
+    )
     moved = flat(parameter.detach() for parameter in MODEL.parameters()) - weights[0]
     torch.testing.assert_close(moved + torch.stack(left).mean(0), everything, rtol=0, atol=1e-3)
 

@@ -187,7 +187,8 @@ def told_through_owners(communicator):
                 parameter.grad = torch.randn(parameter.shape, generator=made)
                 total += parameter.grad
             optimizer.step()
-        owners = [each.build()[0].channel.exchange.owners for each in optimizers] if step == 0 else owners
+        if step == 0:
+            owners = [each.build()[0].channel.exchange.owners for each in optimizers]
     for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
         for total, parameter, held in zip(totals, layer.parameters(), unsent(optimizer), strict=True):
             total += parameter.detach() - held
