@@ -410,6 +410,28 @@ class Thawing(Module):
         return dt.SignSGD(self.parameters(), lr=1e-2) if self.ahead else super().configure_optimizers()
 
 
+class Watched(Module):
+    """Keeps a weight that each validation sees, of the last batch before it."""
+
+    def validation_step(self, batch, index):
+        self(batch[0])
+        self.saved.append(float(self.net[0].weight[0].sum()))
+
+
+def seen_by_validation(mesh):
+    found = {}
+    for name, scheme in {"round": dt.diloco(every=5), "ahead": dt.loco("4bit", delay=1)}.items():
+        module = fit(scheme, 3, module=Watched(), validate=True, val_check_interval=3, limit_val_batches=1)[1]
+        found[name] = module.saved
+    return found
+
+
+def test_validation_sees_what_replicas_agreed_on_and_in_the_middle_of_a_round_each_its_own():
+    ranks = worlds.run_alone(seen_by_validation, 2, 2)
+    assert [len(set(map(str, (rank[name] for rank in ranks)))) for name in ("round", "ahead")] == [2, 1]
+    assert all(len(rank["round"]) == 1 for rank in ranks)
+
+
 def validated(mesh, child):
     found = {}
     ahead = dt.demo(precision="sign", error_feedback=False, delay=1)

@@ -31,6 +31,7 @@ from detonation.cluster.survive.meeting import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from detonation.core.integrity.fault_counts import BadPeer, Desync
 from limits import LIMIT_S
 from steps import step_on, unsent
 from zoo import TALKING, Plain, batch, built
@@ -214,6 +215,39 @@ def test_law_1_a_lost_owner_takes_along_what_is_in_its_rows_alone(countdown, und
         of_lost = owners.deal(numbers, torch.zeros(1, dtype=numbers.dtype))[1].flatten().unique()
         others = torch.ones(len(missing), dtype=torch.bool).index_fill(0, of_lost, False)
         assert missing[others].abs().max() < 1e-4 < 1e-2 < missing[of_lost].abs().max()
+
+
+class Unaware:
+    """A communicator of somebody's own around an elastic axis: optimizers do not hear of losses."""
+
+    def __init__(self, inner):
+        self.replica, self.size = inner.replica, inner.size
+        self.all_reduce, self.all_gather, self.all_to_all = inner.all_reduce, inner.all_gather, inner.all_to_all
+
+
+@pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
+def test_an_optimizer_that_hears_of_no_loss_ends_with_an_error(name):
+    """Else it would divide the sums of two replicas by three."""
+
+    def act(communicator):
+        model = copy.deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(sgd, model, Unaware(communicator), TALKING[name])
+        for step in range(2 * STEPS):
+            if (communicator.replica, step) == (1, 3):
+                raise Died
+            model(batch(communicator.replica, step, 32)).mean().backward()
+            try:
+                optimizer.step()
+            except (BadPeer, Desync) as error:
+                return str(error)
+            optimizer.zero_grad()
+        return ""
+
+    told = survivors(act, replicas=3)
+    assert told.keys() == {0, 2} and all(
+        "of replica 1 were refused" in e or "replica 1 added" in e for e in told.values()
+    )
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])
