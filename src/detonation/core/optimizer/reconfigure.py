@@ -165,8 +165,8 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
                 link.renumber()
                 counts.renumber(kept, link.replica)
                 grown = grown or link.replicas > len(kept)
-            for memory in (each.channel.memory for each in replicators if isinstance(axis, ElasticCommunicator)):
-                if memory and axis.size() > len(kept):
+            if isinstance(axis, ElasticCommunicator) and axis.size() > len(kept):
+                for memory in filter(None, (each.channel.memory for each in replicators)):
                     memory.scale(axis.size() / len(kept))
     return grown
 
