@@ -437,9 +437,8 @@ def validated(mesh, child):
     ahead = dt.demo(precision="sign", error_feedback=False, delay=1)
     for name, scheme in {"diloco": dt.diloco(every=5), "ahead": ahead}.items():
         for validate in (False, True):
-            often = (
-                {"val_check_interval": 3} if validate and not child else {}
-            )  # or after each epoch, the last one, too
+            # or after each epoch, and so after the last step
+            often = {"val_check_interval": 3} if validate and not child else {}
             lightning.seed_everything(0, verbose=False)
             made, module = fit(scheme, 3 * BATCHES, module=Thawing(name == "ahead", child), validate=validate, **often)
             equal = dt.fingerprint(module, made.strategy.device_mesh)[1]
