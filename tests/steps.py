@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import torch
 
 import detonation as dt
+from detonation.core.exchange.two_stage import TwoStage
 from zoo import SCHEMES, Plain, batch, built
 
 STEPS = 8
@@ -37,3 +38,13 @@ def step_on(optimizer, loss, overlap=False):
     with optimizer.overlap() if overlap else nullcontext():
         loss.backward()
     optimizer.step()
+
+
+def unsent(optimizer):
+    """What this replica has still to tell of each parameter; of a mean that it owns, as if it were its own alone."""
+    channel = optimizer.build()[0].channel
+    flat, link = channel.memory.residual.clone(), channel.link
+    if isinstance(channel.exchange, TwoStage):
+        owned = [channel.exchange.residual * (replica == link.replica) for replica in range(link.replicas)]
+        flat += link.replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
+    return channel.layout.parts(flat)

@@ -388,13 +388,19 @@ def test_what_the_strategy_cannot_do_is_refused_in_one_line():
 
 
 class Thawing(Module):
-    """Its first layer is frozen, and trains from the second epoch on."""
+    """Its first layer is frozen, and trains from the second epoch on. Its steps call a child alone, or the module."""
 
-    def __init__(self, ahead):
+    def __init__(self, ahead, child):
         super().__init__()
         self.net[0].requires_grad_(False)
         self.net[2] = nn.Identity()  # a loader that begins takes a number from the generator of dropout
-        self.ahead = ahead
+        self.ahead, self.child = ahead, child
+
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean() if self.child else super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.net(batch[0]) if self.child else super().validation_step(batch, index)
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
@@ -404,20 +410,45 @@ class Thawing(Module):
         return dt.SignSGD(self.parameters(), lr=1e-2) if self.ahead else super().configure_optimizers()
 
 
-def validated(mesh):
+class Watched(Module):
+    """Keeps a weight that each validation sees, of the last batch before it."""
+
+    def validation_step(self, batch, index):
+        self(batch[0])
+        self.saved.append(float(self.net[0].weight[0].sum()))
+
+
+def seen_by_validation(mesh):
     found = {}
-    for name, scheme in {"diloco": dt.diloco(every=5), "ahead": dt.random(rate=1 / 4, delay=1)}.items():
+    for name, scheme in {"round": dt.diloco(every=5), "ahead": dt.loco("4bit", delay=1)}.items():
+        module = fit(scheme, 3, module=Watched(), validate=True, val_check_interval=3, limit_val_batches=1)[1]
+        found[name] = module.saved
+    return found
+
+
+def test_validation_sees_what_replicas_agreed_on_and_in_the_middle_of_a_round_each_its_own():
+    ranks = worlds.run_alone(seen_by_validation, 2, 2)
+    assert [len(set(map(str, (rank[name] for rank in ranks)))) for name in ("round", "ahead")] == [2, 1]
+    assert all(len(rank["round"]) == 1 for rank in ranks)
+
+
+def validated(mesh, child):
+    found = {}
+    ahead = dt.demo(precision="sign", error_feedback=False, delay=1)
+    for name, scheme in {"diloco": dt.diloco(every=5), "ahead": ahead}.items():
         for validate in (False, True):
-            often = {"val_check_interval": 3} if validate else {}
+            # or after each epoch, and so after the last step
+            often = {"val_check_interval": 3} if validate and not child else {}
             lightning.seed_everything(0, verbose=False)
-            made, module = fit(scheme, 3 * BATCHES, module=Thawing(name == "ahead"), validate=validate, **often)
+            made, module = fit(scheme, 3 * BATCHES, module=Thawing(name == "ahead", child), validate=validate, **often)
             equal = dt.fingerprint(module, made.strategy.device_mesh)[1]
             found[name, validate] = weights(module)[1], equal, module.net[0].weight.requires_grad
     return found
 
 
-def test_validation_changes_nothing_and_what_thaws_after_it_trains():
-    for rank in worlds.run_alone(validated, 2, 2):
+@pytest.mark.parametrize("child", [False, True])
+def test_validation_changes_nothing_and_what_thaws_after_it_trains(child):
+    for rank in worlds.run_alone(validated, 2, 2, child):
         for name in ("diloco", "ahead"):
             (without, *first), (with_validation, *second) = rank[name, False], rank[name, True]
             assert torch.equal(without, with_validation) and first == second == [True, True], name

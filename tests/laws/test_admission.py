@@ -15,7 +15,7 @@ from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
 from limits import LIMIT_S
-from steps import bases
+from steps import bases, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, AFTER = 2, 4
@@ -134,6 +134,53 @@ def test_a_newcomer_is_equal_to_the_others_from_its_first_step_on(name, balance)
     ends = together(*members, lambda: newcomer(store, scheme))
     assert len(ends) == REPLICAS + 1
     assert len(set(ends)) == 1 and ends[0][-1] == REPLICAS + 1
+
+
+def told(axis, model, optimizer, door):
+    """What this replica was given in each step, what it holds in the end, and what it has not sent."""
+    given, last = {}, None
+    while last is None or optimizer.step_count < last:
+        step, made = optimizer.step_count, torch.Generator().manual_seed(100 * optimizer.step_count + axis.replica)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=made)
+        given[step] = flat([parameter.grad.clone() for parameter in model.parameters()])
+        optimizer.step()
+        door.after_step()
+        if last is None and axis._membership.guest > REPLICAS:
+            last = optimizer.step_count + AFTER
+    held = flat([parameter.detach().clone() for parameter in model.parameters()]), flat(unsent(optimizer))
+    axis.close()
+    return given, *held
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("link", ["all-gather", "owner"])
+def test_law_1_what_the_others_have_not_sent_is_not_lost_where_a_newcomer_comes_in(link):
+    store, scheme = HashStore(), dt.demo(topk=1, chunk=16, decay=1.0, link=link)
+
+    def mine(replica):
+        membership = Membership(
+            next_axis_store(store, replica, REPLICAS), replica, REPLICAS, 0, 1, 30.0, 1, print, 30.0
+        )
+        axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, axis, scheme)
+        return told(axis, model, optimizer, dt.Admission(model, optimizer, token=TOKEN))
+
+    def come_in():
+        model = copy.deepcopy(MODEL)
+        optimizer, axis = dt.admitted(model, dt.Guest(store), token=TOKEN)
+        return told(axis, model, optimizer, dt.Admission(model, optimizer, token=TOKEN))
+
+    given, weights, left = zip(*together(lambda: mine(0), lambda: mine(1), come_in), strict=True)
+    assert len({*map(len, given)}) == 2
+    everything = sum(
+        torch.stack([each[step] for each in given if step in each]).mean(0) for step in max(given, key=len)
+    )
+    moved = flat(parameter.detach() for parameter in MODEL.parameters()) - weights[0]
+    torch.testing.assert_close(moved + torch.stack(left).mean(0), everything, rtol=0, atol=1e-3)
 
 
 def test_a_newcomer_that_is_lost_on_its_way_costs_the_others_nothing():

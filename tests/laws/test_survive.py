@@ -31,8 +31,9 @@ from detonation.cluster.survive.meeting import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
+from detonation.core.integrity.fault_counts import BadPeer, Desync
 from limits import LIMIT_S
-from steps import step_on
+from steps import step_on, unsent
 from zoo import TALKING, Plain, batch, built
 
 REPLICAS, STEPS = 4, 8
@@ -170,6 +171,83 @@ def test_two_optimizers_on_one_axis_both_go_on_with_the_replicas_that_are_left(n
     left = survivors(partial(act, dies=True), replicas=3)
     assert left.keys() == {0, 2} and torch.equal(left[0], left[2])
     torch.testing.assert_close(left[0], whole, rtol=1e-4, atol=1e-6)
+
+
+def told_through_owners(communicator):
+    """For each of two optimizers: what all were given and is neither in the weights nor waits here, and the owners."""
+    model = copy.deepcopy(MODEL)
+    scheme = dt.demo(topk=4, chunk=16, decay=1.0, link="owner")
+    optimizers = [
+        dt.replicate(torch.optim.SGD(layer.parameters(), lr=1.0), layer, communicator, scheme) for layer in model.layers
+    ]
+    missing = [[-parameter.detach().clone() for parameter in layer.parameters()] for layer in model.layers]
+    for step in range(STEPS):
+        for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
+            for number, (parameter, total) in enumerate(zip(layer.parameters(), totals, strict=True)):
+                made = torch.Generator().manual_seed(10 * step + number)
+                parameter.grad = torch.randn(parameter.shape, generator=made)
+                total += parameter.grad
+            optimizer.step()
+        if step == 0:
+            owners = [each.build()[0].channel.exchange.owners for each in optimizers]
+    for optimizer, layer, totals in zip(optimizers, model.layers, missing, strict=True):
+        for total, parameter, held in zip(totals, layer.parameters(), unsent(optimizer), strict=True):
+            total += parameter.detach() - held
+    channels = [optimizer.build()[0].channel for optimizer in optimizers]
+    flats = [each.layout.flatten(totals, totals[0].device) for each, totals in zip(channels, missing, strict=True)]
+    return [each.scheme.codec.basis.forward(flat) for each, flat in zip(channels, flats, strict=True)], owners
+
+
+@pytest.mark.parametrize(("countdown", "under_way"), [(0, False), (1, True), (2, True)])
+def test_law_1_a_lost_owner_takes_along_what_is_in_its_rows_alone(countdown, under_way):
+    """What was sent to it and its server residual, of each optimizer on the axis."""
+
+    def act(communicator):
+        if communicator.replica == 1:
+            communicator.countdown, communicator.under_way = countdown, under_way
+        return told_through_owners(communicator)
+
+    ends = survivors(act, replicas=3)
+    assert ends.keys() == {0, 2}
+    for of_each, owners in zip(zip(*(found for found, _ in ends.values()), strict=True), ends[0][1], strict=True):
+        missing = torch.stack(of_each).mean(0)  # [rows, chunk]
+        numbers = torch.arange(len(missing)).unsqueeze(1)
+        of_lost = owners.deal(numbers, torch.zeros(1, dtype=numbers.dtype))[1].flatten().unique()
+        others = torch.ones(len(missing), dtype=torch.bool).index_fill(0, of_lost, False)
+        assert missing[others].abs().max() < 1e-4 < 1e-2 < missing[of_lost].abs().max()
+
+
+class Unaware:
+    """A communicator of somebody's own around an elastic axis: optimizers do not hear of losses."""
+
+    def __init__(self, inner):
+        self.replica, self.size = inner.replica, inner.size
+        self.all_reduce, self.all_gather, self.all_to_all = inner.all_reduce, inner.all_gather, inner.all_to_all
+
+
+@pytest.mark.parametrize("name", ["full", "demo", "demo-owner", "diloco"])
+def test_an_optimizer_that_hears_of_no_loss_ends_with_an_error(name):
+    """Else it would divide the sums of two replicas by three."""
+
+    def act(communicator):
+        model = copy.deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = dt.replicate(sgd, model, Unaware(communicator), TALKING[name])
+        for step in range(2 * STEPS):
+            if (communicator.replica, step) == (1, 3):
+                raise Died
+            model(batch(communicator.replica, step, 32)).mean().backward()
+            try:
+                optimizer.step()
+            except (BadPeer, Desync) as error:
+                return str(error)
+            optimizer.zero_grad()
+        return ""
+
+    told = survivors(act, replicas=3)
+    assert told.keys() == {0, 2} and all(
+        "of replica 1 were refused" in e or "replica 1 added" in e for e in told.values()
+    )
 
 
 @pytest.mark.parametrize(("countdown", "under_way"), [(0, True), (1, False), (1, True)])

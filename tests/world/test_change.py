@@ -8,9 +8,9 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.tensors import digest
 from detonation.core.schemes.traffic import bytes_sent
+from steps import unsent
 from worlds import caught
 from zoo import Plain, batch, built
 
@@ -48,22 +48,12 @@ def sent(mesh, schemes):
             optimizer.step()
         digests.append(digest(model.parameters()))
     optimizer.synchronize()
-    held = memories(optimizer, mesh)
+    held = unsent(optimizer)
     everything = torch.cat(
         [(g - h + p.detach()).flatten() for g, h, p in zip(given, held, model.parameters(), strict=True)]
     )
     torch.distributed.all_reduce(everything)
     return float(everything.abs().max()), digests
-
-
-def memories(optimizer, mesh):
-    """What this replica has still to tell of each parameter; of a mean that it owns, as if it were its own alone."""
-    channel, replicas = optimizer.build()[0].channel, mesh["replicate"].size()
-    flat = channel.memory.residual.clone()
-    if isinstance(channel.exchange, TwoStage):
-        owned = [channel.exchange.residual * (r == mesh.get_local_rank("replicate")) for r in range(replicas)]
-        flat += replicas * channel.scheme.codec.basis.inverse(channel.exchange.owners.collect(owned))
-    return channel.layout.parts(flat)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 import detonation as dt
 import worlds
+from detonation.cluster.init import _set_timeout as set_timeout
 from detonation.core.flat.tensors import digest
 from detonation.core.integrity.fault_counts import Desync
 from detonation.core.link.communicator import communicator_of
@@ -182,7 +183,7 @@ def test_the_group_of_an_optimizer_needs_only_the_ranks_of_its_axis():
         if mesh.get_rank() not in (0, 2):
             return None
         axis = mesh["replicate"]
-        distributed_c10d._set_pg_timeout(timedelta(seconds=77), axis.get_group())
+        set_timeout(timedelta(seconds=77), axis.get_group())
         model = built(Two)
         optimizer = dt.replicate(sgd(model), model, axis, dt.full())
         optimizer.step()

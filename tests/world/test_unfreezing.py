@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import detonation as dt
 import worlds
@@ -260,6 +261,45 @@ def test_what_is_set_after_an_evaluation_counts(name, frozen, by_group):
     if name == "full":
         turns = [frozen] * 3 + [not frozen] * 3 + [frozen] * 2
         assert [steps[1] for steps in ends[0][0]] == [not each for each in turns]
+
+
+class Asked(nn.Sequential):
+    """Trains by a method of its own, as those of `register_fsdp_forward_method`, before which no hooks run."""
+
+    def loss(self, x):
+        for layer in self:
+            x = layer(x)
+        return x.mean()
+
+
+def trained_by_a_method(mesh, frozen, reshards):
+    """Whether the first layer moved in each step, and the end; after evaluations it is frozen or unfrozen."""
+    first, last = built(Plain).layers
+    model = dt.shard(Asked(first, nn.Tanh(), last), mesh)
+    register_fsdp_forward_method(model, "loss")
+    model[0].requires_grad_(not frozen)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.full(), safety=CHECKED)
+    shard, moved = optimizer.param_groups[0]["params"][0], []
+    for step in range(8):
+        if step in (3, 6):
+            evaluate(model, reshards)
+            for parameter in model[0].parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+        before = local(shard).detach().clone()
+        model.loss(batch(mesh.get_rank(), step, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(local(shard), before))
+    return moved, digest(optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_set_after_an_evaluation_counts_where_a_method_of_its_own_trains(frozen):
+    ends = worlds.run(trained_by_a_method, 2, 2, frozen, False)
+    assert ends == worlds.run(trained_by_a_method, 2, 2, frozen, True)
+    turns = [frozen] * 3 + [not frozen] * 3 + [frozen] * 2
+    assert [not each for each in ends[0][0]] == turns
 
 
 def adversaries(mesh, evaluates, toggles):

@@ -114,6 +114,10 @@ class Memory:
         """Forgets everything."""
         self.residual.zero_()
 
+    def scale(self, factor: float) -> None:
+        """Multiplies what is still to be sent."""
+        self.residual.mul_(factor)
+
     def add(self, more: Tensor) -> None:
         """Adds values that are still to be sent.
 

@@ -18,7 +18,6 @@ from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import shard
 from detonation.core.agreement.safety import Safety
-from detonation.core.optimizer.gathered import before_forward
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
 from detonation.integrations.fabric import PART, ReplicatedWorld, forget_replicas, refuse_scaler
@@ -135,12 +134,6 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         wide = {"bytes_sent": self.bytes_sent, "waited_s": sum(each.stats.waited_s for each in self.replicated)}
         self.lightning_module.log_dict({name: torch.tensor(float(value)) for name, value in wide.items()})
         return output
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains what requires a gradient, also where a validation gathered it before: no module is called here."""
-        assert self.model is not None
-        before_forward(self.model)
-        return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Validates the weights that the replicas agreed on; in the middle of a round each replica's own."""

@@ -60,7 +60,8 @@ class Membership:
         min_replicas: With fewer left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: A rank that neither reports nor beats for this long after a loss was noticed is lost, too.
+        confirm_s: A rank that neither reports nor beats for this long after a loss was noticed is lost, too; None is
+            `CONFIRM_S`.
     """
 
     def __init__(
@@ -73,14 +74,15 @@ class Membership:
         silence_s: float,
         min_replicas: int,
         end: Callable[[str], object],
-        confirm_s: float = CONFIRM_S,
+        confirm_s: float | None = None,
         is_guest: bool = False,
     ) -> None:
         self.members, self.epoch, self.called = [replica] if is_guest else list(range(replicas)), 0, False
         self.is_guest, self.guest, self.guest_asks = is_guest, replicas, False
         self.replica, self.shard, self.shards, self.rank = replica, shard, shards, replica * shards + shard
         self.changed, self.noticed_at, self.under_way = threading.Condition(), 0.0, False
-        self._silence_s, self._confirm_s, self._min, self._end = silence_s, confirm_s, min_replicas, end
+        self._silence_s, self._min, self._end = silence_s, min_replicas, end
+        self._confirm_s = CONFIRM_S if confirm_s is None else confirm_s
         self.store: Store = store.clone()  # type: ignore[attr-defined]  # one connection for each thread
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
         self._stopped = threading.Event()

@@ -4,7 +4,8 @@ pass.
 What is written to shards is not seen by the next forward pass then, nor is `requires_grad` of the copies by the shards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,18 @@ class ShownUnit:
         setattr(module, _UNIT, self)
         hook = torch.compiler.disable(self.before_forward)  # type: ignore[no-untyped-call]
         module.register_forward_pre_hook(hook, prepend=True)
+        self._hook_methods(hook)
+
+    def _hook_methods(self, hook: Callable[[], None]) -> None:
+        """Calls `hook` before other methods, too: those of `register_fsdp_forward_method` run no hooks of modules."""
+        state: Any = self._module._get_fsdp_state()  # type: ignore[operator]
+        gather = state._pre_forward
+
+        def before(*arguments: Any) -> Any:
+            hook()
+            return gather(*arguments)
+
+        state._pre_forward = before
 
     @property
     def is_gathered(self) -> bool:
@@ -105,12 +118,6 @@ def reshard(model: nn.Module) -> None:
         unit.settle()
     for unit in gathered:
         unit.reshard()
-
-
-def before_forward(model: nn.Module) -> None:
-    """What hooks do before a forward pass, for one that does not begin with a call of `model` itself."""
-    for unit in shown_units(model):
-        unit.before_forward()
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:

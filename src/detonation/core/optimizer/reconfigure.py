@@ -148,7 +148,7 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
 
     Messages in flight are received first, by the old numbers. The replicators must be built anew afterwards: owners,
     layouts of messages and means are those of the old replicas. Returns True where another replica has come in, which
-    `welcome` compares with the others.
+    `welcome` compares with the others. Its memory is empty, so that those of the others grow: the mean stays (law 1).
     """
     grown = False
     for each in replicators:
@@ -161,6 +161,9 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
                 link.renumber()
                 counts.renumber(kept, link.replica)
                 grown = grown or link.replicas > len(kept)
+            if isinstance(axis, ElasticCommunicator) and axis.size() > len(kept):
+                for memory in filter(None, (each.channel.memory for each in replicators)):
+                    memory.scale(axis.size() / len(kept))
     return grown
 
 
