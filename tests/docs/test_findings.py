@@ -16,7 +16,10 @@ import second_round
 import shard_wire
 
 INTERVAL = re.compile(r"\[([+-]\d+\.\d)(?: %)?, ([+-]\d+\.\d)(?: %)?\]")
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("findings", "research", "which-scheme", "networks", "your-loop"))]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("findings", "research", "which-scheme", "networks", "your-loop")),
+]
 PAGES += ["docs/tutorials/larger-than-a-node.md", "research/frontier.md"]
 
 
