@@ -72,7 +72,7 @@ class RowOwners:
 
         Shapes: `[replicas, owned, n]`, or `[owned, n]` of each owner -> `[rows, n]`.
         """
-        return self.collect_each([parts if isinstance(parts, Tensor) else torch.stack(list(parts))])[0]
+        return self.collect_each([parts if isinstance(parts, torch.Tensor) else torch.stack(list(parts))])[0]
 
     def collect_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """`collect` for several matrices, in one operation.
