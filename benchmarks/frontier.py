@@ -2,7 +2,7 @@
 
     python benchmarks/frontier.py run [--only WORDS] [--part 0/2] [--limit 3]     runs missing rows, one by one
     python benchmarks/frontier.py table > benchmarks/results/2026-11-22-frontier.md
-    python benchmarks/frontier.py figure docs/frontier                           writes .svg and .png
+    python benchmarks/frontier.py figure research/frontier                           writes .svg and .png
 
 benchmarks/frontier_grid.py lists the runs in order of importance. Each is one simulated training (`detonation
 simulate`), with the same examples per step for any number of replicas, and one row of --results. Existing rows are not
@@ -24,7 +24,7 @@ from frontier_grid import QUICK, Cell, grid
 
 RESULTS = [Path(f"benchmarks/results/2026-11-{day}-frontier.jsonl") for day in (20, 22)]
 NOISE = 0.05
-"""Difference in loss between two runs that differ in their last bits only: docs/log.md."""
+"""Difference in loss between two runs that differ in their last bits only: research/log.md."""
 
 Row = dict[str, Any]
 
@@ -177,7 +177,7 @@ def figure(found: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table", "figure"])
-    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/frontier"), help="of the figure")
+    parser.add_argument("path", nargs="?", type=Path, default=Path("research/frontier"), help="of the figure")
     parser.add_argument(
         "--results",
         type=Path,

@@ -101,7 +101,7 @@ VISION_TUNING = {
     "demo 1/64, sign": [signs(1, 64, 0.95, lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     "random_sign 1/8": [votes(8, 0.9, lr) for lr in (2.5e-3, 5e-3, 1e-2, 2e-2)],
 }
-"""vit-fashion on seed 0; other learning rates of AdamW are in docs/log.md."""
+"""vit-fashion on seed 0; other learning rates of AdamW are in research/log.md."""
 
 VISION_OF_EIGHT = [
     *(("random_sign 1/8", votes(8, 0.9, lr)) for lr in (1e-2, 2e-2, 4e-2)),
@@ -199,7 +199,7 @@ def chosen(method: str, seed: int, study: str = "bytes", also: str = "", replica
 
 
 def tuning() -> Iterator[Cell]:
-    """Learning rates and decays on seed 0 at 2 replicas; those of AdamW and of demo in fp32 are in docs/log.md."""
+    """Learning rates and decays on seed 0 at 2 replicas; those of AdamW and of demo in fp32 are in research/log.md."""
     for method, settings in {
         "random_sign 1/8": [votes(8, 0.9, 4e-2), votes(8, 0.95, 2e-2), votes(8, 0.95, 1e-2), votes(8, 0.9, 2e-2)],
         "random_sign 1/4": [votes(4, 0.8, 2e-2), votes(4, 0.9, 1e-2), votes(4, 0.95, 1e-2)],

@@ -47,7 +47,7 @@ KEPT = [
     ("diloco", {"every": 20, "precision": "fp32"}, "AdamW", {"quick-lm": 0.0619, "vit-fashion": 0.1517}),
     ("demo", {"topk": 4, "chunk": 64, "precision": "fp32", "delay": 0}, "SignSGD", {"vit-fashion": 0.0142}),
 ]
-"""Relative losses of docs/log.md over three seeds, two replicas."""
+"""Relative losses of research/log.md over three seeds, two replicas."""
 
 Row = dict[str, Any]
 
@@ -127,7 +127,7 @@ def first_round(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[Mea
         if scheme is None or "Muon" in " ".join(sets) or (scheme.name == "full" and replicas != 2):
             continue
         if total == BASELINES[recipe][1] and set(runs) & set(base[recipe]):
-            yield scheme, recipe, replicas, runs, judged(runs, base[recipe]), "docs/frontier.md"
+            yield scheme, recipe, replicas, runs, judged(runs, base[recipe]), "research/frontier.md"
 
 
 def losses(measured: Iterable[Measured]) -> list[Row]:
@@ -167,7 +167,7 @@ def losses(measured: Iterable[Measured]) -> list[Row]:
     like = {row["recipe"]: row for row in reversed(best.values())}  # the first of a recipe: its model as it is
     kept = [
         {**like[recipe], "scheme": name, "arguments": arguments, "optimizer": optimizer, "cost": cost}
-        | {"interval": None, "seeds": 3, "replicas": 2, "source": "docs/log.md"}
+        | {"interval": None, "seeds": 3, "replicas": 2, "source": "research/log.md"}
         for name, arguments, optimizer, by_recipe in KEPT
         for recipe, cost in by_recipe.items()
     ]

@@ -4,6 +4,7 @@
     sudo python benchmarks/paper.py times --only T5              step times of 2 nodes x 2 ranks in namespaces; and ViT
     python benchmarks/paper.py claims [NUMBER]                   each claim with its table and its verdict
     python benchmarks/paper.py figure docs/paper                 writes .svg and .png
+    python benchmarks/paper.py gain docs/gain                    the same of the seconds of a step alone
 
 The weights after a step do not depend on the link. So each scheme is trained once, and seconds are steps times the
 median step time on each link (benchmarks/namespaces.py); for diloco, the mean over whole rounds. Every method is tuned
@@ -244,6 +245,30 @@ def figure(path: Path, done: Rows) -> None:
         drawing.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
 
 
+def gain(path: Path) -> None:
+    """Bars: the seconds of a step of the T5 on each link, in full and as one sign of 64, and their ratio."""
+    from detonation.report.figures import LIGHT
+
+    names = {BASELINE: "full synchronisation", "demo 1/64, sign": "demo, one sign of 64"}
+    seconds = [[step_seconds("T5", link)[name] for name in names] for link in LINKS]
+    with drawn(path, 7, 2.6, dpi=120) as drawing:
+        axes = drawing.subplots()
+        for offset, (label, colour) in enumerate(zip(names.values(), LIGHT, strict=False)):
+            places = [place + 0.36 * offset for place in range(len(LINKS))]
+            axes.barh(places, [pair[offset] for pair in seconds], 0.34, label=label, color=colour)
+        for place, pair in enumerate(seconds):
+            for offset, each in enumerate(pair):
+                ratio = f", {pair[0] / each:.2g} times faster" if offset else ""
+                axes.text(each * 1.05, place + 0.36 * offset, f"{each:.2g} s{ratio}", va="center", fontsize=8)
+        rates = [link.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for link in LINKS]
+        axes.set_yticks([place + 0.18 for place in range(len(LINKS))], rates)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xlim(0.1, 100)
+        axes.set_xlabel("seconds per step, lower is better")
+        axes.legend(frameon=False, loc="lower right")
+
+
 def mean_curve(runs: dict[int, Row]) -> tuple[list[int], list[float]]:
     """Steps, and the mean validation loss over the runs at each."""
     steps = [step for step, _ in next(iter(runs.values()))["validation"]]
@@ -256,7 +281,7 @@ def losses_of(run: Row) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["loss", "times", "claims", "figure"])
+    parser.add_argument("action", choices=["loss", "times", "claims", "figure", "gain"])
     parser.add_argument("what", nargs="?", help="the number of a claim, or the path of the figure")
     parser.add_argument("--losses", type=Path, default=LOSSES, help="file of the rows of trainings")
     parser.add_argument("--limit", type=int, default=10**9, help="stop after so many trainings")
@@ -274,6 +299,8 @@ def main() -> None:
         for number, claim in enumerate(CLAIMS, 1):
             if args.what in (None, str(number)):
                 print(f"{number}. {claim.__doc__}\n\n{claim(rows(args.losses))}\n")
+    elif args.action == "gain":
+        gain(Path(args.what or "docs/gain"))
     else:
         figure(Path(args.what or "docs/paper"), rows(args.losses))
 

@@ -4,7 +4,7 @@
     python benchmarks/second_round.py table [STUDY]                      losses with paired 95 % intervals
     python benchmarks/second_round.py pairs                              the differences that docs/findings.md quotes
     python benchmarks/second_round.py figure [--path docs/second-round]  bytes against loss, .svg and .png
-    python benchmarks/second_round.py page                               writes the tables of docs/findings.md anew
+    python benchmarks/second_round.py page                               writes the tables of `PAGE` anew
 
 The corpus is `sotu` (10.8 MB), and all held-out blocks are evaluated. benchmarks/second_round_grid.py lists the methods
 by study, and benchmarks/tuning.py says how they are tuned and judged. A run is one simulated training. Intervals are
@@ -32,7 +32,7 @@ from tuning import Rows, against, losses, measured, run_missing
 import detonation as dt
 
 RESULTS = Path("benchmarks/results/2026-11-22-second-round.jsonl")
-PAGE = Path("docs/findings.md")
+PAGE = Path("research/second-round.md")
 HEADING = "\n## Tables\n"
 """Of the part of `PAGE` that `page` writes."""
 

@@ -41,7 +41,7 @@ MUON = "optimizer.name=Muon optimizer.momentum=0.8"
 MUON_ALONE = "optimizer.name=Muon optimizer.momentum=0"
 """Under a scheme that remembers a momentum."""
 LONG_MUON = "optimizer.name=Muon"
-"""Muon's default, a momentum of 0.95, was worse: docs/log.md."""
+"""Muon's default, a momentum of 0.95, was worse: research/log.md."""
 SIGNSGD = "optimizer.name=SignSGD"
 FULL = "scheme.name=full "
 

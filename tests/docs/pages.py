@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOLD = {"docs/log.md", "docs/recipe-reference.md"}
-"""Pages without blocks for readers to run: what was, and what a program has written."""
+TOLD = {"docs/recipe-reference.md"}
+"""A page without blocks for readers to run, because a program has written it."""
 PAGES = sorted({path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")} - TOLD)
 _BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -12,7 +12,8 @@ from pages import PAGES, ROOT, all_blocks, blocks
 import detonation
 
 LANGUAGES = {"python", "bash", "toml", "ini", "diff", "text"}
-DOCUMENTS = [*PAGES, "docs/log.md", "docs/recipe-reference.md", "README.md", "CONTRIBUTING.md"]
+RESEARCH = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("research/*.md"))
+DOCUMENTS = [*PAGES, *RESEARCH, "docs/recipe-reference.md", "README.md", "CONTRIBUTING.md"]
 API = {page: re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE) for page in PAGES if "/api/" in page}
 
 

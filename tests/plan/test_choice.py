@@ -47,7 +47,7 @@ def test_a_scheme_without_a_measured_loss_never_comes_before_one_that_has_it():
 
 def measured(cost, interval=None, **given):
     given = {"arguments": {}, "optimizer": "SignSGD", "seeds": 3, "recipe": "text", "steps": 300, "replicas": 2} | given
-    return Loss("demo", cost=cost, interval=interval, parameters=10**6, source="docs/log.md", **given)
+    return Loss("demo", cost=cost, interval=interval, parameters=10**6, source="research/log.md", **given)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_few_seeds_count_less_than_many_and_a_mean_alone_least():
     ],
 )
 def test_a_loss_is_shown_with_its_interval_and_the_size_of_its_evidence(cost, interval, seeds, verdict):
-    loss = Loss("demo", {}, "SignSGD", cost, interval, seeds, "quick-lm", 590976, 300, 8, "docs/log.md")
+    loss = Loss("demo", {}, "SignSGD", cost, interval, seeds, "quick-lm", 590976, 300, 8, "research/log.md")
     assert loss.verdict == verdict
     text = f"on quick-lm (SignSGD, 0.6 M parameters, 8 replicas, 300 steps, {seeds} seed{'s' * (seeds > 1)})"
     assert str(loss) == f"{verdict} {text}"

@@ -87,7 +87,7 @@ def test_settings_follow_the_link_down_and_back_at_the_same_step_everywhere(tiny
     assert chosen[slow - 1] == less(chosen) != first
     rest = [{name: value for name, value in arguments.items() if name != key} for _, arguments in steps]
     assert rest == [rest[0]] * len(rest)
-    assert f"after step {slow} the link is" in lines[0] and "from now on, in the place of" in lines[0]
+    assert f"after step {slow} the link is" in lines[0] and "from now on, instead of" in lines[0]
     if key != "every":  # what is sent at the next step is what the setting says
         shapes = shard_shapes(config)[0]
         for (_, arguments), (sent, _) in itertools.pairwise(steps):

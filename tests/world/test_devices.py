@@ -147,7 +147,7 @@ def test_the_mesh_refuses_what_the_machine_lacks(monkeypatch):
     env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="this rank would train on the CPU beside a GPU"):
+    with pytest.raises(ValueError, match="this rank would train on the CPU although there is a GPU"):
         dt.init_mesh(1, 1)
     with pytest.raises(ValueError, match="device is 'cuda', but torch"):
         dt.init_mesh(1, 1, "cuda")

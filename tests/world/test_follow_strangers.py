@@ -130,7 +130,7 @@ def test_a_frame_that_is_too_long_is_refused_before_memory_is_taken():
         feed.send(ABOUT, b"first")
         assert follower.receive(5) == (ABOUT, b"first")
         feed.send(STATE, b"too long")
-        with pytest.raises(BadFrame, match="8 bytes, where at most 7"):
+        with pytest.raises(BadFrame, match="8 bytes, but at most 7"):
             follower.receive(7)
 
 

@@ -36,9 +36,9 @@ class Train(Shortcuts, Processes):
     resume: Flag = False
     """Continue the run in --out from its newest whole checkpoint, exactly; or with other --replicas and --shards."""
     checkpoint_every: Integer = None
-    """Write a checkpoint every so many steps, beside training; only at the end when left out."""
+    """Steps between checkpoints, which are written while training goes on; only at the end when left out."""
     keep: Integer = None
-    """How many checkpoints stay, the newest; 3 when left out."""
+    """Checkpoints to keep, the newest; 3 when left out."""
     stop_after: Integer = None
     """Stop after so many steps with the state saved, as a preemption would."""
     logger: UseAppendAction[tuple[str, ...]] = ()
@@ -48,13 +48,13 @@ class Train(Shortcuts, Processes):
     publish: Address = None
     """Serve the weights in training there, for detonation follow; needs a token in DETONATION_TOKEN."""
     elastic: Flag = False
-    """Train on without replicas that are lost, in the same processes, while mesh.min_replicas are left."""
+    """Go on in the same processes when a replica is lost, as long as mesh.min_replicas are left."""
     meet: Address = None
-    """Where the replicas of an elastic run meet; this machine alone when left out."""
+    """Address of the store of an elastic run (detonation meet); one on this machine when left out."""
     replica: Integer = None
     """Run this replica alone, which meets the others at --meet, where detonation meet serves."""
     join: Address = None
-    """Come in as one more replica of an elastic run whose replicas meet there; needs its token in DETONATION_TOKEN."""
+    """Join the elastic run whose store is there as one more replica; needs its token in DETONATION_TOKEN."""
     interface: Annotated[str, shown("NAME")] = ""
     """Network interface that the sockets keep to, such as wg0; on one machine loopback when left out."""
 
@@ -64,7 +64,7 @@ class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to see how a scheme does with 64 of them.
 
     Each has its own model, memory and data, and runs the code of a real replica of one shard, so the result is that of
-    a real run, also its bytes; only the seconds are not. Example: detonation simulate quick-lm --replicas 64
+    a real run, and so are its bytes; only the seconds are not. Example: detonation simulate quick-lm --replicas 64
     """
 
     replicas: Integer = None
@@ -72,7 +72,7 @@ class Simulate(Shortcuts):
     total_batch: Integer = None
     """Examples per step over all replicas, to compare numbers of them; train.batch_size for each when left out."""
     profile: File = None
-    """Of `detonation probe RECIPE --replicas 2 --shards 1`: predicts the seconds of a step on that cluster."""
+    """Result of `detonation probe RECIPE --replicas 2 --shards 1`, to predict the seconds of a step on that cluster."""
     out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
@@ -81,7 +81,7 @@ class Simulate(Shortcuts):
 class Compare(Processes):
     """Train a recipe under several schemes or settings, one after another, and write one page.
 
-    Runs that are finished in --out are kept, stopped ones go on. Examples: detonation compare quick-lm --schemes
+    Finished runs in --out are kept, stopped ones continue. Examples: detonation compare quick-lm --schemes
     full,demo --link 100mbit,5ms, or detonation compare quick-lm --vary optimizer.lr=1e-3,2e-3 seed=0,1
     """
 
@@ -90,7 +90,7 @@ class Compare(Processes):
     schemes: Annotated[str, shown("NAME,NAME,...", listed_schemes)] = ""
     """Schemes to compare, such as full,demo,random,diloco; package.module:function for your own."""
     vary: Sets = ()
-    """Try each of these values, and each choice where several keys are given: --vary optimizer.lr=1e-3,2e-3 seed=0,1"""
+    """Try each of these values; several keys give every combination: --vary optimizer.lr=1e-3,2e-3 seed=0,1"""
     namespaces: Flag = False
     """Give each node a network namespace; the kernel slows their links down to --link. Needs Linux and root."""
     out: Directory = None
@@ -101,7 +101,7 @@ class Compare(Processes):
 class Probe(Processes):
     """Measure the links between nodes and inside them, and a step of a recipe's training without them.
 
-    Starts replicas x shards processes, 2 x 2 where nothing says more, or joins those of torchrun or srun. Example:
+    Starts replicas x shards processes, 2 x 2 by default, or joins those of torchrun or srun. Example:
     detonation probe quick-lm
     """
 
@@ -139,7 +139,7 @@ class Plan(Overrides):
     shard_nodes: Integer = None
     """Nodes that the shards of one copy lie on; shows what crosses the links between them, too."""
     device: Annotated[str | None, shown("NAME")] = None
-    """Predict the optimizer's step from the data sheet of h100, a100, h200, b200, ..., where no profile has it."""
+    """Predict the optimizer's step from the data sheet of h100, a100, h200, b200, ..., without a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class Report(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(Common):
-    """Check that checkpoints are whole and that replicas agree in them; exit code 1 where not."""
+    """Check that checkpoints are whole and that replicas agree in them; exit code 1 if not."""
 
     directory: Positional[Annotated[Path, arg(metavar="DIR")]]
     """A run directory, or one checkpoint."""
@@ -210,7 +210,7 @@ class Follow(Common):
     every: Annotated[int, arg(metavar="INT")] = 100
     """Steps between checkpoints."""
     keep: Annotated[int, arg(metavar="INT")] = 3
-    """How many checkpoints stay, the newest."""
+    """Checkpoints to keep, the newest."""
     to: Integer = None
     """Stop at this step; the end of the run when left out."""
     trust_code: Flag = False
@@ -219,7 +219,7 @@ class Follow(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Meet(Common):
-    """Serve the place where the replicas of an elastic run meet (train --elastic --meet --replica), until ended."""
+    """Serve the store of an elastic run (train --elastic --meet --replica), until ended."""
 
     address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
 
@@ -234,7 +234,7 @@ class Fetch(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipes(Common):
-    """List the recipes that come with the package, or print one of them: into a file, it is the start of your own.
+    """List the recipes that come with the package, or print one, as the start of your own.
 
     Examples: detonation recipes quick-lm, or detonation recipes --keys
     """

@@ -29,7 +29,7 @@ _SHELLS = {
 _INTERFACE: dict[str, Any] = {
     "f": Verb,
     "prog": "detonation",
-    "description": "Train PyTorch models over slow links: sharded inside the node, in touch between nodes. "
+    "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes. "
     "--completion bash|zsh|fish prints a script for the shell, --version the version.",
     "config": (FlagCreatePairsOff,),
 }

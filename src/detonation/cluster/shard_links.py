@@ -27,7 +27,7 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
     if nodes < 2 or shards % nodes:
         raise ValueError(
             f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each: a shard wire needs "
-            "at least 2 nodes; give shard_wire(nodes=...), or leave it out where a replica fits into one node"
+            "at least 2 nodes; give shard_wire(nodes=...), or leave it out if a replica fits into one node"
         )
     if mesh.size() != dist.get_world_size():
         raise ValueError(f"the mesh has {mesh.size()} of the {dist.get_world_size()} ranks: pass the mesh of all ranks")

@@ -210,7 +210,7 @@ def _untar(what: str, into: Path, pattern: str, sha256: str | None) -> None:
         for member in members:  # extraction filters are newer than Python 3.11.0
             target, content = into / member.name, tar.extractfile(member)
             if content is None or not target.resolve().is_relative_to(into.resolve()):
-                raise ValueError(f"{what}: the archive holds {member.name!r}, which lies outside of it")
+                raise ValueError(f"{what}: the archive holds {member.name!r}, which is outside of it")
             target.parent.mkdir(parents=True, exist_ok=True)
             with content, target.open("wb") as unpacked:
                 shutil.copyfileobj(content, unpacked)

@@ -286,7 +286,7 @@ class _Cursor:
         before, row = self._after, next(self._next, None)
         if row is None:
             if not self._fruitful:
-                raise ValueError("the stream has no documents beside those that are held out: leave data.streaming out")
+                raise ValueError("the stream has no documents besides those held out: leave data.streaming out")
             self._epoch += 1
             self._open(None)
             return

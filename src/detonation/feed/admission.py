@@ -74,7 +74,7 @@ class Admission:
             try:
                 self._open(guest)
             except (ValueError, OSError) as error:
-                _log.warning("replica %d asks to come in, and cannot: %s", guest, error)
+                _log.warning("replica %d asks to join, but cannot: %s", guest, error)
 
     def _open(self, guest: int) -> None:
         if self._axis.shared:

@@ -86,8 +86,8 @@ def comm_hook(
     chosen = levels[0][1]
     if not chosen.worth_overlapping:
         raise ValueError(
-            f"{chosen.name} exchanges no gradients that the same step waits for, which is what a hook can do: take "
-            "delay=0 where it has a delay, or replicate(optimizer, model, ...) without DistributedDataParallel"
+            f"{chosen.name} exchanges no gradients that the same step waits for, and a hook can do nothing else: "
+            "take delay=0 if it has a delay, or replicate(optimizer, model, ...) without DistributedDataParallel"
         )
     base = _NoStep(p for name, p in model.module.named_parameters() if name not in model.parameters_to_ignore)
     replicated = Replicated(base, model.module, levels, Settings(node, seed, kernels, safety or Safety(), None))

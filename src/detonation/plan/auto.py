@@ -63,7 +63,7 @@ def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: fl
 
     Reference:
         docs/networks.md describes the prediction and how far it was from measurements; the measured losses are in
-        docs/frontier.md and docs/log.md.
+        research/frontier.md and research/log.md.
     """
     if not 0 < step_seconds < float("inf"):
         raise ValueError(f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0")

@@ -14,7 +14,7 @@ from detonation.core.schemes.traffic import mean_bytes
 
 STEPS_EXPONENT = 0.205
 """Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
-(docs/frontier.md)."""
+(research/frontier.md)."""
 SPREAD = 0.07
 """Half of a 95 % interval of three seeds on text (docs/findings.md), for measurements that have none of their own."""
 

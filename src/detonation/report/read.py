@@ -174,7 +174,7 @@ def _require_finished_run(directory: Path) -> None:
         found, remedy = "holds no finished run" if any(directory.iterdir()) else "is empty", _MAKE
     elif not (directory / "metrics.jsonl").exists():
         found = "holds a run without its metrics"
-        remedy = "metrics and summary are on the node of rank 0, where the nodes share no file system; run report there"
+        remedy = "without a shared file system metrics and summary are on the node of rank 0: run report there"
     else:
         found = "holds no finished run, but one that stopped or still trains"
         remedy = f"finish it with detonation train RECIPE.toml --out {directory} --resume"

@@ -58,7 +58,7 @@ class ShardReader:
         except (OSError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path.name} is no file of a checkpoint ({str(error)[:80]})") from error
         if not isinstance(rest, dict) or any(type(rest.get(key)) is not kind for key, kind in _REST.items()):
-            raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} beside its tensors")
+            raise CorruptCheckpoint(f"{path.name} needs {', '.join(_REST)} besides its tensors")
         self.boxes = {key: Box.from_json(value) for key, value in rest["boxes"].items()}
         self.wrapped, self.on_host = set(map(str, rest["wrapped"])), set(map(str, rest["on_host"]))
         self.values: dict[str, Any] = rest["values"]

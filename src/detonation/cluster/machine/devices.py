@@ -65,7 +65,7 @@ def choose_device(
     if asked == "cuda":
         raise ValueError(f"device is 'cuda', but torch {torch.__version__} sees no GPU" + (reason and f": {reason}"))
     if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
-        raise ValueError(f"this rank would train on the CPU beside a GPU: {reason}. {_CPU}")
+        raise ValueError(f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}")
     return torch.device("cpu")
 
 

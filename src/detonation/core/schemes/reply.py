@@ -13,7 +13,7 @@ def reply_codec(message: Codec, replicas: int) -> Codec:
     Where the selection is the sender's own, the messages hold other coefficients each. An answer of one message's size
     would leave most of them in the server residual, to be sent when they are old, which costs up to a third of loss.
     The answer therefore holds as many coefficients per row as may have arrived, at most a quarter of the row or four
-    messages, in two bits each (docs/log.md). Under a shared selection it is like a message.
+    messages, in two bits each (research/log.md). Under a shared selection it is like a message.
 
     Example:
         >>> from detonation import demo

@@ -15,7 +15,7 @@ from detonation.core.schemes.scheme import Scheme
 CollectiveKind = Literal["all-reduce", "all-gather", "owner"]
 
 MANY_REPLICAS = 8
-"""From so many on the answers of owners cost at most 0.7 % of loss, among 4 up to 1.0 % (docs/log.md)."""
+"""From so many on the answers of owners cost at most 0.7 % of loss, among 4 up to 1.0 % (research/log.md)."""
 
 WORTH_A_ROUND = 0.9
 """Owners must send less than this share of an all-gather: they take a second round, and round again."""

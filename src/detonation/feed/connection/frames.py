@@ -66,7 +66,7 @@ class FrameSocket:
         header = self._exactly(_HEADER.size)
         kind, size = _HEADER.unpack(header)
         if size > most:
-            raise BadFrame(f"a frame of {size:,} bytes, where at most {most:,} may come")
+            raise BadFrame(f"a frame of {size:,} bytes, but at most {most:,} may arrive")
         tag = self._exactly(_TAG)
         content = self._exactly(size)
         if not hmac.compare_digest(bytes(tag), self._tag(self._in, self._received, header, content)):

@@ -141,7 +141,7 @@ class Adapter:
         if there == was:
             return [f"{text}: {spelled(was)} stays"]
         self._session.optimizer.reconfigure(there)
-        return [f"{text}: {spelled(there)} from now on, in the place of {spelled(was)}"]
+        return [f"{text}: {spelled(there)} from now on, instead of {spelled(was)}"]
 
 
 def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:

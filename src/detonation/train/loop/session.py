@@ -154,7 +154,7 @@ def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:
     """The axis between replicas that may be lost. Collective."""
     here = place()
     if here is None:
-        raise ValueError("mesh.elastic needs a place where the replicas meet: give --meet and --replica")
+        raise ValueError("mesh.elastic needs the address of a store: give --meet and --replica")
     least, silence_s = config.mesh.min_replicas, config.peers.silence_s
     axis = elastic(
         mesh, replica=here.replica, replicas=here.replicas, store=here.store, min_replicas=least, silence_s=silence_s

@@ -35,7 +35,7 @@ def check_place(request: Request, config: Config, place: LaunchPosition | None, 
     """
     number, mesh = request.replica, config.mesh
     if mesh.elastic and asked:
-        raise ValueError("an elastic run does not measure its links: name a scheme in the place of auto")
+        raise ValueError("an elastic run does not measure its links: name a scheme instead of auto")
     if number is not None and not (mesh.elastic and mesh.meet and 0 <= number < mesh.replicas):
         raise ValueError(f"--replica {number} needs --elastic, --meet HOST:PORT and 0 <= replica < {mesh.replicas}")
     if mesh.elastic and place is not None and number is None and not request.join:
@@ -88,7 +88,7 @@ class Losses:
 
     def _lines(self, change: SurvivedLoss) -> Iterator[str]:
         if change.came:
-            yield f"replica {_numbers(change.came)} has come in before step {change.next_step + 1}"
+            yield f"replica {_numbers(change.came)} joined before step {change.next_step + 1}"
         if change.replicas:
             norm, seconds = memory_norm(self._session.optimizer), change.recovered_s
             found = {"replicas": [*change.replicas], "last_step": change.next_step, "recovered_s": seconds}

@@ -114,7 +114,7 @@ def _run(task: RunTask) -> Table:
         return {**about, "diverged": diverged, "error": describe(error)}
     if "stopped_after" in summary:
         by, step, where = summary["stopped_by"], summary["stopped_after"], summary["directory"]
-        remedy = f"the same command with --out {_directory(task).parent} goes on with it, and keeps what is finished"
+        remedy = f"the same command with --out {_directory(task).parent} continues it and keeps finished runs"
         raise RunError(f"stopped by {by} after step {step} of {where}: {remedy}")
     return summary
 
