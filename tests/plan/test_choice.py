@@ -266,6 +266,7 @@ def test_rank_0_decides_and_all_ranks_must_make_the_same_scheme():
         ({"step_seconds": 1.0, "budget": 10}, "budget is 10, must be a part of a step"),
         ({"step_seconds": 1.0, "budget": "a tenth"}, "budget is 'a tenth', must be a part of a step"),
         ({"step_seconds": 1.0, "steps": 0}, "steps is 0, must be the number of steps of the training, at least 1"),
+        ({"step_seconds": 1.0, "recipe": "text"}, "unknown recipe with measured losses 'text'. Valid: quick-lm, "),
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_measured(arguments, line):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from detonation.choices import unknown
 from detonation.cluster.network.measure import probe_axis
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
@@ -21,7 +22,7 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
 from detonation.plan.advice import why
 from detonation.plan.cost import Network, Shapes, Work
-from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, trained_by
+from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, trained_by
 from detonation.plan.search import BUDGET, Option, candidate_settings, check_budget, options, pairs
 
 PROBE_S = 3.0
@@ -64,7 +65,7 @@ def auto(
         The scheme, to be passed to `replicate`.
 
     Raises:
-        ValueError: `step_seconds`, `budget` or `steps` is out of range.
+        ValueError: `step_seconds`, `budget` or `steps` is out of range, or no losses of `recipe` were measured.
         Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
 
     Example:
@@ -82,6 +83,8 @@ def auto(
     check_budget(budget)
     if steps < 1:
         raise ValueError(f"steps is {steps}, must be the number of steps of the training, at least 1")
+    if recipe not in recipes():
+        raise unknown("recipe with measured losses", recipe, recipes())
     check_arguments(optimizer, model)
     device = next(local(parameter).device for parameter in model.parameters())
     world = world_link(device)

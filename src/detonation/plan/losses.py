@@ -203,6 +203,11 @@ def optimizers() -> list[str]:
     return list(dict.fromkeys(loss.optimizer for loss in loss_table()))
 
 
+def recipes() -> list[str]:
+    """The recipes whose losses were measured."""
+    return list(dict.fromkeys(loss.recipe for loss in loss_table()))
+
+
 @cache
 def loss_table() -> tuple[Loss, ...]:
     """Reads all measurements from losses.json beside this module."""
@@ -260,7 +265,7 @@ def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
         far.append(_counted(goal.replicas, "replica"))
     if not 0.5 < goal.steps / loss.steps < 2:
         far.append(f"{goal.steps / loss.steps:,.2g} times the length")
-    ends = (_shorter(low - wider, longer), _shorter(high, longer) + wider)
+    ends = (_shorter(low, longer) - wider, _shorter(high, longer) + wider)
     return Estimate(loss, _shorter(cost, longer), ends, seeds, exponent, tuple(far))
 
 
@@ -270,7 +275,7 @@ def _shorter(cost: float, factor: float) -> float:
 
 
 def _exponent(base: Loss) -> float:
-    """How fast the baseline's loss falls at the end of its goal, between half of its steps and all of them."""
+    """How fast the baseline's loss falls at the end of its run, between half of its steps and all of them."""
     losses = dict(base.curve)
     if base.steps // 2 not in losses:
         return STEPS_EXPONENT

@@ -62,9 +62,9 @@ def plan(question: Question) -> dict[str, Any]:
     network = _network(question, profile, config)
     work = _work(question, profile, config, network)
     goal = _goal(question, config, work, network)
-    found = advise(
-        options(_candidates(layers, config, goal), work, network, goal), work, network, goal, settings=_settings(layers)
-    )
+    tuned = _tuned(layers, config, goal)
+    ranked = options(tuned or pairs(goal), work, network, goal)
+    found = advise(ranked, work, network, goal, settings=_settings(layers))
     nodes = question.shard_nodes
     if nodes is None:
         nodes = config.mesh.shard_nodes if config else 1
@@ -72,7 +72,7 @@ def plan(question: Question) -> dict[str, Any]:
         between = _between_nodes(question, profile, network.shards, nodes)
         costs = shard_costs(work.shards, nodes, work.compute_s, between, accumulate=work.accumulate)
         found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
-    if layers is None:  # a recipe has tuned an optimizer for each scheme; a learning rate does not carry over
+    if not tuned:  # the flags must name the optimizer; a learning rate does not carry over
         best = found["first"]
         kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
         found["optimizer"] = {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
@@ -141,10 +141,10 @@ def _goal(question: Question, config: Config | None, work: Work, network: Networ
     return goal if steps is None else replace(goal, steps=steps)
 
 
-def _candidates(layers: "Layers | None", config: Config | None, goal: Goal) -> list[Candidate]:
-    """All schemes with all optimizers; of a recipe, each with the optimizer that trains with it there, as in auto."""
+def _tuned(layers: "Layers | None", config: Config | None, goal: Goal) -> list[Candidate]:
+    """Each scheme with the optimizer that trains with it in the recipe, as in auto; empty without a recipe."""
     if layers is None or config is None:
-        return pairs(goal)
+        return []
     from detonation.train.auto.asked import Asked, Auto, trained
 
     found = list(trained(Asked(Auto(), layers).candidates()).values())
@@ -152,7 +152,7 @@ def _candidates(layers: "Layers | None", config: Config | None, goal: Goal) -> l
         chosen = config.levels[-1].scheme
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         found.append((scheme(chosen.name, chosen.arguments), own))
-    return [pair for pair in found if goal.optimizer in (None, pair[1])] or pairs(goal)
+    return [pair for pair in found if goal.optimizer in (None, pair[1])]
 
 
 def _settings(layers: "Layers | None") -> Callable[[Scheme], Mapping[str, object]]:
