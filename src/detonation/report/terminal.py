@@ -191,7 +191,7 @@ def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False
             return
     reason, flags, *notes = plan_words(plan)
     console.lines(wrap(reason, _WIDTH))
-    first = Column(HEADS[0], overflow="fold", min_width=24)
+    first = Column(HEADS[0], overflow="fold", min_width=20)
     if everything:
         console.table([first, *MORE_HEADS[1:]], plan_rows(plan), _WIDE)
     else:
