@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired import spread
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import detonation as dt
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.core.link.communicator import Communicator
+from detonation.plan.losses import spread
 
 RESULTS = Path("benchmarks/results/2026-11-22-links.jsonl")
 STEPS, BATCH = 300, 16

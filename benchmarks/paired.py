@@ -6,13 +6,11 @@
 A run is paired with the run of the baseline on the same seed and the same number of examples per step: seeds differ
 more than methods do. The baseline is AdamW at its tuned learning rate with two replicas; with full synchronisation the
 number of replicas changes the last bits alone. Seed 0 chose learning rates, so it judges only where no other seed was
-run, and then only a loss of more than `WARN` is a measurement. The rows of `KEPT` come from real worlds whose runs of
-single seeds were not kept.
+run, and then only a loss of more than `WARN` is a measurement.
 """
 
 import argparse
 import json
-import math
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import detonation as dt
-from detonation.plan.losses import trained_by
+from detonation.plan.losses import relative, trained_by
 
 RESULTS = sorted(Path("benchmarks/results").glob("*-frontier*.jsonl"))
 BASELINES = {
@@ -30,24 +28,6 @@ BASELINES = {
 """The learning rate of AdamW in full, and the examples per step, by recipe."""
 WARN = 0.05
 """Loss on a single seed, relative to the baseline, that is worth a warning."""
-# fmt: off
-STUDENT = [
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042, 2.040,
-]
-# fmt: on
-"""Student's t for a two-sided 95 % interval, from 1 degree of freedom to 31."""
-KEPT = [
-    (
-        "random",
-        {"rate": 0.0625, "precision": "fp32", "delay": 0},
-        "SignSGD",
-        {"quick-lm": 0.0926, "vit-fashion": 0.1478},
-    ),
-    ("diloco", {"every": 20, "precision": "fp32"}, "AdamW", {"quick-lm": 0.0619, "vit-fashion": 0.1517}),
-    ("demo", {"topk": 4, "chunk": 64, "precision": "fp32", "delay": 0}, "SignSGD", {"vit-fashion": 0.0142}),
-]
-"""Relative losses of research/log.md over three seeds, two replicas."""
 
 Row = dict[str, Any]
 
@@ -78,24 +58,13 @@ def _full(lr: str) -> tuple[str, ...]:
 
 def judged(runs: Mapping[int, Row], base: Mapping[int, float]) -> tuple[float, tuple[float, float] | None, int]:
     """The relative loss over the seeds that both have, its interval with three seeds or more, and their number."""
-    seeds = sorted(set(runs) & set(base) - {0}) or sorted(set(runs) & set(base))
-    differences, mean = [runs[s]["val_loss"] - base[s] for s in seeds], statistics.fmean(base[s] for s in seeds)
-    if len(seeds) < 3:
-        return statistics.fmean(differences) / mean, None, len(seeds)
-    middle, half = spread(differences)
-    return middle / mean, ((middle - half) / mean, (middle + half) / mean), len(seeds)
+    return relative({seed: row["val_loss"] for seed, row in runs.items()}, base)
 
 
 def percent(cost: float, interval: tuple[float, float] | None) -> str:
     """A relative loss and its interval as tables write them, in percent: +1.4 [+0.9, +1.8]."""
     ends = [f"{100 * end:+.1f}" for end in interval or ()]
     return f"{100 * cost:+.1f}" + f" [{', '.join(ends)}]" * bool(ends)
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval."""
-    half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.fmean(values), half
 
 
 def scheme_of(sets: Sequence[str]) -> dt.Scheme | None:
@@ -115,8 +84,8 @@ def _value(text: str) -> Any:
         return text
 
 
-Measured = tuple[dt.Scheme, str, int, dict[int, Row], tuple[float, tuple[float, float] | None, int], str]
-"""A scheme, its recipe and replicas, its runs by seed, what `judged` says of them, and the page that tells it."""
+Measured = tuple[dt.Scheme, str, int, dict[int, Row], str, str]
+"""A scheme, its recipe and replicas, its runs by seed, their study, and the page that tells it."""
 
 
 def first_round(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[Measured]:
@@ -127,51 +96,53 @@ def first_round(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[Mea
         if scheme is None or "Muon" in " ".join(sets) or (scheme.name == "full" and replicas != 2):
             continue
         if total == BASELINES[recipe][1] and set(runs) & set(base[recipe]):
-            yield scheme, recipe, replicas, runs, judged(runs, base[recipe]), "research/frontier.md"
+            cost, _, seeds = judged(runs, base[recipe])
+            if seeds >= 3 or cost > WARN:
+                yield scheme, recipe, replicas, runs, "frontier", "research/frontier.md"
 
 
 def losses(measured: Iterable[Measured]) -> list[Row]:
     """The rows of losses.json: for each setting, optimizer and task the best learning rate."""
     best = dict[str, Row]()
-    for scheme, recipe, replicas, runs, (cost, interval, seeds), source in measured:
-        if seeds < 3 and cost <= WARN:
-            continue
-        arguments = {key: value for key, value in scheme.arguments.items() if key != "link"}
-        size, name = next(iter(runs.values())), Path(recipe).stem
-        settings = {key: _value(text) for key, text in (each.split("=") for each in size["sets"] if "=" in each)}
+    for scheme, recipe, replicas, runs, study, source in measured:
+        size, settings = next(iter(runs.values())), _settings(next(iter(runs.values()))["sets"])
         own = {key.removeprefix("optimizer."): value for key, value in settings.items() if key.startswith("optimizer.")}
-        optimizer = trained_by(own["name"], own)
         row = {
             "scheme": scheme.name,
-            "arguments": arguments,
-            "optimizer": optimizer,
-            "cost": round(cost, 4) + 0.0,
-            "interval": [round(end, 4) + 0.0 for end in interval] if interval else None,
-            "seeds": seeds,
-            "recipe": name,
+            "arguments": {key: value for key, value in scheme.arguments.items() if key != "link"},
+            "optimizer": trained_by(own["name"], own),
+            "settings": {key: value for key, value in own.items() if key != "name"},
+            "study": study,
+            "recipe": Path(recipe).stem,
             "parameters": size["num_parameters"],
             "steps": size["steps"],
             "replicas": replicas,
+            "losses": {str(seed): round(row["val_loss"], 5) for seed, row in sorted(runs.items())},
             "source": source,
         }
-        task = [name, row["parameters"], row["steps"]]
-        key = json.dumps([scheme.name, arguments, optimizer, *task, replicas])
-        before = best.get(key)
-        # More seeds say more than a lower loss on fewer, and a later round, which was tuned, more than an earlier one.
-        if (
-            before is None
-            or seeds > before["seeds"]
-            or (seeds == before["seeds"] and (cost < before["cost"] or source != before["source"]))
-        ):
+        row |= {"curve": curve} if (curve := _curve(runs.values())) else {}
+        parts = ("scheme", "arguments", "optimizer", "study", "recipe", "parameters", "steps", "replicas")
+        key = json.dumps([row[part] for part in parts])
+        # More seeds say more than a lower loss on fewer.
+        if key not in best or _order(row) < _order(best[key]):
             best[key] = row
-    like = {row["recipe"]: row for row in reversed(best.values())}  # the first of a recipe: its model as it is
-    kept = [
-        {**like[recipe], "scheme": name, "arguments": arguments, "optimizer": optimizer, "cost": cost}
-        | {"interval": None, "seeds": 3, "replicas": 2, "source": "research/log.md"}
-        for name, arguments, optimizer, by_recipe in KEPT
-        for recipe, cost in by_recipe.items()
-    ]
-    return [*best.values(), *kept]
+    return list(best.values())
+
+
+def _settings(sets: Sequence[str]) -> dict[str, Any]:
+    return {key: _value(text) for key, text in (each.split("=", 1) for each in sets if "=" in each)}
+
+
+def _order(row: Row) -> tuple[int, float]:
+    judging = [loss for seed, loss in row["losses"].items() if seed != "0"] or list(row["losses"].values())
+    return -len(judging), statistics.fmean(judging)
+
+
+def _curve(runs: Iterable[Row]) -> list[list[float]]:
+    """Steps and mean losses where the runs were validated on the way; their end is in `losses`."""
+    every = [dict(row["validation"]) for row in runs if "validation" in row]
+    steps = sorted(every[0]) if every else []
+    return [[step, round(statistics.fmean(each[step] for each in every), 4)] for step in steps]
 
 
 def table(found: Mapping[tuple[Any, ...], dict[int, Row]]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from drawing import drawn
 from frontier import Row, finished, rows
 from frontier_grid import Cell
 from paired import Measured
-from tuning import Method, Rows, losses, measured, run_missing
+from tuning import Method, Rows, measured, run_missing
 
 TIMES = Path("benchmarks/results/2026-11-20-paper.jsonl")
 LOSSES = Path("benchmarks/results/2026-11-22-paper.jsonl")
@@ -164,16 +164,13 @@ MEASURES = ("loss", "accuracy", "bleu")
 
 
 def planned(path: Path = LOSSES) -> Iterator[Measured]:
-    """What the planner learns, against AdamW in full."""
+    """What the planner learns."""
     done = rows(path)
-    for task, chosen in TASKS.items():
-        found = [each for each in methods() if each.study == task]
-        reference = losses(found[0].judged(done))
-        for each in found:
-            for scheme, recipe, replicas, runs, result, source in measured(each, done, reference):
-                size = {"num_parameters": chosen.parameters, "steps": chosen.steps}
-                sized = {seed: row | size for seed, row in runs.items()}
-                yield scheme, recipe, replicas, sized, result, source
+    for each in methods():
+        task = TASKS[each.study]
+        for scheme, recipe, replicas, runs, study, source in measured(each, done):
+            size = {"num_parameters": task.parameters, "steps": task.steps}
+            yield scheme, recipe, replicas, {seed: row | size for seed, row in runs.items()}, study, source
 
 
 def timings() -> list[Row]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from drawing import drawn
 from frontier import per_parameter
-from paired import spread
 from second_round_grid import REFERENCES, methods
 from tuning import Method, Rows
+
+from detonation.plan.losses import spread
 
 PANELS = (2, 8)
 LEFT_OUT = (

@@ -125,14 +125,14 @@ def missing(methods: Iterable[Method], done: Rows) -> Iterator[Cell]:
         yield from (cell for cell in cells if cell.key not in done)
 
 
-def measured(method: Method, done: Rows, reference: Mapping[int, float]) -> Iterator[Measured]:
-    """What the planner learns of a method: every setting that three seeds judged, against losses by seed."""
+def measured(method: Method, done: Rows) -> Iterator[Measured]:
+    """What the planner learns of a method: every setting that three seeds judged."""
     for cell in method.tried(done):
         runs = method.runs(cell, done)
         if len(runs) >= 3 and not method.diverges(cell, done):
             scheme = scheme_of([one for one in cell.sets if one.startswith("scheme.")])
             assert scheme is not None
-            yield scheme, method.recipe, method.replicas, runs, judged(runs, reference), "docs/findings.md"
+            yield scheme, method.recipe, method.replicas, runs, method.study, "docs/findings.md"
 
 
 def losses(runs: Mapping[int, Row]) -> dict[int, float]:

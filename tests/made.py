@@ -80,9 +80,7 @@ PLAN = {
     "reason": "demo(topk=4) waits 0.01 s for the network in a step of 0.1 s",
     "if_half_the_rate": option("demo(topk=4)", 0.12),
     "if_twice_the_rate": option("full()", 0.09),
-    "break_even_times": 3.5,
     "rate_bits_per_s": 1e8,
     "budget": 0.1,
     "parameters": 1000,
-    "measured_parameters": 10**6,
 }

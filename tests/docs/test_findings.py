@@ -15,6 +15,8 @@ import paper_claims
 import second_round
 import shard_wire
 
+from detonation.train.verbs.plan import Question, plan
+
 INTERVAL = re.compile(r"\[([+-]\d+\.\d)(?: %)?, ([+-]\d+\.\d)(?: %)?\]")
 PAGES = [
     "README.md",
@@ -25,13 +27,15 @@ PAGES += ["docs/tutorials/larger-than-a-node.md", "research/frontier.md"]
 
 @pytest.fixture(scope="module")
 def printed():
-    """The intervals of all tables of losses, as their ends are written."""
+    """The intervals of all tables of losses and of a plan, as their ends are written."""
     shards = (ROOT / "benchmarks/results/2026-11-22-shard-wire.jsonl").read_text().splitlines()
     done = second_round.rows(ROOT / second_round.RESULTS)
     text = [second_round.pairs(done), *(second_round.table(done, study) for study in second_round.REFERENCES)]
     text += [claim(paper.rows(ROOT / paper.LOSSES)) for claim in paper_claims.CLAIMS]
     text += paired.table(paired.rows([ROOT / path for path in paired.RESULTS]))
     text += shard_wire.table([json.loads(line) for line in shards])
+    asked = Question(parameters="1.2b", link="1gbit,1ms", step_time=0.35, replicas=8, shards=8)  # of docs/networks.md
+    text += [option["loss_text"] for option in plan(asked)["options"]]
     return set(INTERVAL.findall("\n".join(text)))
 
 

@@ -115,7 +115,7 @@ class Probe(Processes):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Overrides):
-    """Rank the schemes for a cluster: seconds per step, bytes, memory, and the measured cost in loss.
+    """Say what reaches a loss first on a cluster: the scheme and the optimizer, and whether the other machines pay.
 
     Takes a recipe or --parameters, and --profile or --link. Examples:
     detonation plan quick-lm --profile profile.json, or
@@ -140,6 +140,12 @@ class Plan(Overrides):
     """Nodes that the shards of one copy lie on; shows what crosses the links between them, too."""
     device: Annotated[str | None, shown("NAME")] = None
     """Predict the optimizer's step from the data sheet of h100, a100, h200, b200, ..., without a profile."""
+    optimizer: Annotated[str | None, shown("NAME")] = None
+    """Keep this optimizer, such as AdamW, and compare with its full synchronisation; any may win when left out."""
+    steps: Integer = None
+    """Steps after which the baseline's loss is to be reached; the recipe's, or 1000, when left out."""
+    all: Flag = False
+    """Show every scheme with all that is known of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

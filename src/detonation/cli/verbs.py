@@ -147,7 +147,7 @@ def _plan(verb: Plan) -> dict[str, Any]:
         from detonation.train.verbs.plan import Question, plan
 
     found = plan(requested(Question, verb))
-    show_plan(found, sys.stderr if verb.json else sys.stdout)
+    show_plan(found, sys.stderr if verb.json else sys.stdout, verb.all)
     return found
 
 

@@ -1,59 +1,72 @@
-"""Turns ranked options into advice: plain values for programs and a reason in words."""
+"""Turns ranked options into advice: plain values for programs, and sentences for people."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import Scheme
-from detonation.plan.choice import why
+from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.plan.cost import Network, Work
-from detonation.plan.losses import loss_table
-from detonation.plan.search import BUDGET, Option, break_even, options
+from detonation.plan.losses import Goal
+from detonation.plan.search import BUDGET, Option, one_machine, options
 from detonation.plan.spelling import changed, spelled
+
+LONG_WAIT = 0.5
+"""The share of a step that a first choice may wait before the advice says what would help."""
+LONGER_ROUNDS = (30, 100, 300, 500)
+"""Steps of rounds that are offered without a measured loss."""
 
 
 def advise(
     ranked: Sequence[Option],
     work: Work,
     network: Network,
+    goal: Goal,
     budget: float = BUDGET,
-    optimizers: Mapping[str, str] | None = None,
     settings: Callable[[Scheme], Mapping[str, object]] = changed,
 ) -> dict[str, Any]:
     """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
 
-    optimizers: As of `options`. settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s` is
-        None where nothing limits it, as with one node.
+    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s` is None where nothing limits it,
+        as with one node.
     """
     best = ranked[0]
-    candidates = [option.cost.scheme for option in ranked]
-    half, twice = (options(candidates, work, network.faster(times), budget, optimizers)[0] for times in (0.5, 2.0))
+    among = [(option.cost.scheme, option.optimizer) for option in ranked]
+    pays, machines = _second_machine(ranked, network, goal)
+    reason = why(ranked, network, goal, budget)
+    if pays is False:  # what matters most comes first
+        reason, machines = f"{machines}. With them {reason}", ""
+    half, twice = (options(among, work, network.faster(times), goal, budget)[0] for times in (0.5, 2.0))
     return {
-        "options": [row(option) for option in ranked],
-        "first": row(best),
+        "options": [row(option, goal) for option in ranked],
+        "first": row(best, goal),
         "settings": {"name": best.cost.scheme.name, **settings(best.cost.scheme)},
-        "reason": why(best, ranked, network, budget) + _faster(best, ranked),
-        "if_half_the_rate": row(half),
-        "if_twice_the_rate": row(twice),
-        "break_even_times": break_even(best.cost.scheme, scheme("full", {}), work, network),
+        "reason": reason,
+        "pays": pays,
+        "notes": [*filter(None, [machines]), *_evidence(best), *_help(ranked, work, network, goal)],
+        "baseline": f"full() with {goal.baseline}",
+        "after_steps": goal.steps,
+        "if_half_the_rate": row(half, goal),
+        "if_twice_the_rate": row(twice, goal),
         "replicas": network.replicas,
         "shards": network.shards,
         "rate_bits_per_s": network.rate_bits_per_s if math.isfinite(network.rate_bits_per_s) else None,
         "budget": budget,
-        "parameters": sum(math.prod(shape) for shapes in work.shards for shape in shapes.values()),
-        "measured_parameters": max(loss.parameters for loss in loss_table()),
+        "parameters": goal.parameters,
     }
 
 
-def row(option: Option) -> dict[str, Any]:
+def row(option: Option, goal: Goal) -> dict[str, Any]:
     """One option as plain values."""
-    cost, loss = option.cost, option.loss
+    cost, found, seconds = option.cost, option.estimate, option.seconds(goal)
     return {
         "scheme": cost.scheme.name,
         "spelled": spelled(cost.scheme),
         "arguments": dict(cost.scheme.arguments),
         "changed": changed(cost.scheme),
+        "optimizer": option.optimizer,
+        "optimizer_settings": dict(found.loss.settings) if found else {},
         "seconds": cost.total_s,
         "compute_s": cost.compute_s,
         "step_s": cost.step_s,
@@ -62,20 +75,98 @@ def row(option: Option) -> dict[str, Any]:
         "bytes_per_step": cost.bytes_sent,
         "bytes_per_day": cost.bytes_per_day,
         "memory_bytes": cost.memory_bytes,
-        "time_to_loss_s": option.time_to_loss_s,
-        "loss_cost": loss.cost if loss else None,
-        "loss_interval": list(loss.interval) if loss and loss.interval else None,
-        "loss_text": f"{loss.verdict}; {loss.conditions}{option.other_settings}" if loss else "unknown",
-        "loss_source": f"{loss}{option.other_settings}, {loss.source}" if loss else "unknown",
+        "time_to_loss_s": seconds,
+        "time_to_loss": "unknown" if seconds is None else lasting(seconds),
+        "loss_cost": found.cost if found else None,
+        "loss_interval": list(found.interval) if found else None,
+        "loss_text": found.verdict if found else "not measured",
+        "loss_source": f"{found.evidence} ({found.loss.source})" if found else "not measured",
     }
 
 
-def _faster(best: Option, ranked: Sequence[Option]) -> str:
-    """The options with a shorter step than the first, in a clause of the reason."""
-    faster = [o for o in ranked if o.cost.total_s < 0.98 * best.cost.total_s and o.cost.scheme.signal != "nothing"]
-    if not faster:
-        return ""
-    fastest = min(faster, key=lambda option: option.cost.total_s)
-    loss = f"cost {fastest.loss.verdict} in loss" if fastest.loss else "have an unknown cost in loss"
-    times = best.cost.total_s / fastest.cost.total_s
-    return f". {len(faster)} have shorter steps, such as {spelled(fastest.cost.scheme)} ({times:.2f} times), but {loss}"
+def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = BUDGET) -> str:
+    """Says in a sentence or two what comes first, and how soon it is there."""
+    best = ranked[0]
+    link = f"at {LinkSpeed(network.rate_bits_per_s)} per node" if network.replicas > 1 else "with one node"
+    waits = f"it waits {best.cost.waiting:.0%} of a step of {lasting(best.cost.total_s)} {link}"
+    if best.is_full and best.cost.waiting <= budget:
+        waits += f", within the budget of {budget:.0%}"
+    seconds = best.seconds(goal)
+    if seconds is None:
+        return f"{best}: {waits}; its loss is not measured here"
+    text = f"{best} reaches the loss of {goal.baseline} in full after {goal.steps:,} steps within {lasting(seconds)}"
+    full = next((each for each in ranked if each.is_full and each.optimizer == goal.baseline), None)
+    if full is None or full is best:
+        return f"{text}; {waits}"
+    there = lasting(goal.steps * full.cost.total_s)
+    return f"{text}, full() with {goal.baseline} in {there}, of which it would wait {full.cost.waiting:.0%}; {waits}"
+
+
+def lasting(seconds: float) -> str:
+    """A duration in three digits, from milliseconds to days.
+
+    >>> lasting(0.158), lasting(95), lasting(7200), lasting(1e6)
+    ('158 ms', '95 s', '2 h', '11.6 days')
+    """
+    for limit, unit, size in ((0.9995, "ms", 1e-3), (600, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
+
+
+def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple[bool | None, str]:
+    """Whether the other machines pay: against one with the same examples per step, and in the same seconds."""
+    alone, seconds = one_machine(ranked, network, goal), ranked[0].seconds(goal)
+    if alone is None or seconds is None:
+        return None, ""
+    optimizer, found, alone_s = alone
+    known = f"one machine with {optimizer} and the same examples per step is there within {lasting(alone_s)}"
+    ahead = (seconds / alone_s) ** -found.exponent - 1  # of one machine's loss when the others are there
+    if alone_s <= seconds:
+        machines = f"{network.replicas} machines within {lasting(seconds)}"
+        return False, f"No second machine pays: {known}, {machines}, when the loss of one is {-ahead:.1%} lower"
+    lead = f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
+    return True, f"{network.replicas} machines pay: {known}, {lead}"
+
+
+def _evidence(best: Option) -> list[str]:
+    if best.estimate is None:
+        return []
+    found = best.estimate
+    if found.interval == (0.0, 0.0):
+        return []
+    return [f"evidence: {found.verdict} to the baseline, on {found.evidence} ({found.loss.source})"]
+
+
+def _help(ranked: Sequence[Option], work: Work, network: Network, goal: Goal) -> list[str]:
+    """What would help where the first choice waits more than half of its time."""
+    best = ranked[0]
+    if best.cost.waiting <= LONG_WAIT:
+        return []
+    times = best.cost.exposed_s / (best.cost.compute_s + best.cost.step_s)
+    lines = [f"more work per step: with {times:,.0f} times the examples (train.accumulate) half of a step is waiting"]
+    known = [option for option in ranked[1:] if option.estimate and option.cost.waiting < 0.8 * best.cost.waiting]
+    if known:
+        less = min(known, key=lambda option: option.cost.waiting)
+        assert less.estimate
+        lines.append(f"fewer bytes: {less} waits {less.cost.waiting:.0%}, and its loss is {less.estimate.verdict}")
+    longer = _longer_rounds(ranked, work, network, goal)
+    if longer:
+        waits = f"waits {longer.cost.waiting:.0%} of {lasting(longer.cost.total_s)}"
+        lines.append(f"longer rounds: {longer} {waits}; its loss is not measured here")
+    return lines
+
+
+def _longer_rounds(ranked: Sequence[Option], work: Work, network: Network, goal: Goal) -> Option | None:
+    """The first measured scheme of rounds with longer ones: the shortest that wait at most half, or the longest."""
+    rounds = [option for option in ranked if option.estimate and isinstance(option.cost.scheme, ParameterScheme)]
+    if not rounds:
+        return None
+    now, optimizer = rounds[0].cost.scheme, rounds[0].optimizer
+    found: list[Option] = []
+    for every in LONGER_ROUNDS:
+        if every > now.round.every and "every" in now.arguments:
+            made = scheme(now.name, {**now.arguments, "every": every})
+            found += options([(made, optimizer)], work, network, goal)
+    unknown = [option for option in found if option.estimate is None]
+    return next((option for option in unknown if option.cost.waiting <= LONG_WAIT), unknown[-1] if unknown else None)

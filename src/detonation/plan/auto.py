@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from detonation.choices import unknown
 from detonation.cluster.network.measure import probe_axis
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
@@ -19,11 +20,10 @@ from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, Scheme
-from detonation.plan.choice import check_budget, why
+from detonation.plan.advice import why
 from detonation.plan.cost import Network, Shapes, Work
-from detonation.plan.losses import trained_by
-from detonation.plan.search import BUDGET, candidate_settings, options
-from detonation.plan.spelling import spelled
+from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, trained_by
+from detonation.plan.search import BUDGET, Option, candidate_settings, check_budget, options, pairs
 
 PROBE_S = 3.0
 """Approximate seconds of measuring the links."""
@@ -31,14 +31,24 @@ PROBE_S = 3.0
 _log = logging.getLogger("detonation")
 
 
-def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: float, budget: float = BUDGET) -> Scheme:
+def auto(
+    optimizer: Optimizer,
+    model: nn.Module,
+    axis: Axis,
+    *,
+    step_seconds: float,
+    budget: float = BUDGET,
+    steps: int = GOAL_STEPS,
+    recipe: str = TEXT,
+) -> Scheme:
     """Measures the links of `axis` and chooses the scheme that is expected to reach a loss first.
 
     Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
-    and all ranks return the same scheme: full synchronisation where it waits for the network at most `budget` of a
-    step, otherwise the scheme that is expected to reach a loss first, by losses that were measured with such an
-    `optimizer`, or with AdamW where none was. Schemes with look-ahead are left out, because they need an
-    optimizer without state. The reason is logged at level INFO of the logger "detonation".
+    and all ranks return the same scheme, the one that `detonation plan --optimizer` puts first: full synchronisation
+    where it waits for the network at most `budget` of a step, otherwise the scheme that is expected to reach a loss
+    first, by losses that were measured with such an `optimizer`, or with AdamW where none was. Schemes with look-ahead
+    are left out, because they need an optimizer without state. The reason is logged at level INFO of the logger
+    "detonation".
 
     Args:
         optimizer: The one that will be replicated. With a momentum of its own it needs schemes of dense gradients or of
@@ -47,12 +57,15 @@ def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: fl
         axis: The axis between the replicas, such as `mesh["replicate"]`.
         step_seconds: Duration of a training step without the network; above 0.
         budget: Share of a step that full synchronisation may spend waiting for the network; between 0 and 1.
+        steps: Length of the training; at least 1.
+        recipe: The one whose measured losses count: "quick-lm" for text, "vit-fashion" for images, "t5-translation" for
+            translation.
 
     Returns:
         The scheme, to be passed to `replicate`.
 
     Raises:
-        ValueError: `step_seconds` or `budget` is out of range.
+        ValueError: `step_seconds`, `budget` or `steps` is out of range, or no losses of `recipe` were measured.
         Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
 
     Example:
@@ -68,17 +81,27 @@ def auto(optimizer: Optimizer, model: nn.Module, axis: Axis, *, step_seconds: fl
     if not 0 < step_seconds < float("inf"):
         raise ValueError(f"step_seconds is {step_seconds}, must be the seconds of a step without the network, above 0")
     check_budget(budget)
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, must be the number of steps of the training, at least 1")
+    if recipe not in recipes():
+        raise unknown("recipe with measured losses", recipe, recipes())
     check_arguments(optimizer, model)
     device = next(local(parameter).device for parameter in model.parameters())
     world = world_link(device)
     shards = node_shapes(model, Link(axis).replica, world, device)
     network = Network(axis.size(), len(shards), probe_axis(axis, device, PROBE_S).operations)
+    work = Work(shards, step_seconds, overlap=False)
+    trained = trained_by(type(optimizer).__name__, optimizer.defaults)
+    goal = Goal(axis.size(), sum(work.sizes.values()), steps, recipe, trained if trained in optimizers() else "AdamW")
+    ranked = rank(work, network, goal, budget)
+    _log.info("auto: %s", why(ranked, network, goal, budget))
+    return broadcast_choice(ranked[0].cost.scheme, world, device)
+
+
+def rank(work: Work, network: Network, goal: Goal, budget: float = BUDGET) -> list[Option]:
+    """The options for an optimizer that may have a state, best first."""
     usable = [each for each in candidate_settings() if not (isinstance(each, GradientScheme) and each.lookahead)]
-    trained = dict.fromkeys(map(spelled, usable), trained_by(type(optimizer).__name__, optimizer.defaults))
-    ranked = options(usable, Work(shards, step_seconds, overlap=False), network, budget, trained)
-    best = ranked[0]
-    _log.info("auto: %s", why(best, ranked, network, budget))
-    return broadcast_choice(best.cost.scheme, world, device)
+    return options(pairs(goal, usable), work, network, goal, budget)
 
 
 def world_link(device: torch.device) -> Link:

@@ -125,6 +125,11 @@ class Cost:
         return 1 - self.exposed_s / self.total_s
 
     @property
+    def waiting(self) -> float:
+        """Share of the step that is spent waiting for the network."""
+        return self.exposed_s / self.total_s
+
+    @property
     def bytes_per_day(self) -> float:
         """Bytes that a node sends per day of training."""
         return self.bytes_sent * 86400 / self.total_s

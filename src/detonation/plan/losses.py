@@ -1,74 +1,83 @@
-"""Measured losses: how much validation loss each scheme cost, how certain that is, and where it was measured."""
+"""Measured losses, and what they say about a run: its loss relative to a baseline, and the steps to a loss."""
 
 import json
-import operator
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from detonation.core.schemes import registry
 from detonation.core.schemes.scheme import Scheme
-from detonation.core.schemes.traffic import mean_bytes
 
+TEXT = "quick-lm"
+"""The recipe whose losses count for a model of which nothing else is known."""
+GOAL_STEPS = 1000
+"""The length of a run of which nothing is said: that of the longest measured on text."""
 STEPS_EXPONENT = 0.205
 """Loss falls as steps ** -0.205: AdamW with full synchronisation on quick-lm, seed 1, 300 and 1,200 steps
-(research/frontier.md)."""
+(research/frontier.md). For a study whose baseline was validated on the way, its own curve counts."""
+HALVING = math.log(10 / 3)
+"""A lead halves for each so many times longer goal, in natural logarithms: Muon's over AdamW from 300 to 1,000 steps,
+-21.9 % to -10.9 % (docs/findings.md)."""
+PER_DECADE = 0.01
+"""How much wider an interval grows at both ends for each factor of ten in parameters: the largest change of a mean from
+0.6 to 4.3 million parameters (docs/findings.md)."""
+PER_DOUBLING = 0.08
+"""The same for each factor of two in replicas: the largest change of a mean, `muloco` every 30 (docs/findings.md)."""
 SPREAD = 0.07
-"""Half of a 95 % interval of three seeds on text (docs/findings.md), for measurements that have none of their own."""
+"""Half of a 95 % interval of three seeds on text (docs/findings.md), for a single seed."""
+# fmt: off
+STUDENT = [
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042, 2.040,
+]
+# fmt: on
+"""Student's t for a two-sided 95 % interval, from 1 degree of freedom to 31."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One measurement: the relative loss of a scheme and an optimizer over full synchronisation at equal steps.
+    """One measurement: the validation losses of a scheme and an optimizer at the end of their runs.
 
     Args:
-        scheme, arguments: Of the scheme that was measured; arguments that are left out may have any value.
+        scheme, arguments: Of the scheme that was measured; its other arguments do not change what is trained.
         optimizer: The class that trained under it, as `trained_by` names it.
-        cost: Validation loss over that of full synchronisation, minus 1; a mean over `seeds`. Full synchronisation has
-            Muon where Muon trained, and AdamW otherwise.
-        interval: The 95 % confidence interval of `cost`, paired over the seeds; None with fewer than three seeds, or
-            where the runs of single seeds were not kept.
-        recipe, parameters, steps, replicas: Of the runs that were measured.
+        settings: Its arguments, at the best learning rate of those tried.
+        study: Its runs have the same data, batch and validation.
+        recipe, parameters, steps, replicas: Of the runs.
+        losses: By seed. Seed 0 chose the learning rate.
+        curve: Steps and mean losses on the way, where the runs were validated there.
         source: The document that describes the measurement.
     """
 
     scheme: str
-    arguments: dict[str, object]
+    arguments: Mapping[str, object]
     optimizer: str
-    cost: float
-    interval: tuple[float, float] | None
-    seeds: int
+    settings: Mapping[str, Any]
+    study: str
     recipe: str
     parameters: int
     steps: int
     replicas: int
+    losses: Mapping[int, float]
     source: str
+    curve: Sequence[tuple[int, float]] = ()
 
     @property
-    def task(self) -> tuple[str, int]:
-        """The problem that was trained: recipe and parameters."""
-        return self.recipe, self.parameters
+    def is_full(self) -> bool:
+        """True for full synchronisation of fp32 gradients, a baseline."""
+        return self.scheme == "full" and self.arguments["precision"] == "fp32"
 
     @property
-    def difference_seen(self) -> bool:
-        """False where the interval contains zero; without an interval the mean is taken at its word."""
-        return self.interval is None or not self.interval[0] <= 0 <= self.interval[1]
+    def task(self) -> tuple[str, str, int, int]:
+        """What was trained, and for how long: losses of one task can be compared."""
+        return self.study, self.recipe, self.parameters, self.steps
 
-    @property
-    def upper(self) -> float:
-        """The upper end of the interval, or `SPREAD` above a mean that has none."""
-        return self.cost + SPREAD if self.interval is None else self.interval[1]
-
-    @property
-    def slowdown(self) -> float:
-        """Number of steps to a loss, relative to full synchronisation, at the upper end of the interval; at least 1.
-
-        The upper end makes few seeds count less than many. A loss below that of full synchronisation is not counted on:
-        it may be the optimizer's.
-        """
-        return float((1 + max(0.0, self.upper)) ** (1 / STEPS_EXPONENT))
+    def doublings(self, replicas: int) -> float:
+        """How often the replicas of the measurement double to `replicas`; 0 for full synchronisation at any number."""
+        return 0.0 if self.scheme == "full" else math.log2(replicas / self.replicas)
 
     def fits(self, scheme: Scheme) -> bool:
         """True where `scheme` was measured at these settings."""
@@ -76,61 +85,100 @@ class Loss:
         return scheme.name == self.scheme and same
 
     @property
-    def verdict(self) -> str:
-        """The difference in words, with half the width of its interval."""
-        if self.interval == (0.0, 0.0):
-            return "the baseline"
-        if self.interval is None:
-            return f"{self.cost:+.1%} ({_counted(self.seeds, 'seed')})"
-        margin = f"±{(self.interval[1] - self.interval[0]) / 2:.1%}"
-        return f"{self.cost:+.1%} {margin}" if self.difference_seen else f"no difference seen ({margin})"
-
-    @property
     def conditions(self) -> str:
-        """The evidence: optimizer, parameters, replicas and steps."""
+        """The evidence in words."""
         size = f"{self.parameters / 1e6:.1f} M parameters"
-        return f"{self.optimizer}, {size}, {_counted(self.replicas, 'replica')}, {self.steps} steps"
-
-    def __str__(self) -> str:
-        return f"{self.verdict} on {self.recipe} ({self.conditions}, {_counted(self.seeds, 'seed')})"
+        return f"{self.recipe}, {size}, {_counted(self.replicas, 'replica')}, {self.steps:,} steps"
 
 
-def loss_of(scheme: Scheme, replicas: int, optimizer: str | None = None) -> Loss | None:
-    """The measurement of `scheme` that promises least: of the task where its upper end is largest.
-
-    On a task where these settings were not tried, or with fewer replicas than others of the scheme, the best of those
-    that send no more counts as well; where all send more, the one that sends least. So settings that were tried on
-    little do not come first for that reason.
+@dataclass(frozen=True)
+class Goal:
+    """The training that a plan is for.
 
     Args:
-        scheme: With its arguments.
-        replicas: How many will train.
-        optimizer: The one that will train under it, as `trained_by` names it. One that nobody has measured is taken for
-            AdamW, because most need dense gradients as AdamW does. Without it, the best of each task counts.
-
-    Returns:
-        The measurement; None where these settings were not measured on any task.
+        steps: Its length; the baseline's loss after so many steps is to be reached.
+        recipe: One of those whose losses were measured (`task_of`).
+        optimizer: The one that must stay, as `trained_by` names it; None where any may train.
     """
-    wanted = optimizer if optimizer in {loss.optimizer for loss in loss_table()} else optimizer and "AdamW"
-    tasks: dict[tuple[str, int], list[Loss]] = {}
-    for loss in near(replicas):
-        if loss.scheme == scheme.name and wanted in (None, loss.optimizer):
-            tasks.setdefault(loss.task, []).append(loss)
-    if not any(loss.fits(scheme) for same in tasks.values() for loss in same):
-        return None
-    return max((_counted_on(same, scheme) for same in tasks.values()), key=_upper)
+
+    replicas: int
+    parameters: int
+    steps: int = GOAL_STEPS
+    recipe: str = TEXT
+    optimizer: str | None = None
+
+    @property
+    def baseline(self) -> str:
+        """The optimizer whose full synchronisation everything is compared with: the one that stays, or AdamW."""
+        known = any(loss.is_full and loss.optimizer == self.optimizer for loss in loss_table())
+        return self.optimizer if known and self.optimizer else "AdamW"
 
 
-def _counted_on(same: Sequence[Loss], scheme: Scheme) -> Loss:
-    """The measurement of one task that counts for `scheme`; `same` has the nearest number of replicas first."""
-    nearest = [loss for loss in same if loss.replicas == same[0].replicas]
-    own = [loss for loss in nearest if loss.fits(scheme)]
-    if own:
-        return min(own, key=_upper)
-    sent = [_sent(registry.scheme(loss.scheme, loss.arguments)) for loss in nearest]
-    enough = max(_sent(scheme), min(sent))
-    others = [loss for loss in same if loss.fits(scheme)], [nearest[i] for i in range(len(sent)) if sent[i] <= enough]
-    return max((min(each, key=_upper) for each in others if each), key=_upper)
+@dataclass(frozen=True)
+class Estimate:
+    """What a measurement says about a run.
+
+    Args:
+        loss: The measurement.
+        cost: The loss of the run relative to that of the baseline at equal steps; below 0 for a lower loss.
+        interval: 95 % of `cost` over seeds, wider the farther the measurement is from the run.
+        seeds: Pairs of runs that were compared.
+        exponent: The baseline's loss falls as steps to the power of minus this.
+        far: In what the run differs from the measurement, in words.
+    """
+
+    loss: Loss
+    cost: float
+    interval: tuple[float, float]
+    seeds: int
+    exponent: float
+    far: tuple[str, ...] = field(default=())
+
+    @property
+    def steps_factor(self) -> float:
+        """Steps to the baseline's loss, over the baseline's own, at the upper end of the interval.
+
+        The upper end makes few seeds and far evidence count less than many seeds and near evidence.
+        """
+        return float((1 + self.interval[1]) ** (1 / self.exponent))
+
+    @property
+    def verdict(self) -> str:
+        """The difference with its interval, in percent."""
+        if self.interval == (0.0, 0.0):
+            return "the baseline"
+        low, high = (f"{100 * end:+.1f}" for end in self.interval)
+        return f"{self.cost:+.1%} [{low}, {high}]"
+
+    @property
+    def evidence(self) -> str:
+        """Where it was measured, and how far that is from the run."""
+        far = f"; this run has {', '.join(self.far)}, for which the interval is wider" if self.far else ""
+        return f"{self.loss.conditions}, {_counted(self.seeds, 'seed')}{far}"
+
+
+def estimate(scheme: Scheme, optimizer: str, goal: Goal) -> Estimate | None:
+    """What is expected of `scheme` under `optimizer` in `run`; None where nothing comparable was measured.
+
+    Of several measurements the nearest counts, never the best: first by replicas, then by steps, then the one of most
+    seeds, then by size, which changes least. Losses of another recipe than the run's do not count.
+    """
+    found = [loss for loss in loss_table() if loss.optimizer == optimizer and loss.fits(scheme)]
+    near = sorted((loss for loss in found if loss.recipe == goal.recipe), key=lambda loss: _distance(loss, goal))
+    for loss in near:
+        base = _baseline(loss, goal.baseline)
+        if base is not None:
+            return _expected(loss, base, goal)
+    return None
+
+
+def task_of(model: str) -> str:
+    """The recipe whose losses count for a model by its name: of images, of translation, or else of text.
+
+    >>> task_of("hf:google-t5/t5-base"), task_of("vit"), task_of("olmo2")
+    ('t5-translation', 'vit-fashion', 'quick-lm')
+    """
+    return next((recipe for part, recipe in _TASKS.items() if part in model.lower()), TEXT)
 
 
 def trained_by(name: str, settings: Mapping[str, Any]) -> str:
@@ -150,37 +198,88 @@ def trained_by(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name} without momentum" if without else name
 
 
-@cache
-def near(replicas: int) -> tuple[Loss, ...]:
-    """Selects one measurement per setting, optimizer and task, the nearest number of replicas first.
+def optimizers() -> list[str]:
+    """The optimizers that losses were measured with."""
+    return list(dict.fromkeys(loss.optimizer for loss in loss_table()))
 
-    It is the one with the most replicas up to `replicas`, else with the fewest, and of those the longest run.
-    """
 
-    def order(loss: Loss) -> tuple[bool, int, int]:
-        return loss.replicas > replicas, abs(loss.replicas - replicas), -loss.steps
-
-    found: dict[str, Loss] = {}
-    for loss in sorted(loss_table(), key=order):
-        found.setdefault(repr((loss.scheme, sorted(loss.arguments.items()), loss.optimizer, loss.task)), loss)
-    return tuple(found.values())
+def recipes() -> list[str]:
+    """The recipes whose losses were measured."""
+    return list(dict.fromkeys(loss.recipe for loss in loss_table()))
 
 
 @cache
 def loss_table() -> tuple[Loss, ...]:
     """Reads all measurements from losses.json beside this module."""
     text = resources.files("detonation.plan").joinpath("losses.json").read_text(encoding="utf-8")
-    return tuple(
-        Loss(**{**row, "interval": tuple(row["interval"]) if row["interval"] else None}) for row in json.loads(text)
-    )
+    rows = [{**row, "losses": {int(seed): loss for seed, loss in row["losses"].items()}} for row in json.loads(text)]
+    return tuple(Loss(**row) for row in rows)
 
 
-_upper = operator.attrgetter("upper")
+def relative(losses: Mapping[int, float], base: Mapping[int, float]) -> tuple[float, tuple[float, float] | None, int]:
+    """The mean difference of `losses` to `base` on equal seeds, over the mean of `base`; its 95 % interval; the pairs.
+
+    Seed 0 chose learning rates, so it counts only where no other seed is common. Two pairs have no interval.
+    """
+    seeds = sorted(set(losses) & set(base) - {0}) or sorted(set(losses) & set(base))
+    differences, mean = [losses[s] - base[s] for s in seeds], statistics.fmean(base[s] for s in seeds)
+    if len(seeds) < 3:
+        return statistics.fmean(differences) / mean, None, len(seeds)
+    middle, half = spread(differences)
+    return middle / mean, ((middle - half) / mean, (middle + half) / mean), len(seeds)
 
 
-def _sent(scheme: Scheme) -> float:
-    """Bytes per step that one of two replicas sends, of a few large tensors."""
-    return mean_bytes(scheme, scheme.codec.layout({str(number): (1 << 16,) for number in range(16)}), replicas=2)
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval."""
+    half = STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), half
+
+
+_TASKS = {"vit": "vit-fashion", "t5": "t5-translation"}
+
+
+def _distance(loss: Loss, goal: Goal) -> tuple[float, float, int, float]:
+    steps, size = math.log(loss.steps / goal.steps), math.log(loss.parameters / goal.parameters)
+    return abs(loss.doublings(goal.replicas)), abs(steps), -len(loss.losses), abs(size)
+
+
+def _baseline(loss: Loss, optimizer: str) -> Loss | None:
+    """Full synchronisation with `optimizer` of the same task, on seeds that both have."""
+    same = [each for each in loss_table() if each.is_full and each.task == loss.task]
+    return next((each for each in same if each.optimizer == optimizer and set(each.losses) & set(loss.losses)), None)
+
+
+def _expected(loss: Loss, base: Loss, goal: Goal) -> Estimate:
+    cost, interval, seeds = relative(loss.losses, base.losses)
+    exponent = _exponent(base)
+    if loss is base:
+        return Estimate(loss, 0.0, (0.0, 0.0), seeds, exponent)
+    low, high = interval or (cost - SPREAD, cost + SPREAD)
+    longer = 0.5 ** (max(0.0, math.log(goal.steps / loss.steps)) / HALVING)
+    times, doublings = goal.parameters / loss.parameters, loss.doublings(goal.replicas)
+    wider = PER_DECADE * abs(math.log10(times)) + PER_DOUBLING * abs(doublings)
+    far = []
+    if not 0.5 < times < 2:
+        far.append(f"{times:,.2g} times the size" if times < 10 else f"{times:,.0f} times the size")
+    if doublings:
+        far.append(_counted(goal.replicas, "replica"))
+    if not 0.5 < goal.steps / loss.steps < 2:
+        far.append(f"{goal.steps / loss.steps:,.2g} times the length")
+    ends = (_shorter(low, longer) - wider, _shorter(high, longer) + wider)
+    return Estimate(loss, _shorter(cost, longer), ends, seeds, exponent, tuple(far))
+
+
+def _shorter(cost: float, factor: float) -> float:
+    """A lead shrinks in a longer run; a loss that is higher is taken to stay so."""
+    return cost * factor if cost < 0 else cost
+
+
+def _exponent(base: Loss) -> float:
+    """How fast the baseline's loss falls at the end of its run, between half of its steps and all of them."""
+    losses = dict(base.curve)
+    if base.steps // 2 not in losses:
+        return STEPS_EXPONENT
+    return math.log2(losses[base.steps // 2] / losses[base.steps])
 
 
 def _counted(number: int, noun: str) -> str:

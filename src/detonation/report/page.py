@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from detonation.report.figures import NIGHT, PAPER, Chart, charts, keys, variables
 from detonation.report.read import FILES, Run, agreeing_s, read_all, read_plan
-from detonation.report.terminal import HEADS, plan_rows, plan_words, run_rows
+from detonation.report.terminal import MORE_HEADS, named, plan_rows, plan_words, run_rows
 from detonation.report.words import duration, factor, less_text, loss_text, size_text
 from detonation.whole_files import write_whole
 
@@ -199,10 +199,10 @@ def _plans(runs: Sequence[Run], given: Mapping[str, Any] | None) -> list[dict[st
             shown.append((run.name if len(runs) > 1 else "", run.plan))
     pages = []
     for name, plan in shown:
-        chosen = plan.get("chosen", plan["first"])["spelled"]
+        chosen = named(plan.get("chosen", plan["first"]))
         ranked = sorted(plan_rows(plan), key=lambda row, chosen=chosen: row[0] != chosen)  # type: ignore[misc]
         why = [f"Chosen by this plan: {plan['why']}"] if "why" in plan else []
-        parts = {"top": Grid(HEADS, ranked[:_PLAN_ROWS]), "rest": Grid(HEADS, ranked[_PLAN_ROWS:])}
+        parts = {"top": Grid(MORE_HEADS, ranked[:_PLAN_ROWS]), "rest": Grid(MORE_HEADS, ranked[_PLAN_ROWS:])}
         pages.append({"name": name, "chosen": chosen, "words": [*why, *plan_words(plan)], **parts})
     return pages
 

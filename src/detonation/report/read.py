@@ -22,7 +22,7 @@ _SHARED_PREFIX = 12
 """Run names that share at least so many characters at the beginning are shown without them."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
-_PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "break_even_times", "rate_bits_per_s"}
+_PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "rate_bits_per_s"}
 _SUMMARY = {
     *("scheme", "optimizer", "replicas", "shards", "model", "data", "num_parameters", "steps", "train_loss"),
     *("val_loss", "seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step"),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from textwrap import wrap
 from typing import IO, Any
 
 from rich.console import Console
@@ -12,17 +13,17 @@ from rich.table import Column, Table
 
 from detonation.report.words import duration, factor, less_text, loss_text, printable, rate, size_text
 
-HEADS = (
-    *("scheme", "step", "waiting", "sent per node and step", "sent per node and day", "state per rank"),
-    "loss against full synchronisation; measured with",
-)
+HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent per step", "loss to the baseline")
+"""Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
+MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
 _SHARD_HEADS = (
     *("weights, gradients between nodes", "step, nothing hidden", "of it transfer", "sent per node and step"),
     *("held by the shard wire", "per rank with AdamW in fp32"),
 )
-_SHOWN = 8
-"""Rows of a plan; --json and the page have all of them."""
-_PIPE_WIDTH = 140
+_SHOWN = 5
+"""Rows of a plan; --all, --json and the page have all of them."""
+_WIDTH, _WIDE = 100, 180
+"""Columns of a plan, and of one with all that is known."""
 
 
 class PlainConsole(Console):
@@ -48,7 +49,9 @@ class PlainConsole(Console):
 
     def table(self, heads: Sequence[Column | str], rows: Iterable[Sequence[str]], width: int | None = None) -> None:
         """Prints a table; names in its cells may come from elsewhere."""
-        table = Table(*heads, show_header=bool(heads), width=None if self.is_terminal else width)
+        if width is not None and self.is_terminal:
+            width = min(width, self.width)
+        table = Table(*heads, show_header=bool(heads), width=width)
         for row in rows:
             table.add_row(*map(printable, row))
         self.print(table)
@@ -171,33 +174,54 @@ def _level(level: dict[str, Any]) -> str:
     return f"{size_text(level['bytes_sent_per_step'])} per step{less}: {_scheme(level)}"
 
 
-def show_plan(plan: Mapping[str, Any], stream: IO[str]) -> None:
-    """Prints the best ranked schemes, the reason for the first, and the first choice on other links.
+def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False) -> None:
+    """Prints the answer in a sentence, the first rows, the flags of the first, and what else is known of it.
 
     Of copies that lie on several nodes the costs of their shard wires come first, and nothing else where there is one.
+    everything: Print all rows, and all columns.
     """
     console = PlainConsole(stream)
     if shards := shard_rows(plan):
         size = f"{plan['shards']} shards, {plan['parameters']:,} parameters"
         console.lines([f"a copy on {plan['shard_nodes']} nodes, {size}"])
-        console.table(_SHARD_HEADS, shards, _PIPE_WIDTH)
+        console.table(_SHARD_HEADS, shards, _WIDTH)
         if plan["replicas"] == 1:
             return
-    ranked = plan_rows(plan)
-    console.table([Column(HEADS[0], overflow="fold", min_width=26), *HEADS[1:]], ranked[:_SHOWN], _PIPE_WIDTH)
-    more = [f"{len(ranked) - _SHOWN} more with --json"] if len(ranked) > _SHOWN else []
-    console.lines([*more, *plan_words(plan)])
+    reason, flags, *notes = plan_words(plan)
+    console.lines(wrap(reason, _WIDTH))
+    first = Column(HEADS[0], overflow="fold", min_width=20)
+    if everything:
+        console.table([first, *MORE_HEADS[1:]], plan_rows(plan), _WIDE)
+    else:
+        console.table([first, *HEADS[1:]], [row[: len(HEADS)] for row in _five(plan)], _WIDTH)
+    console.lines([flags, *(line for note in notes for line in wrap(note, _WIDTH, subsequent_indent="  "))])
+
+
+def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The best rows, one per scheme with an optimizer, and the baseline's among them."""
+    best: dict[tuple[str, str], tuple[str, ...]] = {}
+    for option, row in zip(plan["options"], plan_rows(plan), strict=True):
+        best.setdefault((option["scheme"], option["optimizer"]), row)
+    rows = list(best.values())
+    baseline = next((row for row in plan_rows(plan) if row[0] == plan["baseline"]), None)
+    if baseline is None or baseline in rows[:_SHOWN]:
+        return rows[:_SHOWN]
+    return [*rows[: _SHOWN - 1], baseline]
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of texts per option, in the order of `HEADS`."""
+    """One row of texts per option, in the order of `MORE_HEADS`; a plan of an older version has less of them."""
     return [
         (
-            option["spelled"],
+            named(option),
+            option.get("time_to_loss", "-"),
             duration(option["seconds"]),
             f"{1 - option['efficiency']:.0%}",
-            *(size_text(option[key]) for key in ("bytes_per_step", "bytes_per_day", "memory_bytes")),
-            option["loss_text"].replace(" parameters", ""),
+            size_text(option["bytes_per_step"]),
+            option["loss_text"],
+            size_text(option["bytes_per_day"]),
+            size_text(option["memory_bytes"]),
+            option.get("loss_source", "-"),
         )
         for option in plan["options"]
     ]
@@ -216,26 +240,29 @@ def shard_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_words(plan: Mapping[str, Any]) -> list[str]:
-    """The text beside the table, in lines: the reason, how to take the first, other links, the break-even rate."""
-    speed, first, times = plan["rate_bits_per_s"], plan["first"]["spelled"], plan["break_even_times"]
-    chosen = {"name": plan["first"]["scheme"], **plan["first"]["changed"]}
-    settings = plan.get("settings", chosen).items()  # a page of an older run has none
-    flags = " ".join(f"scheme.{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in settings)
-    lines = [plan["reason"], f"to take it: --set {flags}; scheme.name=auto measures and chooses like this"]
+    """The text beside the table, in lines: the reason, how to take the first, and what else is known of it."""
+    speed, first = plan["rate_bits_per_s"], plan["first"]
+    chosen = {"name": first["scheme"], **first["changed"]}
+    settings = plan.get("settings", chosen)  # a page of an older run has none
+    tables = {"scheme": settings, "optimizer": plan.get("optimizer", {})}
+    flags = [f"{name}.{key}={_toml(value)}" for name, table in tables.items() for key, value in table.items()]
+    lines = [plan["reason"], f"to take it: --set {' '.join(flags)}"]
+    lines += plan.get("notes", [])
     for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
         other = plan[key]
-        choice = "the same first choice" if other["spelled"] == first else f"first {other['spelled']}"
+        same = [other[name] == first[name] for name in ("spelled", "optimizer") if name in first]
+        choice = "the same first choice" if all(same) else f"first {named(other)}"
         lines.append(f"at {rate(part * speed)} per node: {choice}, {duration(other['seconds'])} per step")
-    lines += [plan["device"]] if plan.get("device") else []
-    measured, size = plan["measured_parameters"], plan["parameters"]
-    if size > measured:
-        few, many = f"{measured / 1e6:.1f} M", f"{size / 1e6:,.1f} M"
-        lines.append(f"losses were measured on models of at most {few} parameters, this one has {many}: compare first")
-    if times is None:
-        as_fast = f"never as fast as {first}, whatever the link"
-    else:
-        as_fast = f"as fast as {first} " + (f"from {rate(times * speed)} per node on" if times else "on any link")
-    return lines if first == "full()" else [*lines, f"full synchronisation is {as_fast}"]
+    return lines + ([plan["device"]] if plan.get("device") else [])
+
+
+def named(option: Mapping[str, Any]) -> str:
+    """A scheme with its optimizer, which a plan of an older version has not."""
+    return f"{option['spelled']} with {option['optimizer']}" if "optimizer" in option else str(option["spelled"])
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
 
 
 def show_profile(profile: Mapping[str, Any], stream: IO[str]) -> None:

@@ -10,9 +10,8 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 from detonation.plan.auto import world_link
-from detonation.plan.choice import check_budget, largest_within
 from detonation.plan.cost import Network, Work, cost
-from detonation.plan.search import options
+from detonation.plan.search import check_budget, largest_within
 from detonation.plan.spelling import spelled
 from detonation.train.loop.session import Session, scheme_of
 from detonation.train.output.metrics import Record
@@ -111,8 +110,8 @@ class Adapter:
         times = explained(waited, lambda x: cost(now, self._work, network.faster(x)).exposed_s, certain)
         if 1 / FACTOR < times < FACTOR:
             return None
-        found = options(self._settings(), self._work, network.faster(times))
-        return SettingChange(times, dict(largest_within(found, self.followed.budget).cost.scheme.arguments))
+        there = largest_within(self._settings(), self._work, network.faster(times), self.followed.budget)
+        return SettingChange(times, dict(there.arguments))
 
     def _settings(self) -> list[Scheme]:
         """The schemes that the run can move to: its first, its present one, and the first at other values."""

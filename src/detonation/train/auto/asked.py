@@ -1,12 +1,14 @@
 """`[scheme] name = "auto"` in a recipe: its arguments, and the recipe under each scheme that may be chosen."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from detonation.choices import unknown
 from detonation.core.schemes.registry import schemes
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.choice import check_budget
-from detonation.plan.search import BUDGET, settings
+from detonation.plan.cost import Work
+from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
+from detonation.plan.search import BUDGET, Candidate, check_budget, settings
 from detonation.plan.spelling import changed, spelled
 from detonation.train.loop.session import check_config, check_levels, scheme_of
 from detonation.train.recipe import optimizers
@@ -82,6 +84,22 @@ class Asked:
             check_levels(config.levels)
             optimizers.check_optimizer(config.optimizer)
         return check_config(self.layers.under("full", {}))
+
+
+def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
+    """Each scheme that may be chosen, with the optimizer that the recipe trains it with."""
+    found = {}
+    for name, config in candidates.items():
+        optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
+        found[name] = (scheme_of(config.levels[-1]), optimizer)
+    return found
+
+
+def goal_of(config: Config, work: Work, optimizer: str | None = None) -> Goal:
+    """The run of a recipe, for estimates of its loss."""
+    parameters = sum(work.sizes.values())
+    steps = config.train.steps or GOAL_STEPS  # of a recipe in epochs, whose steps its data tell
+    return Goal(config.mesh.replicas, parameters, steps, task_of(config.model.name), optimizer)
 
 
 def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:

@@ -13,16 +13,14 @@ import torch.distributed as dist
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Step
 from detonation.core.link.link import Link
-from detonation.plan.advice import advise, row
+from detonation.plan.advice import advise, row, why
 from detonation.plan.auto import PROBE_S, world_link
-from detonation.plan.choice import why
 from detonation.plan.cost import Network, Work
-from detonation.plan.losses import trained_by
 from detonation.plan.search import Option, options
 from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Followed
-from detonation.train.auto.asked import Asked, settings_in
-from detonation.train.loop.session import Session, check_config, scheme_of, start_session
+from detonation.train.auto.asked import Asked, goal_of, settings_in, trained
+from detonation.train.loop.session import Session, check_config, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output import directory
 from detonation.train.recipe.schema import Config, Table
@@ -71,18 +69,18 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
     network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
     compute_s, _ = forward_backward(session)
     work = Work(shard_shapes(session.config), compute_s, accumulate=session.config.train.accumulate)
-    trained = {name: trained_by(each.optimizer.name, each.optimizer.arguments) for name, each in candidates.items()}
-    best, found, work = _search(asked.auto.budget, candidates, trained, session, network, work)
-    line = why(best, found, network, asked.auto.budget)
+    best, found, work = _search(asked.auto.budget, candidates, session, network, work)
+    goal = goal_of(session.config, work)
+    line = why(found, network, goal, asked.auto.budget)
     config = check_config(candidates[spelled(best.cost.scheme)])
     plan = {
-        "chosen": row(best),
+        "chosen": row(best, goal),
         "why": line,
         **asdict(asked.auto),
         "link": asdict(measured),
         "compute_s": compute_s,
         "steps": {name: asdict(step) for name, step in work.steps.items()},
-        **advise(found, work, network, asked.auto.budget, trained, partial(settings_in, asked.layers)),
+        **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
     }
     followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
     return Chosen(config, f"auto: {line}", plan, followed)
@@ -91,7 +89,6 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
 def _search(
     budget: float,
     candidates: Mapping[str, Config],
-    trained: Mapping[str, str],
     session: Session,
     network: Network,
     work: Work,
@@ -101,11 +98,11 @@ def _search(
     The step of a scheme is measured only when it would be chosen: its time changes the share that is spent waiting.
     """
     device, world = session.device, world_link(session.device)
-    schemes = {name: scheme_of(config.levels[-1]) for name, config in candidates.items()}
+    pairs, goal = trained(candidates), goal_of(session.config, work)
     steps: dict[str, Step] = {}
     while True:
         work = replace(work, steps=dict(steps))
-        found = options(list(schemes.values()), work, network, budget, trained)
+        found = options(pairs.values(), work, network, goal, budget)
         name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
@@ -113,7 +110,7 @@ def _search(
             return best, found, work
         step = optimizer_step(session, candidates[name])
         if step is None:  # the optimizer refuses it
-            del schemes[name]
+            del pairs[name]
         else:
             steps[name] = step
 

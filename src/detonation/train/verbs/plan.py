@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
@@ -15,7 +16,8 @@ from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work
 from detonation.plan.data_sheets import device_spec, predicted_steps, prediction_note
-from detonation.plan.search import candidate_settings, options
+from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
+from detonation.plan.search import Candidate, options, pairs
 from detonation.plan.shard_cost import SHARD_NODE, shard_costs
 from detonation.plan.spelling import changed
 from detonation.train.recipe.schema import Config, require
@@ -42,6 +44,8 @@ class Question:
     parameters: str | None = None
     shard_nodes: int | None = None
     device: str | None = None
+    optimizer: str | None = None
+    steps: int | None = None
 
 
 def plan(question: Question) -> dict[str, Any]:
@@ -57,12 +61,10 @@ def plan(question: Question) -> dict[str, Any]:
     config = _config(layers) if layers else None
     network = _network(question, profile, config)
     work = _work(question, profile, config, network)
-    known = schemes()  # registers those of installed packages
-    candidates = candidate_settings()
-    if config is not None and config.scheme.name not in known:
-        chosen = config.levels[-1].scheme
-        candidates = [*candidates, scheme(chosen.name, chosen.arguments)]
-    found = advise(options(candidates, work, network), work, network, settings=_settings(layers))
+    goal = _goal(question, config, work, network)
+    tuned = _tuned(layers, config, goal)
+    ranked = options(tuned or pairs(goal), work, network, goal)
+    found = advise(ranked, work, network, goal, settings=_settings(layers))
     nodes = question.shard_nodes
     if nodes is None:
         nodes = config.mesh.shard_nodes if config else 1
@@ -70,6 +72,10 @@ def plan(question: Question) -> dict[str, Any]:
         between = _between_nodes(question, profile, network.shards, nodes)
         costs = shard_costs(work.shards, nodes, work.compute_s, between, accumulate=work.accumulate)
         found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
+    if not tuned:  # the flags must name the optimizer; a learning rate does not carry over
+        best = found["first"]
+        kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
+        found["optimizer"] = {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
     found["device"] = None if question.device is None else prediction_note(question.device)
     return found
 
@@ -118,6 +124,35 @@ def _config(layers: "Layers") -> Config:
     from detonation.train.loop.session import check_config
 
     return check_config(standing(layers))
+
+
+def _goal(question: Question, config: Config | None, work: Work, network: Network) -> Goal:
+    """The training that is asked about: of the recipe, or else of text."""
+    optimizer = question.optimizer
+    if optimizer is not None and optimizer not in optimizers():
+        raise unknown("--optimizer", optimizer, optimizers())
+    steps = question.steps
+    require(steps is None or steps >= 1, "--steps", steps, "at least 1")
+    if config is None:
+        return Goal(network.replicas, sum(work.sizes.values()), steps or GOAL_STEPS, optimizer=optimizer)
+    from detonation.train.auto.asked import goal_of
+
+    goal = goal_of(config, work, optimizer)
+    return goal if steps is None else replace(goal, steps=steps)
+
+
+def _tuned(layers: "Layers | None", config: Config | None, goal: Goal) -> list[Candidate]:
+    """Each scheme with the optimizer that trains with it in the recipe, as in auto; empty without a recipe."""
+    if layers is None or config is None:
+        return []
+    from detonation.train.auto.asked import Asked, Auto, trained
+
+    found = list(trained(Asked(Auto(), layers).candidates()).values())
+    if config.scheme.name not in schemes():
+        chosen = config.levels[-1].scheme
+        own = trained_by(config.optimizer.name, config.optimizer.arguments)
+        found.append((scheme(chosen.name, chosen.arguments), own))
+    return [pair for pair in found if goal.optimizer in (None, pair[1])]
 
 
 def _settings(layers: "Layers | None") -> Callable[[Scheme], Mapping[str, object]]:
