@@ -3,12 +3,17 @@
 import hashlib
 import json
 import os
+import re
+import runpy
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
 from detonation.core.flat.tensors import digest
@@ -17,6 +22,7 @@ from detonation.feed.weights.bit_patterns import changes, move, patterns_of
 from detonation.feed.weights.difference_codec import decode_difference, encode_difference
 from detonation.feed.weights.folders import LocalFolder, RemoteFolder
 from detonation.feed.weights.weight_files import WeightFile
+from worlds import run
 
 BF16 = torch.bfloat16
 
@@ -513,3 +519,44 @@ def test_publishing_needs_no_folder_on_other_ranks():
 def test_a_path_is_made(tmp_path):
     feed = dt.Feed.of_weights(network(), str(tmp_path / "a" / "b"))
     assert feed.publish(0) > 0 and len(list(Path(tmp_path, "a", "b").iterdir())) == 1
+
+
+READER = Path(__file__).parents[2] / "examples" / "read_weights.py"
+
+
+def test_a_reader_of_torch_alone_has_the_same_weights(tmp_path):
+    assert "detonation" not in re.findall(r"^(?:import|from) (\w+)", READER.read_text(), re.MULTILINE)
+    loop = Loop(tmp_path, base_every=6).step(10)
+    step, found = runpy.run_path(str(READER))["newest"](tmp_path)
+    assert step == 10
+    assert digest(found[name] for name in loop.model.state_dict()) == loop.hashes[10]
+    done = subprocess.run([sys.executable, READER, tmp_path], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == f"step 10, {sum(map(torch.numel, found.values())):,} values, sha256 {digest(found.values())}\n"
+    )
+    damaged = files(tmp_path, "base")[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="damaged"):
+        runpy.run_path(str(READER))["newest"](tmp_path)
+
+
+def sharded_training(mesh, folder):
+    """The hash of the whole weights after three steps of a model that FSDP2 shards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    fully_shard(model, mesh=mesh["shard"])
+    adam = torch.optim.AdamW(model.parameters())
+    feed = dt.Feed.of_weights(model, None if mesh.get_rank() else folder, dtype=BF16)
+    for step in range(3):
+        model(torch.ones(2, 6)).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        feed.publish(step)
+    return digest([each.full_tensor().bfloat16() for each in model.parameters()])
+
+
+def test_a_sharded_model_is_published_whole(tmp_path):
+    expected, _ = run(sharded_training, 1, 2, tmp_path)
+    served = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(BF16)
+    assert dt.follow(served, tmp_path).step == 2 and digest(served.parameters()) == expected
+    assert len(files(tmp_path, "difference")) == 2
