@@ -441,6 +441,23 @@ def test_a_folder_of_fsspec(tmp_path, url):
     assert len([each for each in WeightFile.known(RemoteFolder(url).names()) if each.kind == "base"]) == 2
 
 
+def test_an_error_of_a_protocol_stops_no_training(monkeypatch):
+    remote = RemoteFolder("memory://refused")
+    loop = Loop(remote).step()
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("the account is closed")
+
+    with monkeypatch.context() as patch:
+        for method in ("open", "ls", "cat_file"):
+            patch.setattr(remote._system, method, refuse)
+        assert loop.step().feed.trouble.endswith("RuntimeError: the account is closed")
+        follower = reader(remote, wait=False)
+        assert follower.update() == -1 and "account is closed" in follower.trouble
+    loop.step()
+    assert follower.update() == 3 and held(follower.model) == loop.hashes[3]
+
+
 def test_nothing_but_whole_files_lies_in_a_folder(tmp_path):
     Loop(tmp_path, base_every=2).step(7)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}

@@ -1,7 +1,8 @@
 """Where the files of a weight feed are: a directory, or a folder of any file system that fsspec knows."""
 
 import contextlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,10 @@ class LocalFolder:
         return [path.name for path in self._path.iterdir()] if self._path.exists() else []
 
     def read(self, name: str) -> bytearray:
-        return bytearray((self._path / name).read_bytes())
+        with (self._path / name).open("rb") as file:
+            content = bytearray(os.fstat(file.fileno()).st_size)
+            del content[file.readinto(content) :]
+        return content
 
     def write(self, name: str, content: Iterable[memoryview]) -> None:
         write_whole(self._path / name, content)
@@ -70,22 +74,34 @@ class RemoteFolder:
         self._system, self._path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
 
     def names(self) -> list[str]:
-        try:
+        with _os_errors(), contextlib.suppress(FileNotFoundError):  # before the first file
             return [str(path).rpartition("/")[2] for path in self._system.ls(self._path, detail=False, refresh=True)]
-        except FileNotFoundError:  # before the first file
-            return []
+        return []
 
     def read(self, name: str) -> bytearray:
-        return bytearray(self._system.cat_file(f"{self._path}/{name}"))
+        with _os_errors():
+            return bytearray(self._system.cat_file(f"{self._path}/{name}"))
 
     def write(self, name: str, content: Iterable[memoryview]) -> None:
-        self._system.makedirs(self._path, exist_ok=True)
-        with self._system.transaction, self._system.open(f"{self._path}/{name}", "wb") as file:
-            file.writelines(content)
+        with _os_errors():
+            self._system.makedirs(self._path, exist_ok=True)
+            with self._system.transaction, self._system.open(f"{self._path}/{name}", "wb") as file:
+                file.writelines(content)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
             self._system.rm_file(f"{self._path}/{name}")
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raises whatever error the library of a protocol has as an `OSError`: training goes on."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def folder_at(target: "Path | str | Folder") -> Folder:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.shard_file import DTYPES
-from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.flat.tensors import bare_name
+from detonation.checkpoint.rank_state import weights
 from detonation.feed.weights.bit_patterns import changes, move, patterns_of, starts, tensor_of
 from detonation.feed.weights.difference_codec import encode_difference
 from detonation.feed.weights.folders import Folder, LocalFolder, folder_at
@@ -65,10 +64,12 @@ class WeightFeed:
         Raises:
             ValueError: A tensor has a type that safetensors lacks, such as a complex one.
         """
-        tensors = self._tensors()
-        if self._folder is None:
-            return 0
+        tensors = weights(self._model)
         like, before = self._published(tensors), self.bytes_written
+        if self._folder is None:
+            for name, kind in like.items():
+                _whole(tensors[name], kind.dtype)
+            return 0
         try:
             if not self._like or step <= self.step or _layout(like) != _layout(self._like):
                 self._begin(tensors, like, step, self._folder)
@@ -97,12 +98,6 @@ class WeightFeed:
     ) -> None:
         self.close(ended=error is None)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by name, as the model has them; shards are gathered."""
-        found: dict[str, Tensor] = {bare_name(name): each for name, each in self._model.named_parameters()}
-        found |= persistent_buffers(self._model)
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v.detach() for k, v in found.items()}
-
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The types and shapes of what is published, without memory, in the order of a file: wide types come first."""
         kinds = {k: self._dtype if self._dtype and v.is_floating_point() else v.dtype for k, v in tensors.items()}
@@ -115,13 +110,15 @@ class WeightFeed:
     def _begin(self, tensors: Mapping[str, Tensor], like: dict[str, Tensor], step: int, folder: Folder) -> None:
         """Begins a run with a base. Where that fails, the next call does it."""
         self._like, self._held = {}, {}
-        held = {name: patterns_of(tensors[name].to(kind.dtype)).clone() for name, kind in like.items()}
+        held = {name: patterns_of(_whole(tensors[name], kind.dtype)).clone() for name, kind in like.items()}
         self._write_base(folder, self._run + 1, step, "", {name: tensor_of(held[name], like[name]) for name in like})
         self._run, self.step, self._state, self._like, self._held = self._run + 1, step, "", like, held
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
         """Writes a difference, and a base where it is time."""
-        found = {k: changes(patterns_of(tensors[k].to(kind.dtype)), self._held[k]) for k, kind in self._like.items()}
+        found = {
+            k: changes(patterns_of(_whole(tensors[k], kind.dtype)), self._held[k]) for k, kind in self._like.items()
+        }
         begin = starts(self._like)
         positions = torch.cat([changed.cpu() + begin[name] for name, (changed, _) in found.items()])
         deltas = torch.cat([moved.cpu() for _, moved in found.values()])
@@ -164,3 +161,9 @@ class WeightFeed:
 
 def _layout(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
     return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a type, whole: a collective where it is sharded. Shards are rounded before they travel."""
+    cast = tensor.detach().to(dtype)
+    return cast.full_tensor() if isinstance(cast, DTensor) else cast

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.manifest import CorruptCheckpoint
-from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.flat.tensors import bare_name, digest
+from detonation.checkpoint.rank_state import weights
+from detonation.core.flat.tensors import digest
 from detonation.feed.connection.token import LostFeed
 from detonation.feed.weights.bit_patterns import changes, move, patterns_of, starts
 from detonation.feed.weights.difference_codec import decode_difference
@@ -49,8 +49,7 @@ class WeightFollower:
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
         self.model, self._folder = model, folder
-        found: dict[str, Tensor] = {bare_name(name): each for name, each in model.named_parameters()}
-        self._tensors = {name: each.detach() for name, each in (found | persistent_buffers(model)).items()}
+        self._tensors = {name: each.detach() for name, each in weights(model).items()}
         if any(isinstance(each, DTensor) for each in self._tensors.values()):
             raise ValueError("the model is sharded: the files of a weight feed are followed in a whole one")
         self._order: list[str] = []  # of the files
