@@ -256,7 +256,7 @@ def test_the_end_is_told(tmp_path):
     loop.step().feed.close()
     assert not follower.ended  # the model is not at it
     follower.update()
-    assert follower.ended
+    assert follower.ended and follower.update(wait_s=1e9) == 3  # nothing is to come
     with pytest.raises(dt.LostFeed, match="ended after 3 steps, before 4"):
         follower.update(to=4)
 
@@ -343,7 +343,7 @@ def test_a_reader_that_is_interrupted_within_a_step_takes_a_base(tmp_path, monke
     monkeypatch.setattr(weight_follower, "move", interrupted)
     with pytest.raises(KeyboardInterrupt):
         follower.update()
-    assert held(follower.model) not in loop.hashes.values()
+    assert held(follower.model) not in loop.hashes.values() and follower.step == -1
     assert follower.update() == 3 and held(follower.model) == loop.hashes[3]
     assert follower.joins == 2
 
@@ -417,6 +417,11 @@ def test_what_cannot_be_is_said(tmp_path):
         dt.Feed.of_weights(network(), tmp_path, dtype=torch.int8)
     with pytest.raises(ValueError, match="base_every is 0, must be at least 1"):
         dt.Feed.of_weights(network(), tmp_path, base_every=0)
+    with pytest.raises(ValueError, match="step is -1, must be at least 0"):
+        dt.Feed.of_weights(network(), tmp_path).publish(-1)
+    with pytest.raises(ValueError, match="c is of type"):
+        complex_one = nn.ParameterDict({"c": torch.zeros(2, dtype=torch.complex64)})
+        dt.Feed.of_weights(complex_one, tmp_path).publish(1)
     with pytest.raises(ValueError, match="neither token nor optimizer"):
         dt.follow(network(), tmp_path, token=b"0123456789abcdef")
     (tmp_path / "file").touch()

@@ -54,16 +54,18 @@ class WeightFeed:
     def publish(self, step: int) -> int:
         """Writes what has changed since the last call; returns the bytes written.
 
-        Each rank of a sharded model calls it, because the shards are gathered.
-        Where the folder takes no file, as a full disk does, training goes on: a warning is logged, `trouble` says why,
-        this returns 0, and the next call publishes the changes of both.
+        Each rank of a sharded model calls it, because the shards are gathered. Where the folder takes no file, as a full
+        disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call publishes
+        the changes of both.
 
         Args:
             step: The number of steps taken. Where it is not above the last one, training went back: readers get a base.
 
         Raises:
-            ValueError: A tensor has a type that safetensors lacks, such as a complex one.
+            ValueError: `step` is negative, or a tensor has a type that safetensors lacks, such as a complex one.
         """
+        if step < 0:
+            raise ValueError(f"step is {step}, must be at least 0")
         tensors = weights(self._model)
         like, before = self._published(tensors), self.bytes_written
         if self._folder is None:
@@ -116,10 +118,9 @@ class WeightFeed:
 
     def _go_on(self, tensors: Mapping[str, Tensor], step: int, folder: Folder) -> None:
         """Writes a difference, and a base where it is time."""
-        found = {
-            k: changes(patterns_of(_whole(tensors[k], kind.dtype)), self._held[k]) for k, kind in self._like.items()
-        }
-        begin = starts(self._like)
+        begin, found = starts(self._like), {}
+        for name, kind in self._like.items():
+            found[name] = changes(patterns_of(_whole(tensors[name], kind.dtype)), self._held[name])
         positions = torch.cat([changed.cpu() + begin[name] for name, (changed, _) in found.items()])
         deltas = torch.cat([moved.cpu() for _, moved in found.values()])
         about = {"after": self.step, "before": self._state, "count": len(positions)}
@@ -151,7 +152,7 @@ class WeightFeed:
         """Keeps the two newest bases of this run and what comes after the older: a reader of it has time to finish."""
         try:
             files = WeightFile.known(folder.names())
-            bases = [file.step for file in files if file.run == run and file.kind == BASE]
+            bases = [file.step for file in files if file.run == run and file.kind == BASE] or [0]
             for file in files:
                 if (file.run, file.step) < (run, bases[-2:][0]):
                     folder.remove(file.name)

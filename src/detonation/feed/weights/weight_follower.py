@@ -97,7 +97,9 @@ class WeightFollower:
                 return self.step
             if to is not None and self.step > to:
                 raise LostFeed(f"training was at step {self.step} already when its weights came, beyond {to}")
-            if to is not None and self._is_end(files):
+            if self._is_end(files):
+                if to is None:
+                    return self.step
                 raise LostFeed(f"training has ended after {self.step} steps, before {to}")
             rest_s = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
             if rest_s <= 0:
@@ -108,7 +110,8 @@ class WeightFollower:
         """Takes steps as `update` does; returns what they have changed, for a server that has weights of its own.
 
         A base that is taken makes patches as well, of all that differs from what the model had before. A server that
-        began with the same weights as `model` has the same ones after each call.
+        began with the same weights as `model` has the same ones after each call, unless an error ended one, or `update`
+        was called between.
 
         Example:
             >>> import tempfile
@@ -204,7 +207,7 @@ class WeightFollower:
                     f"training publishes {name} as {new.dtype} {tuple(new.shape)}, this model has {own.dtype} "
                     f"{tuple(own.shape)}"
                 )
-        self._run = -1  # whoever is interrupted from here on needs a base
+        self._run = self.step = -1  # whoever is interrupted from here on needs a base
         for name, new in tensors.items():
             own = self._tensors[name]
             if self._touched is not None:
@@ -223,7 +226,7 @@ class WeightFollower:
         except ValueError as error:
             raise CorruptCheckpoint(f"{file.name}: {error}") from error
         cuts = torch.searchsorted(positions, torch.tensor(list(begins.values()))).tolist()
-        self._run = -1
+        self._run = self.step = -1
         for name, first, last in zip(self._order, cuts, cuts[1:], strict=False):
             if first < last:
                 own = positions[first:last] - begins[name]
