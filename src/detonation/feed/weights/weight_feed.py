@@ -54,9 +54,9 @@ class WeightFeed:
     def publish(self, step: int) -> int:
         """Writes what has changed since the last call; returns the bytes written.
 
-        Each rank of a sharded model calls it, because the shards are gathered. Where the folder takes no file, as a full
-        disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call publishes
-        the changes of both.
+        Each rank of a sharded model calls it, because the shards are gathered. Where the folder takes no file, as a
+        full disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call
+        publishes the changes of both.
 
         Args:
             step: The number of steps taken. Where it is not above the last one, training went back: readers get a base.
