@@ -57,8 +57,8 @@ from detonation.core.schemes.scheme import Scheme as Scheme
 from detonation.core.schemes.traffic import LargerThanDense as LargerThanDense
 from detonation.feed.admission import Admission as Admission
 from detonation.feed.admission import admitted as admitted
+from detonation.feed.connection.token import LostFeed as LostFeed
 from detonation.feed.follower import Follower as Follower
-from detonation.feed.follower import LostFeed as LostFeed
 from detonation.feed.follower import follow as follow
 from detonation.feed.publisher import Feed as Feed
 from detonation.integrations.ddp import CommHook as CommHook

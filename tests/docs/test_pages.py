@@ -58,6 +58,7 @@ def test_every_page_is_in_the_navigation_once():
 def test_the_reference_has_every_public_name_once():
     names = [name.removeprefix("detonation.") for page in API for name in API[page]]
     modules = {"integrations.huggingface", "integrations.lightning", "integrations.fabric", "extend", "testing"}
+    modules |= {f"feed.weights.{name}" for name in ("weight_feed", "weight_follower", "folders")}
     assert Counter(names) == Counter([*detonation.__all__, *modules]) - Counter(["__version__"])
 
 

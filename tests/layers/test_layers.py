@@ -56,7 +56,8 @@ HOUSE = {
     "checkpoint": ("checkpoint/load core", NONE),
     "log": ("core", NONE),
     "feed/connection": ("log cluster/machine core", NONE),
-    "feed": ("feed/connection log checkpoint cluster core", DTENSOR),
+    "feed/weights": ("feed/connection checkpoint core", DTENSOR),
+    "feed": ("feed/weights feed/connection log checkpoint cluster core", DTENSOR),
     "models": ("", NONE),
     "data": ("", NONE),
     "report/words": ("", NONE),
@@ -224,8 +225,10 @@ def test_each_name_occurs_once():
 
 
 def defined(node: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a module defines."""
+    """The names that a statement at the top of a module defines; an overload defines none."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if "overload" in map(ast.unparse, node.decorator_list):
+            return []
         return [node.name]
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -34,9 +34,9 @@ sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """Each rank ends as an interpreter does: taken down around the threads of a process group it may abort, though rarely.
 """
 EVERY = sorted(Path(__file__).parents[2].joinpath("examples").glob("*.py"))
-COMMAND_LINE = ("my_model", "follow_serve")
-"""Beside runs of the command line: tests/train tries the first, tests/world/test_follow_serve.py the second."""
-OWN = [path for path in EVERY if path.stem not in COMMAND_LINE]
+BESIDE_A_RUN = ("my_model", "follow_serve", "read_weights")
+"""tests/train tries the first, test_follow_serve.py the second, tests/laws/test_follow_weights.py the third."""
+OWN = [path for path in EVERY if path.stem not in BESIDE_A_RUN]
 EXAMPLES = [path for path in OWN if not re.search("^(import|from) (ray|detonation.integr)", path.read_text(), re.M)]
 """The others need libraries, and run in tests/integrations."""
 

@@ -13,8 +13,8 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.connection.token import checked_token
-from detonation.feed.follower import Follower, LostFeed, follow
+from detonation.feed.connection.token import LostFeed, checked_token
+from detonation.feed.follower import Follower, follow
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
 from detonation.log.step_recorder import Tapes

@@ -5,30 +5,28 @@ import math
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from detonation.core.agreement.safety import Safety
-from detonation.core.errors import DetonationError
 from detonation.core.flat.tensors import digest, local
 from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.connection.listener import host_and_port
-from detonation.feed.connection.token import checked_token
+from detonation.feed.connection.token import LostFeed, checked_token
 from detonation.feed.newcomer import joined_optimizer
 from detonation.feed.shard import MakeOptimizer, ShardFollower, reachable_moments
 from detonation.feed.stream import Joined, Stepped, Stream, close_all
+from detonation.feed.weights.folders import Folder, folder_at
+from detonation.feed.weights.weight_follower import WeightFollower
 
 LARGEST_STATE = 24
 """Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have 18."""
-
-
-class LostFeed(DetonationError, ConnectionError):
-    """The feed of a follower is gone for good, or was not there in time."""
 
 
 class Follower:
@@ -242,6 +240,7 @@ class Follower:
         return list(zip(self._shards, self._streams, strict=True))
 
 
+@overload
 def follow(
     model: nn.Module,
     address: str,
@@ -251,7 +250,25 @@ def follow(
     most_behind: int = 64,
     wait: bool = True,
     timeout_s: float = 60.0,
-) -> Follower:
+) -> Follower: ...
+
+
+@overload
+def follow(
+    model: nn.Module, address: Path | Folder, *, wait: bool = True, timeout_s: float = 60.0
+) -> WeightFollower: ...
+
+
+def follow(
+    model: nn.Module,
+    address: str | Path | Folder,
+    *,
+    token: bytes | None = None,
+    optimizer: MakeOptimizer | None = None,
+    most_behind: int = 64,
+    wait: bool = True,
+    timeout_s: float = 60.0,
+) -> Follower | WeightFollower:
     """Holds the weights of the training behind a `Feed` in `model`, bit for bit, step by step.
 
     This process is no replica: it sends nothing, and training does not wait for it. It gets a copy of the state of
@@ -262,10 +279,13 @@ def follow(
 
     A connection that is lost comes again by itself, with a copy of the state as it is then.
 
+    From the directory of a `Feed.of_weights` it reads weights alone, of a training with any optimizer. Then no token
+    and no `optimizer` is given, the arithmetic of this process is of no matter, and it needs no memory but the model's.
+
     Args:
         model: As the trained one, with any weights; it may be in use between the calls of `Follower.update`.
         address: "HOST:PORT" of the feed of shard 0, that of shard s being at the port + s; or the addresses of all
-            shards, separated by commas.
+            shards, separated by commas. Or the `Path` of a directory of weights, or a `RemoteFolder`.
         token: At least 16 bytes, in the place of that of the environment; see `Feed`.
         optimizer: Makes the base optimizer over parameter groups, where it is neither of torch nor of this library.
         most_behind: Steps that may wait for `Follower.update`; with more of them the feed drops this follower, which
@@ -286,7 +306,13 @@ def follow(
     """
     if most_behind < 1:
         raise ValueError(f"most_behind is {most_behind}, must be at least 1")
-    follower = Follower(model, address, checked_token(token), optimizer, most_behind)
+    follower: Follower | WeightFollower
+    if isinstance(address, str):
+        follower = Follower(model, address, checked_token(token), optimizer, most_behind)
+    elif token is not None or optimizer is not None:
+        raise ValueError("a directory of weights takes neither token nor optimizer")
+    else:
+        follower = WeightFollower(model, folder_at(address))
     deadline = time.monotonic() + timeout_s
     try:
         while wait and follower.step < 0:

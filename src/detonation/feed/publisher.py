@@ -5,8 +5,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from detonation.checkpoint.save.snapshot import take_snapshot
@@ -19,6 +21,8 @@ from detonation.feed.connection.listener import Listener, host_and_port
 from detonation.feed.connection.token import checked_token
 from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
 from detonation.feed.subscription import Subscription
+from detonation.feed.weights.folders import Folder
+from detonation.feed.weights.weight_feed import WeightFeed
 from detonation.log.records import MESSAGE, LogRecord
 from detonation.log.step_recorder import StepRecorder
 
@@ -111,6 +115,52 @@ class Feed(StepRecorder):
         self._listener = Listener(f"{bracketed}:{port + shard if port else 0}", checked_token(token), self._admit)
         self.address = f"{bracketed}:{self._listener.port - (shard if port else 0)}"
         """That followers need."""
+
+    @staticmethod
+    def of_weights(
+        model: nn.Module,
+        target: Path | str | Folder | None,
+        *,
+        dtype: torch.dtype | None = None,
+        base_every: int | None = None,
+    ) -> WeightFeed:
+        """A feed of weights alone, as files that any number of readers poll: for any training loop and any optimizer.
+
+        Call `publish(step)` after each step, or after as many as you like. A file has the values that changed since the
+        call before, exactly. In bf16 that is about 0.01 bytes per parameter at a learning rate of 1e-6. The
+        first file, and others at times, are bases, which have all weights, so that a reader can begin there. The two
+        newest bases stay, with the differences since the older; files before are removed.
+
+        It keeps a copy of the published weights on the device of the model.
+
+        Args:
+            model: In training, also sharded by FSDP2: then each rank calls `publish`.
+            target: A directory, which is made; or a URL with "://" that fsspec knows; None on each rank of a sharded
+                model but the one that writes.
+            dtype: To which floating-point weights are rounded, such as torch.bfloat16 of fp32 weights; readers hold a
+                model of this type. Left out, each is published as it is; fp32 weights change almost all at each step.
+            base_every: The differences after which there is a base; left out, as many as have the bytes of a base.
+
+        Raises:
+            ValueError: `dtype` is no floating-point type, or `base_every` is below 1.
+            OSError: The directory cannot be made.
+
+        Example:
+            >>> import tempfile, torch, detonation as dt
+            >>> from pathlib import Path
+            >>> trained, served = nn.Linear(8, 1), nn.Linear(8, 1).bfloat16()
+            >>> adam, folder = torch.optim.AdamW(trained.parameters()), tempfile.TemporaryDirectory()
+            >>> with dt.Feed.of_weights(trained, folder.name, dtype=torch.bfloat16) as feed:
+            ...     for step in range(3):
+            ...         trained(torch.ones(1, 8)).sum().backward()
+            ...         adam.step()
+            ...         _ = feed.publish(step + 1)
+            >>> follower = dt.follow(served, Path(folder.name))
+            >>> follower.step, follower.ended, torch.equal(served.weight, trained.weight.bfloat16())
+            (3, True, True)
+            >>> folder.cleanup()
+        """
+        return WeightFeed(model, target, dtype, base_every)
 
     @property
     def followers(self) -> int:

@@ -49,19 +49,11 @@ class TensorFile:
         descriptor = self._open()
         try:
             size = os.fstat(descriptor).st_size
-            length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                raise CorruptCheckpoint("the length of its header is wrong")
-            header = json.loads(os.pread(descriptor, length, 8))
+            length = header_length(os.pread(descriptor, 8, 0), size)
+            text = os.pread(descriptor, length, 8)
         finally:
             os.close(descriptor)
-        if not isinstance(header, dict):
-            raise CorruptCheckpoint("its header is no table")
-        metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise CorruptCheckpoint("its metadata are not texts")
-        self.metadata: dict[str, str] = metadata
-        self.entries = _entries(header, 8 + length, size)
+        self.metadata, self.entries = tensors_in(text, size)
 
     def read(self, key: str, rows: slice = slice(None)) -> Tensor:
         """The tensor `key`, or some `rows` of it, in memory of its own.
@@ -91,6 +83,28 @@ class TensorFile:
 
     def _open(self) -> int:
         return os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
+
+
+def header_length(begin: bytes, size: int) -> int:
+    """The bytes of the header of a file of `size` bytes, by its first 8. Raises `CorruptCheckpoint` if it is longer."""
+    length = int.from_bytes(begin, "little")
+    if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+        raise CorruptCheckpoint("the length of its header is wrong")
+    return length
+
+
+def tensors_in(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The metadata and the tensors that the header `text` describes, of a file of `size` bytes.
+
+    Raises `CorruptCheckpoint` where it is no header of such a file, and `ValueError` where it is no JSON.
+    """
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise CorruptCheckpoint("its header is no table")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpoint("its metadata are not texts")
+    return metadata, _entries(header, 8 + len(text), size)
 
 
 def _entries(header: dict[str, Any], begin: int, size: int) -> dict[str, Entry]:

@@ -24,6 +24,10 @@ class Refused(DetonationError, ConnectionError):
     """The other end of a connection is no feed or follower, or has another token."""
 
 
+class LostFeed(DetonationError, ConnectionError):
+    """The feed of a follower is gone for good, or was not there in time."""
+
+
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
     """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names.
 
