@@ -44,7 +44,7 @@ class NativeEngine(ReferenceEngine):
         self._index_bytes = self._coding.nbytes(layout.rows)
         self.releases_at_once = self._exact
         self._released_share = memory.feedback.alpha if self._exact else 0.0
-        self._waves = dct_waves(codec.selection.chunk, self.device)
+        self._waves, self._most = dct_waves(codec.selection.chunk, self.device), most_summed(codec.selection.chunk)
 
     def encode(
         self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
@@ -78,7 +78,7 @@ class NativeEngine(ReferenceEngine):
     def release(self, selected: Selected, own: Tensor | None) -> None:
         if own is not None and selected.indices is not None:
             alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
-            basis = self._waves if own.shape[1] <= most_summed(self._coding.chunk) else None
+            basis = self._waves if own.shape[1] <= self._most else None
             self._library.release(
                 self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width, basis
             )
@@ -111,12 +111,12 @@ class NativeEngine(ReferenceEngine):
         self, tensors: Sequence[Tensor], received: Received, rates: Sequence[SignRate] | None = None
     ) -> None:
         whole, nonzero = received.whole(), isinstance(received.aggregation, MeanNonzero)
-        sent = whole.indices
+        sent, count = whole.indices, whole.values.shape[0] * whole.values.shape[2]
+        basis = self._waves if sent is not None and count <= self._most and not nonzero else None
         if sent is None:  # owners answer with whole rows
             sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
         values = [each.contiguous() for each in whole.values]  # of one message they lie together
         indices = [each.contiguous() for each in self._coding.encode(sent)]
-        basis = self._waves if not nonzero and whole.is_sparse(self._coding.chunk) else None
         self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, basis, rates)
         torch.autograd.graph.increment_version(
             tensors
