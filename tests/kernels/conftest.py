@@ -1,8 +1,9 @@
-"""Triton's interpreter with matrix products that have the same bits on every processor."""
+"""Triton's interpreter with the products and sums of a GPU."""
 
 from types import MethodType
 from typing import Any
 
+import numpy
 import pytest
 
 
@@ -23,3 +24,27 @@ def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "create_dot", MethodType(create_dot, builder))
+
+
+@pytest.fixture(autouse=True)
+def multiplied_and_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused multiply-add is rounded once; the interpreter rounds the product, too."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+        return interpreter.TensorHandle(fused(a.data, b.data, c.data), c.dtype.scalar)
+
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "create_fma", MethodType(create_fma, builder))
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c`, rounded once: an inexact sum in fp64 becomes odd, which no rounding to fp32 takes for a tie."""
+    with numpy.errstate(invalid="ignore", over="ignore"):
+        product, added = a.astype(numpy.float64) * b, c.astype(numpy.float64)
+        total = product + added
+        error = (product - (total - (total - product))) + (added - (total - product))
+        number = total.view(numpy.int64)
+        odd = number + numpy.where((error > 0) == (total > 0), 1, -1)
+        inexact = (numpy.abs(error) > 0) & (number % 2 == 0)
+        return numpy.where(inexact, odd, number).view(numpy.float64).astype(a.dtype)

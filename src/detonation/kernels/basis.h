@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <cmath>
-
 #include "lanes.h"
 
 namespace {
@@ -25,20 +23,6 @@ class Prefetcher {
   int at_ = 0;
 };
 
-constexpr int FEW = 12;  // coefficients per row, over all messages
-
-template <int N> struct Basis {
-  alignas(64) float of[N][N];  // of[c]: the orthonormal basis vector of index c
-  Basis() {
-    for (int c = 0; c < N; ++c)
-      for (int i = 0; i < N; ++i) of[c][i] = float(std::cos(M_PI / N * (i + 0.5) * c) * std::sqrt((c ? 2.0 : 1.0) / N));
-  }
-  static const Basis &table() {
-    static const Basis basis;
-    return basis;
-  }
-};
-
 // A few coefficients of each row, of one or several messages.
 struct FewCoefficients {
   const float *const *values;
@@ -46,29 +30,31 @@ struct FewCoefficients {
   int messages, k;
 };
 
-// rows = (FRESH ? 0 : rows) + weight * inverse DCT of the coefficients; `between` is called once per row.
+// rows = (FRESH ? 0 : rows) + the sum of weight * value * basis[index], in the order of the messages and of their
+// coefficients, one fused multiply-add after the other: the same bits as in any engine. `between` is called once per row.
 template <int N, bool FRESH, typename Between>
-INLINE void add_basis_vectors(float *rows, int valid, float weight, const FewCoefficients &few,
+INLINE void add_basis_vectors(float *rows, int valid, float weight, const float *basis, const FewCoefficients &few,
                               const Between &between) {
-  const Basis<N> &basis = Basis<N>::table();
-  constexpr int V = N / LANES;
+  constexpr int V = N / LANES < 8 ? N / LANES : 8;  // vectors of a row that stay in registers
   for (int row = 0; row < valid; ++row, rows += N) {
-    Floats sum[V];
-#pragma GCC unroll 16
-    for (int b = 0; b < V; ++b) sum[b] = FRESH ? Floats{} : load(rows + b * LANES);
     between();
-    for (int m = 0; m < few.messages; ++m) {
-      const float *value = few.values[m] + row * few.k;
-      const uint8_t *index = few.indices + (m * LANES + row) * few.k;
-      for (int j = 0; j < few.k; ++j) {
-        const float scaled = weight * value[j];
-        const float *vector = basis.of[index[j]];
-#pragma GCC unroll 16
-        for (int b = 0; b < V; ++b) sum[b] += scaled * load(vector + b * LANES);
+    for (int at = 0; at < N; at += V * LANES) {
+      Floats sum[V];
+#pragma GCC unroll 8
+      for (int b = 0; b < V; ++b) sum[b] = FRESH ? Floats{} : load(rows + at + b * LANES);
+      for (int m = 0; m < few.messages; ++m) {
+        const float *value = few.values[m] + row * few.k;
+        const uint8_t *index = few.indices + (m * LANES + row) * few.k;
+        for (int j = 0; j < few.k; ++j) {
+          const Floats scaled = Floats{} + weight * value[j];
+          const float *vector = basis + index[j] * N + at;
+#pragma GCC unroll 8
+          for (int b = 0; b < V; ++b) sum[b] = fused(scaled, load(vector + b * LANES), sum[b]);
+        }
       }
+#pragma GCC unroll 8
+      for (int b = 0; b < V; ++b) store(rows + at + b * LANES, sum[b]);
     }
-#pragma GCC unroll 16
-    for (int b = 0; b < V; ++b) store(rows + b * LANES, sum[b]);
   }
 }
 

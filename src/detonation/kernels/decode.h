@@ -17,21 +17,24 @@ template <int N> struct Decoder {
   const int messages, k, width;
   const bool nonzero;
   const float weight;
+  const float *const basis;
   alignas(64) Floats sum[N], count[N], scratch[N];
-  alignas(64) uint8_t index[LANES * (N > FEW ? N : FEW)];
+  alignas(64) uint8_t index[LANES * N];
 
-  Decoder(const float *const *values, Unpacker *indices, int messages, int k, int width, bool nonzero, float weight)
-      : values(values), indices(indices), messages(messages), k(k), width(width), nonzero(nonzero), weight(weight) {}
+  Decoder(const float *const *values, Unpacker *indices, int messages, int k, int width, bool nonzero, float weight,
+          const float *basis)
+      : values(values), indices(indices), messages(messages), k(k), width(width), nonzero(nonzero), weight(weight),
+        basis(basis) {}
 
   // rows = weight * the sum of the messages for the rows from `start` on, or their mean over nonzero values.
   void run(int64_t start, int valid, float *rows) {
-    if (!nonzero && messages * k <= FEW) {
-      const float *value[FEW];
+    if (basis) {
+      const float *value[N];
       for (int m = 0; m < messages; ++m) {
         list_indices(indices[m], valid, index + m * LANES * k);
         value[m] = values[m] + start * k;
       }
-      return add_basis_vectors<N, true>(rows, valid, weight, FewCoefficients{value, index, messages, k}, [] {});
+      return add_basis_vectors<N, true>(rows, valid, weight, basis, FewCoefficients{value, index, messages, k}, [] {});
     }
     if (nonzero)
       collect_nonzero(start, valid);
@@ -113,8 +116,7 @@ template <int N> void decode(Decoder<N> &block, const Slots &slots, int64_t rows
 }
 
 // weights = shrink * weights - lr * sign(directions), rounded twice like torch. `count` is padded to LANES.
-__attribute__((noinline, optimize("fp-contract=off"))) void sign_step(float *weights, const float *directions,
-                                                                      int count, float shrink, float lr) {
+__attribute__((noinline)) void sign_step(float *weights, const float *directions, int count, float shrink, float lr) {
   const Ints sign = bits(-Floats{}), distance = bits(Floats{} + lr);
   for (int i = 0; i < count; i += LANES) {
     const Floats w = shrink * load(weights + i), d = load(directions + i);
@@ -147,8 +149,8 @@ void apply_signs(Decoder<N> &block, const Slots &weights, int64_t rows, const fl
 
 template <int N>
 void release(float *residual, int64_t rows, const Slots &slots, float alpha, const float *values, Unpacker *indices,
-             int k, int width) {
-  Decoder<N> block(&values, indices, 1, k, width, false, alpha);
+             int k, int width, const float *basis) {
+  Decoder<N> block(&values, indices, 1, k, width, false, alpha, basis);
   Rows<N> walk(slots);
   alignas(64) float out[LANES * N];
   for (int64_t start = 0; start < rows; start += LANES) {

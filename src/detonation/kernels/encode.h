@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr int FEW = 12;  // coefficients per row that a network sorts
+
 template <int N> struct Encoder {
   alignas(64) Floats x[N], sent[N], scratch[N];
   alignas(64) float staged[LANES * N];
@@ -114,7 +116,7 @@ template <int N> struct Encoder {
 
 template <int N>
 void encode(float *residual, int64_t rows, const Slots &slots, float decay, float release, int k, int width,
-            float *values, uint8_t *packed) {
+            const float *basis, float *values, uint8_t *packed) {
   Encoder<N> block;
   Rows<N> walk(slots);
   Packer packer(packed, (rows * (width ? k * width : N) + 7) / 8);
@@ -135,7 +137,7 @@ void encode(float *residual, int64_t rows, const Slots &slots, float decay, floa
     if (release == 0) continue;
     const float *sent = block.selected;
     if (k <= FEW)
-      add_basis_vectors<N, false>(r, valid, -release, FewCoefficients{&sent, block.indices, 1, k},
+      add_basis_vectors<N, false>(r, valid, -release, basis, FewCoefficients{&sent, block.indices, 1, k},
                                   [&] { next.lines(N / 32); });
     else
       next.lines(N / 4), block.remove_sent(r, valid);

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -42,6 +42,34 @@ INLINE Floats masked(Ints mask, Floats v) {
   const Ints b = bits(v) & mask;
   std::memcpy(&v, &b, sizeof v);
   return v;
+}
+
+// a * b + c, rounded once.
+INLINE float fused(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+  return __builtin_fmaf(a, b, c);
+#else
+  const double product = double(a) * b, sum = product + c, part = sum - product;  // the product is exact
+  const double error = (product - (sum - part)) + (c - part);                     // and so is the error of the sum
+  int64_t number;
+  std::memcpy(&number, &sum, sizeof number);
+  // an inexact sum becomes its odd neighbour, which no rounding to fp32 takes for a tie
+  if ((error > 0 || error < 0) && !(number & 1)) number += (error > 0) == (sum > 0) ? 1 : -1;
+  double odd;
+  std::memcpy(&odd, &number, sizeof odd);
+  return float(odd);
+#endif
+}
+
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#else
+  for (int lane = 0; lane < LANES; ++lane) c[lane] = fused(a[lane], b[lane], c[lane]);
+  return c;
+#endif
 }
 
 // Selects the element x[index] of each lane.

@@ -25,7 +25,7 @@ KERNEL_CHUNKS = (16, 32, 64, 128, 256)
 """Chunk lengths for which the DCT kernels are compiled."""
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
 
@@ -35,9 +35,9 @@ SignRate = tuple[float, float]
 
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS: dict[str, list[Any]] = {
-    "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P],
-    "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I],
-    "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _P, _P],
+    "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P],
+    "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _P],
+    "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _F, _P, _P, _P],
     "beyond": [_P, _P, _I, _F],
     "sign_step": [_P, _P, _I, _F, _F],
     "pack": [_P, _I, _N, _P],
@@ -73,6 +73,7 @@ class Library:
         decay: float,
         release: float,
         width: int,
+        basis: Tensor,
         values: Tensor,
         indices: Tensor,
     ) -> None:
@@ -83,15 +84,16 @@ class Library:
             gradients: fp32, one per parameter; None is zero.
             numel: Coordinates of each parameter.
             width: Bits per index; 0 for a bitmap.
+            basis: The basis vectors.
             values, indices: Where what was selected goes; contiguous.
 
-        Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8.
+        Shapes: residual `[rows, chunk]`, basis `[chunk, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8.
         """
         (rows, chunk), k = residual.shape, values.shape[1]
         pointers = (ctypes.c_void_p * len(gradients))(*[None if g is None else g.data_ptr() for g in gradients])
         status = self._library.detonation_encode(
-            residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, values.data_ptr(),
-            indices.data_ptr(),
+            residual.data_ptr(), rows, chunk, pointers, numel, decay, release, k, width, basis.data_ptr(),
+            values.data_ptr(), indices.data_ptr(),
         )  # fmt: skip
         assert status == 0
 
@@ -103,15 +105,16 @@ class Library:
         values: Tensor,
         indices: Tensor,
         width: int,
+        basis: Tensor | None,
     ) -> None:
-        """Takes `share` of the values out of the residual.
+        """Takes `share` of the values out of the residual; `basis` as in `decode`.
 
         Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8 as `encode` returns them.
         """
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
-            indices.data_ptr(), indices.nbytes,
+            indices.data_ptr(), indices.nbytes, None if basis is None else basis.data_ptr(),
         )  # fmt: skip
         assert status == 0
 
@@ -123,6 +126,7 @@ class Library:
         indices: Sequence[Tensor],
         width: int,
         nonzero: bool,
+        basis: Tensor | None = None,
         rates: Sequence[SignRate] | None = None,
     ) -> None:
         """Writes the mean of messages into `targets` or, with `rates`, moves `targets`, as weights, by its signs.
@@ -130,9 +134,11 @@ class Library:
         Args:
             targets: fp32, one per parameter.
             nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not over all.
+            basis: The basis vectors, for a mean over all that is a sum over at most `chunk` coefficients of a row
+                (`scatter_sum.weighted_sum`); the transposed DCT without it.
             rates: Per parameter.
 
-        Shapes: per replica values `[rows, k]` fp32 and indices `[nbytes]` uint8.
+        Shapes: basis `[chunk, chunk]` fp32; per replica values `[rows, k]` fp32 and indices `[nbytes]` uint8.
         """
         assert all(tensor.is_contiguous() for tensor in (*targets, *values, *indices))
         (rows, k), count = values[0].shape, len(targets)
@@ -150,6 +156,8 @@ class Library:
             k,
             width,
             int(nonzero),
+            1.0 if nonzero else 1 / len(values),
+            None if basis is None else basis.data_ptr(),
             shrink,
             lr,
         )

@@ -1,4 +1,5 @@
-// The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in another.
+// The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in another. `basis` has the
+// basis vectors, [chunk, chunk]; where a function is given none it uses the transposed DCT, which rounds differently.
 
 #include <vector>
 
@@ -20,34 +21,34 @@ extern "C" {
 // residual = decay * residual + gradients; selects the k largest DCT coefficients of each row; subtracts `release`
 // times their inverse DCT from the residual.
 int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gradients, const int64_t *numel,
-                      float decay, float release, int k, int width, float *values, uint8_t *indices) {
+                      float decay, float release, int k, int width, const float *basis, float *values,
+                      uint8_t *indices) {
   const Slots slots{gradients, numel};
-#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, values, indices)
+#define CALL(N) encode<N>(residual, rows, slots, decay, release, k, width, basis, values, indices)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
 // residual -= alpha * inverse DCT of the values at their indices; padding stays zero.
 int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float alpha, int k, int width,
-                       const float *values, const uint8_t *indices, int64_t bytes) {
+                       const float *values, const uint8_t *indices, int64_t bytes, const float *basis) {
   const Slots slots{nullptr, numel};
   Unpacker unpacker(indices, bytes);
-#define CALL(N) release<N>(residual, rows, slots, alpha, values, &unpacker, k, width)
+#define CALL(N) release<N>(residual, rows, slots, alpha, values, &unpacker, k, width, basis)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// The mean of messages over all replicas, or over nonzero values, written into one tensor per parameter. With `shrink`
+// The sum of messages times `weight`, or their mean over nonzero values, written into one tensor per parameter. With `shrink`
 // and `lr` per parameter the tensors are weights and step along its signs: shrink * weights - lr * sign.
 int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
                       const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int nonzero,
-                      const float *shrink, const float *lr) {
+                      float weight, const float *basis, const float *shrink, const float *lr) {
   const Slots slots{tensors, numel};
-  const float weight = nonzero ? 1.0f : 1.0f / float(messages);
   std::vector<Unpacker> unpackers;
   for (int m = 0; m < messages; ++m) unpackers.emplace_back(indices[m], bytes);
 #define CALL(N)                                                                           \
-  Decoder<N> block(values, unpackers.data(), messages, k, width, nonzero != 0, weight); \
+  Decoder<N> block(values, unpackers.data(), messages, k, width, nonzero != 0, weight, basis); \
   shrink ? apply_signs<N>(block, slots, rows, shrink, lr) : decode<N>(block, slots, rows)
   FOR_CHUNK(CALL)
 #undef CALL
@@ -75,8 +76,7 @@ int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t s
 }
 
 // weights = shrink * weights - lr * sign(directions), rounded twice like torch.
-__attribute__((optimize("fp-contract=off"))) void detonation_sign_step(float *weights, const float *directions,
-                                                                       int64_t count, float shrink, float lr) {
+void detonation_sign_step(float *weights, const float *directions, int64_t count, float shrink, float lr) {
   for (int64_t i = 0; i < count; ++i) {
     const float sign = float((directions[i] > 0) - (directions[i] < 0));
     weights[i] = shrink * weights[i] - lr * sign;

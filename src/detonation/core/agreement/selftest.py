@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from detonation.core.agreement.clipping import norms_of
+from detonation.core.codec.codec import Selected
 from detonation.core.engine.compiled import engine_for
+from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
@@ -16,37 +18,50 @@ NORM_SELFTEST = "norm of a test vector"
 _SHAPE = (512, 512)
 
 
-def selftest(scheme: Scheme, runtime: Runtime) -> str:
-    """A hash of two fixed signals after encoding, decoding as in training, and a step as optimizers take it.
+def selftest(scheme: Scheme, runtime: Runtime, steps: bool = True) -> str:
+    """A hash of two fixed messages, decoded as in training, and of a step as optimizers take it.
 
     Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
+
+    Args:
+        steps: Whether the step counts; that of signs rounds alike on all processors.
     """
     with runtime.exact_arithmetic():
-        return _hash(scheme, runtime)
-
-
-def _hash(scheme: Scheme, runtime: Runtime) -> str:
-    layout = scheme.codec.layout({"selftest": _SHAPE})
-    before, messages = _ramp(runtime.device), list[Tensor]()
-    for scale in (1.0, 3.0):
+        layout = scheme.codec.layout({"selftest": _SHAPE})
         memory = Memory(layout, scheme.feedback, runtime.device) if scheme.feedback else None
-        engine = engine_for(scheme.codec, layout, memory, runtime)
-        selected = engine.encode([scale * before], 0)
-        messages.append(scheme.codec.encode(selected))
-    shared = selected.indices if scheme.codec.selection.shared else None
-    received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
-    update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
-    engine.write(received, [update])
+        shared = scheme.codec.shared_indices(layout.rows, 0, runtime.seed, runtime.device)
+        messages = [_message(scheme, layout, number, shared, runtime.device) for number in range(2)]
+        update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
+        received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
+        engine_for(scheme.codec, layout, memory, runtime).write(received, [update])
+        return digest([update, _stepped(update)] if steps else [update])[:16]
+
+
+def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device) -> Tensor:
+    """A message with the same bytes on all processors, which may select and encode a signal differently."""
+    codec, rows, indices = scheme.codec, layout.rows, shared
+    chunk, k = codec.selection.chunk, codec.selection.k
+    values = _ramp(rows * k, device)
+    if codec.precision.block > 1:  # whole numbers whose squares add up exactly, in any order
+        values = (values * 1024).remainder(11).floor() - 5
+    if not codec.selection.shared:
+        apart = chunk // k
+        begins = (torch.arange(rows, device=device) + 7 * number) % (chunk - (k - 1) * apart)
+        indices = begins.unsqueeze(1) + apart * torch.arange(k, device=device)
+    return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
+
+
+def _stepped(update: Tensor) -> Tensor:
     # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
+    before = _ramp(update.numel(), update.device).view(_SHAPE)
     mean = before.lerp(update, 0.1)
     square = before.square().addcmul_(update, update, value=0.001)
-    stepped = before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
-    return digest([update, stepped])[:16]
+    return before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
 
 
 def norm_selftest(device: torch.device) -> str:
     """The norm of a fixed vector, by which all replicas must scale the same update."""
-    return digest([norms_of([_ramp(device)], device)])[:16]
+    return digest([norms_of([_ramp(_SHAPE[0] * _SHAPE[1], device)], device)])[:16]
 
 
 def selftest_conditions(device: torch.device) -> str:
@@ -57,10 +72,9 @@ def selftest_conditions(device: torch.device) -> str:
     return ", ".join(settings)
 
 
-def _ramp(device: torch.device) -> Tensor:
+def _ramp(numel: int, device: torch.device) -> Tensor:
     """Numbers of many magnitudes and both signs, the same everywhere: no generator, no function that may round."""
-    numel = _SHAPE[0] * _SHAPE[1]
     mixed = (torch.arange(numel, dtype=torch.int64, device=device) * 2654435761) % 1048573  # a prime
     powers = torch.tensor([2.0**at for at in range(11)], dtype=torch.float32, device=device)
     magnitudes = powers.repeat(-(-numel // 11))[:numel]
-    return ((mixed - 524286).to(torch.float32) / 65536 / magnitudes).view(_SHAPE)
+    return (mixed - 524286).to(torch.float32) / 65536 / magnitudes

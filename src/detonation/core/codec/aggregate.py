@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import torch
 
 from detonation.core.codec.indices import PackedIndices, narrow
-from detonation.core.compute.scatter_sum import beside_each_other, scatter_sum
+from detonation.core.compute.scatter_sum import beside_each_other, most_summed, scatter_sum
 from detonation.core.flat.owners import RowOwners
 
 if TYPE_CHECKING:
@@ -183,12 +183,12 @@ class Coefficients:
         return self.indices is None or (isinstance(self.indices, torch.Tensor) and self.indices.dim() == 2)
 
     def is_sparse(self, chunk: int) -> bool:
-        """True for few coefficients of each row, of which each replica chose its own."""
+        """True if the inverse of a basis is a sum over coefficients: of few, of which each replica chose its own."""
         replicas, _, k = self.values.shape
-        return not self.shared and replicas * k <= chunk // 4
+        return not self.shared and replicas * k <= most_summed(chunk)
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        """All coefficients, divided by the number of replicas, and their indices.
+        """All coefficients, times one over the number of replicas, and their indices, in replica order.
 
         An index that several replicas sent occurs several times.
 
@@ -199,7 +199,7 @@ class Coefficients:
         if replicas == 1:
             return self.values[0], narrow(self.indices)[0]
         values, indices = beside_each_other(list(self.values), list(narrow(self.indices)))
-        return values.div_(replicas), indices
+        return values.mul_(1 / replicas), indices
 
 
 @dataclass(frozen=True)

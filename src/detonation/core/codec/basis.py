@@ -15,6 +15,10 @@ from detonation.core.compute.scatter_sum import weighted_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ONE = 1 << 120
+_PI = 0x3243F6A8885A308D313198A2E037073
+"""Pi, in units of 1 / _ONE."""
+
 
 class Basis(Protocol):
     """An orthonormal transform of every row. Pure; `inverse` undoes `forward` up to rounding."""
@@ -49,14 +53,14 @@ class DCT:
     tile: ClassVar[int] = 0
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
-        return _product(chunks, _waves(chunks.shape[1], chunks.device))
+        return _product(chunks, dct_waves(chunks.shape[1], chunks.device))
 
     def forward_lines(self, chunks: Tensor) -> Tensor:
         """`forward`, transposed: each line holds one coefficient of all chunks.
 
         Shapes: `[rows, chunk]` -> `[chunk, rows]`.
         """
-        return _product(_waves(chunks.shape[1], chunks.device), chunks)
+        return _product(dct_waves(chunks.shape[1], chunks.device), chunks)
 
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return _product(coefficients, dct_matrix(coefficients.shape[1], coefficients.device))
@@ -66,7 +70,7 @@ class DCT:
 
         Shapes: values `[rows, k]` fp32, indices `[rows, k]` integer -> `[rows, chunk]` fp32.
         """
-        return weighted_sum(_waves(chunk, values.device), values, indices)
+        return weighted_sum(dct_waves(chunk, values.device), values, indices)
 
 
 @dataclass(frozen=True)
@@ -89,22 +93,40 @@ class TileDCT:
 
 @lru_cache(maxsize=16)
 def dct_matrix(size: int, device: torch.device) -> Tensor:
-    """The matrix whose columns are the DCT-II basis vectors.
+    """The matrix whose columns are the DCT-II basis vectors, the same bits on every machine.
 
-    Built from the closed form in float64: a basis computed by an FFT differs in its last bits between thread counts,
-    and replicas would diverge.
+    Computed in whole numbers: a cosine of a library differs in its last bit between processors, and a basis computed by
+    an FFT between thread counts; replicas would diverge.
 
     Shapes: -> `[size, size]` fp32.
     """
-    at = torch.arange(size, dtype=torch.float64, device="cpu")
-    matrix = torch.cos(math.pi / size * torch.outer(at + 0.5, at)) * math.sqrt(2 / size)
-    matrix[:, 0] = math.sqrt(1 / size)
+    at = torch.arange(size, dtype=torch.int64, device="cpu")
+    steps = torch.outer(2 * at + 1, at) % (4 * size)  # of a half turn, which has `2 * size`
+    scale = math.isqrt(2 * _ONE * _ONE // size)
+    waves = [_cosine(number, 2 * size) * scale / (_ONE * _ONE) for number in range(2 * size + 1)]
+    matrix = torch.tensor(waves, dtype=torch.float64, device="cpu")[torch.minimum(steps, 4 * size - steps)]
+    matrix[:, 0] = math.sqrt(1 / size)  # correctly rounded by every processor
     return matrix.to(torch.float32).to(device)
 
 
+def _cosine(number: int, steps: int) -> int:
+    """The cosine of `number / steps` of pi, in units of 1 / _ONE, by its Taylor series."""
+    if 2 * number > steps:
+        return -_cosine(steps - number, steps)
+    square = (_PI * number // steps) ** 2 // _ONE
+    total = term = _ONE
+    for factor in range(1, 40, 2):
+        term = -term * square // _ONE // (factor * (factor + 1))
+        total += term
+    return total
+
+
 @lru_cache(maxsize=16)
-def _waves(size: int, device: torch.device) -> Tensor:
-    """The basis vectors, one per row."""  # [size, size]
+def dct_waves(size: int, device: torch.device) -> Tensor:
+    """The basis vectors, one per row.
+
+    Shapes: -> `[size, size]` fp32, contiguous.
+    """
     return dct_matrix(size, device).T.contiguous()
 
 

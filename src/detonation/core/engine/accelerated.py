@@ -11,7 +11,7 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Aggregation, Mean, Received
 from detonation.core.codec.arrived import Arrived
-from detonation.core.codec.basis import DCT, Identity, dct_matrix
+from detonation.core.codec.basis import DCT, Identity, dct_matrix, dct_waves
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
@@ -19,6 +19,7 @@ from detonation.core.codec.precision import FP32, PRECISIONS
 from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT
+from detonation.core.compute.scatter_sum import most_summed
 from detonation.core.engine.coding import AGGREGATION_NAMES, coding_of, places_of, why_decoded_in_torch, why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
@@ -224,7 +225,12 @@ class TritonEngine(ReferenceEngine):
         places = places_of(self._kernels, source.codec, source.rows, received.owners)
         aggregation = received.aggregation
         name, weights = AGGREGATION_NAMES[type(aggregation)], getattr(aggregation, "of_replicas", None)
-        self._coder(source.codec).decode(source.body, places, replicas, name, into, addresses, flat, rates, weights)
+        selection = source.codec.selection
+        few = isinstance(source.codec.basis, DCT) and isinstance(aggregation, Mean) and not selection.shared
+        summed = few and replicas * selection.k <= most_summed(selection.chunk)
+        self._coder(source.codec).decode(
+            source.body, places, replicas, name, into, addresses, flat, rates, weights, summed=summed
+        )
 
     def _readable(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous() if tensor.dtype in self._kernels.KIND_OF else tensor.float().contiguous()
@@ -244,13 +250,13 @@ class TritonEngine(ReferenceEngine):
         if codec not in self._coders:
             compiled = coding_of(self._kernels, codec)
             side = codec.selection.chunk if isinstance(codec.basis, DCT) else 1
-            matrix = dct_matrix(side, self.device)
+            matrix, waves = dct_matrix(side, self.device), dct_waves(side, self.device)
             first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
             room = partial(self._kernels.Rotations.room, selecting, self.device)
             rotations = self._shared(("rotations", selecting), room)  # of all buckets and owners of a step
             self._coders[codec] = self._kernels.Coder(
-                compiled, self._slots, matrix, matrix.T.contiguous(), rotations, self._shared, first, self._of_owner
+                compiled, self._slots, matrix, waves, rotations, self._shared, first, self._of_owner
             )
         return self._coders[codec]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Mean, MeanNonzero, Received
-from detonation.core.codec.basis import DCT
+from detonation.core.codec.basis import DCT, dct_waves
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows
@@ -17,6 +17,7 @@ from detonation.core.codec.precision import FP32
 from detonation.core.codec.selection import TopK
 from detonation.core.compute import kernel_library
 from detonation.core.compute.kernel_library import Library, SignRate
+from detonation.core.compute.scatter_sum import most_summed
 from detonation.core.compute.topk_cpu import TOPK_CHUNKS
 from detonation.core.engine.accelerated import TritonEngine
 from detonation.core.engine.blocked import BlockedEngine
@@ -43,6 +44,7 @@ class NativeEngine(ReferenceEngine):
         self._index_bytes = self._coding.nbytes(layout.rows)
         self.releases_at_once = self._exact
         self._released_share = memory.feedback.alpha if self._exact else 0.0
+        self._waves, self._most = dct_waves(codec.selection.chunk, self.device), most_summed(codec.selection.chunk)
 
     def encode(
         self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
@@ -67,6 +69,7 @@ class NativeEngine(ReferenceEngine):
             self._memory.feedback.decay,
             self._released_share,
             self._width,
+            self._waves,
             values,
             indices,
         )
@@ -75,7 +78,10 @@ class NativeEngine(ReferenceEngine):
     def release(self, selected: Selected, own: Tensor | None) -> None:
         if own is not None and selected.indices is not None:
             alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
-            self._library.release(self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width)
+            basis = self._waves if own.shape[1] <= self._most else None
+            self._library.release(
+                self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width, basis
+            )
 
     def decode(self, received: Received) -> Tensor:
         flat = self.layout.zeros(self.device)
@@ -105,12 +111,13 @@ class NativeEngine(ReferenceEngine):
         self, tensors: Sequence[Tensor], received: Received, rates: Sequence[SignRate] | None = None
     ) -> None:
         whole, nonzero = received.whole(), isinstance(received.aggregation, MeanNonzero)
-        sent = whole.indices
+        sent, count = whole.indices, whole.values.shape[0] * whole.values.shape[2]
+        basis = self._waves if sent is not None and count <= self._most and not nonzero else None
         if sent is None:  # owners answer with whole rows
             sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
         values = [each.contiguous() for each in whole.values]  # of one message they lie together
         indices = [each.contiguous() for each in self._coding.encode(sent)]
-        self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, rates)
+        self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, basis, rates)
         torch.autograd.graph.increment_version(
             tensors
         )  # the library writes unseen; a graph that holds old values must not be used

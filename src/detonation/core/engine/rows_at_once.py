@@ -13,7 +13,7 @@ from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import DCT, Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import FP32, Float
-from detonation.core.compute.scatter_sum import ONE_PASS_CHUNK
+from detonation.core.compute.scatter_sum import ONE_PASS_CHUNK, most_summed
 from detonation.core.flat.rows import BUCKETS
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _decoded(codec: Codec, width: int) -> int:
         return line if codec.precision == FP32 else 2 * line
     one_pass = not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK
     summed = line + (12 * width if one_pass else 16 * k)  # values, places, and bags of a sum in one pass
-    few = isinstance(codec.basis, DCT) and width <= codec.selection.chunk // 4  # which need no product
+    few = isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk)  # which need no product
     products = 1 if few or isinstance(codec.basis, Identity) else 2 if isinstance(codec.basis, DCT) else 4
     return max(summed, products * line)
 

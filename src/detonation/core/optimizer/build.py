@@ -167,7 +167,7 @@ def compare_replicas(
             key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
             description = _description(replicator, settings, joining) | options_of(groups)
             if joining is None:
-                tested[key] = tested.get(key) or selftest(replicator.scheme, runtime)
+                tested[key] = tested.get(key) or selftest(replicator.scheme, runtime, not replicator.moves_by_signs)
                 description[SELFTEST] = tested[key]
             if settings.balance:
                 description |= {"balance": "True"}
@@ -176,7 +176,8 @@ def compare_replicas(
             if frozen and replicator is replicators[0]:
                 sums = torch.stack([checksum(local(tensor)).to(runtime.device) for tensor in frozen.values()]).tolist()
                 description |= {f"{name} (frozen weights)": str(one) for name, one in zip(frozen, sums, strict=True)}
-            notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), selftest_conditions(runtime.device))
+            conditions = f"{selftest_conditions(runtime.device)}, engine={replicator.channel.engine.name}"
+            notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), conditions)
             link.require_same(description, runtime.device, notes)
 
 
@@ -184,7 +185,8 @@ def _description(replicator: Replicator, chosen: Settings, joining: Collection[s
     """All settings that must be the same, by their names in an error."""
     scheme, channel = replicator.scheme, replicator.channel
     settings = {"detonation": __version__, "torch": torch.__version__, "machine": platform.machine()}
-    settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed), "kernel": channel.engine.name}
+    settings |= {"scheme": scheme.name, "seed": str(channel.runtime.seed)}
+    settings["decisions on the device"] = str(channel.runtime.decides_on_device)  # which stop a step later
     settings["products of fp32 matrices"] = chosen.products
     settings |= {name: str(value) for name, value in (asdict(chosen.safety) | dict(scheme.arguments)).items()}
     for slot, tensor in zip(replicator.layout.slots, replicator.shared_weights(), strict=True):

@@ -21,6 +21,8 @@ class Replicator(ABC):
 
     acts_before = acts_after = True
     """False where `before` or `after` does nothing."""
+    moves_by_signs = False
+    """True if the signs of an update move the weights, which all processors round alike."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters, self.channel = parameters, channel

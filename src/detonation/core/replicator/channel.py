@@ -295,7 +295,7 @@ class Channel:
     def _guard(self, layout: Layout, number: int) -> Guard:
         """The guard of bucket `number`, 0 for the whole."""
         arguments = (self.scheme.name, dict(self.scheme.arguments))
-        schema = repr((*arguments, layout.slots, self.runtime.seed, self.engine.name, self.link.replicas))
+        schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
         at = schema, self.place << 10 | number, self.link.replica, self.scheme.round.delay
         kernels = kernel_library.gpu_kernels(self.runtime)[0] if self.engine.reads_status else None

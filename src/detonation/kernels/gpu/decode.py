@@ -89,6 +89,41 @@ def aggregated(
 
 
 @triton.jit
+def sum_of_vectors(
+    values, stride, statistics_at, indices_at, replicas, share, local, present, column, vectors,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BITMAP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of the mean of messages: basis vectors times coefficients times `share`, one fused multiply-add after
+    the other, in the order of replicas and of their coefficients.
+
+    Args:
+        share: One over `replicas`.
+        vectors: `[COLUMNS, COLUMNS]` fp32.
+
+    Shapes: as in `aggregated`.
+    """
+    total = tl.zeros_like(local * K + column[None, :]).to(tl.float32)
+    at = tl.zeros_like(total).to(tl.int32) - 1
+    for replica in range(replicas):
+        begin = values + replica * stride
+        if BITMAP:
+            inside = present & (column < CHUNK)[None, :]
+            marked = load_packed(begin + indices_at, local * CHUNK + column[None, :], inside, 1)
+            at = tl.where(marked == 1, tl.cumsum(marked, axis=1) - 1, -1)
+        for number in range(K):
+            value = load_value(begin, begin + statistics_at, local * K + number, present, PRECISION, BLOCK, ALIGNED)
+            index = tl.zeros_like(local).to(tl.int32)
+            if BITMAP:
+                index = tl.sum(tl.where(at == number, column[None, :], 0), axis=1)[:, None]
+            elif WIDTH > 0:
+                index = load_packed(begin + indices_at, local * K + number, present, WIDTH)
+            vector = tl.load(vectors + index * COLUMNS + column[None, :])
+            total = tl.fma(tl.broadcast_to(value * share, total.shape), vector, total)
+    return total
+
+
+@triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
     """The address of the run of a sum that each row lies in, and its number there.
 
@@ -109,11 +144,11 @@ def decode_kernel(
     message, stride, statistics_at, indices_at, replicas, count, turns, run, owned,
     address0, address1, row1, address2, row2, address3, row3, report,
     inverse, table, turn, first_row,
-    flat, targets, starts, numels, slots, rows, rates, weights,
+    flat, targets, starts, numels, slots, rows, rates, weights, share,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, BASIS: tl.constexpr, SELECTION: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, BITMAP: tl.constexpr,
     ALIGNED: tl.constexpr, AGGREGATION: tl.constexpr, INTO: tl.constexpr, KINDS: tl.constexpr, SEARCH: tl.constexpr,
-    ROWS: tl.constexpr, RUNS: tl.constexpr,
+    ROWS: tl.constexpr, RUNS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Decodes and aggregates the messages of `replicas`, in replica order, and does with the update what `INTO` says.
 
@@ -128,6 +163,7 @@ def decode_kernel(
             move by its signs).
         rates: `[slots, 2]` fp32, shrink and lr of each weight.
         weights: See `aggregated`.
+        share: See `sum_of_vectors`, which makes the update with `SUMMED`.
     """
     column = tl.arange(0, COLUMNS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -149,10 +185,15 @@ def decode_kernel(
     else:
         holder, local = message_of_row(row, count, turns, run, owned)
         values = (message + holder * stride)[:, None]
-        update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None],
-                            present[:, None], at, column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH,
-                            BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
-    if BASIS == "dct":
+        if SUMMED:
+            update = sum_of_vectors(values, wide(stride), statistics_at, indices_at, replicas, share, local[:, None],
+                                    present[:, None], column, inverse, CHUNK, COLUMNS, K, PRECISION, BLOCK, WIDTH,
+                                    BITMAP, ALIGNED)  # fmt: skip
+        else:
+            update = aggregated(values, wide(stride), statistics_at, indices_at, replicas, local[:, None],
+                                present[:, None], at, column, weights, CHUNK, K, SELECTION, PRECISION, BLOCK, WIDTH,
+                                BITMAP, ALIGNED, AGGREGATION)  # fmt: skip
+    if BASIS == "dct" and not SUMMED:
         update = product_of(update, inverse, COLUMNS)
     place = (flat + row * CHUNK)[:, None] + column[None, :]
     if INTO == "flat":

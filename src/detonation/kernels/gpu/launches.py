@@ -231,6 +231,7 @@ class Coder:
         weights: Tensor | None = None,
         runs: Sequence[tuple[int, Tensor]] = (),
         report: Tensor | None = None,
+        summed: bool = False,
     ) -> None:
         """Decodes messages and does with the update what `into` says; see `decode_kernel`.
 
@@ -238,6 +239,7 @@ class Coder:
             aggregation: "mean", "nonzero", "majority" or "weighted"; "sum" for the sum of all messages.
             runs: Of the sum: the first row of each run, and its values from there on; at most `RUNS`.
             report: Of the sum, see `SumInspector.inspect`.
+            summed: For the mean in the basis "dct": whether its inverse is a sum of basis vectors.
 
         Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]` and weights `[messages]`
         fp32.
@@ -255,9 +257,10 @@ class Coder:
             self._inverse, self.rotations.table, self.rotations.turn, self.first_row,
             self._inverse if flat is None else flat, targets.table, slots.starts, slots.numels, slots.count, slots.rows,
             self._inverse if rates is None else rates, self._inverse if weights is None else weights,
-            **self.coding.constants, ALIGNED=is_aligned(message, 4),
+            1 / replicas, **self.coding.constants, ALIGNED=is_aligned(message, 4),
             AGGREGATION=aggregation, INTO=into, KINDS=targets.kinds, SEARCH=slots.search,
-            ROWS=self._rows, RUNS=len(runs), warps=16 if self.coding.basis == "dct" and self.coding.columns > 64 else 8,
+            ROWS=self._rows, RUNS=len(runs), SUMMED=summed,
+            warps=16 if self.coding.basis == "dct" and self.coding.columns > 64 else 8,
         )  # fmt: skip
 
 
