@@ -32,7 +32,7 @@ endif
 	$(PYTEST) $(addprefix tests/,$(PART))
 
 chaos: $(VENV)/.test
-	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)
+	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests:. $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(GPU)

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab import FRAME_BYTES, NamespaceCluster, namespace_cluster
 
 import detonation as dt
-from detonation.cluster.network.namespaces import FRAME_BYTES, NamespaceCluster, namespace_cluster
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.core.link.link_speed import LinkSpeed

@@ -26,8 +26,7 @@ from torch import nn
 import detonation as dt
 from detonation.core.flat.tensors import digest
 from detonation.data.text import TEXT_SAMPLE
-from detonation.feed.weights.bit_patterns import changes, patterns_of
-from detonation.feed.weights.difference_codec import encode_difference
+from detonation.feed.weights.differences import changes, encode_difference, patterns_of
 from detonation.models import build_model
 
 Loss = Callable[[nn.Module], torch.Tensor]

@@ -1,23 +1,17 @@
 """The throttled communicator against network namespaces, where the kernel slows real links down: step times and bytes.
 
     sudo python benchmarks/namespaces.py
-    sudo python benchmarks/namespaces.py --torchrun
 
 Two nodes of two ranks, each node a network namespace; the T5 of benchmarks/step_time.py; steps as `detonation train`
 takes them. Each scheme has two trainings in one world that take turns: one over links that the kernel slows down, and
 one over free links with a throttled communicator of the same speed (`--link`). Medians of the step time. Bytes: the
 count of the link for a node, against the kernel's count at that node's interface, without and with the headers of
-frames. With --torchrun instead: the same training by torchrun in each node, as on two machines, and by ranks that are
-forked into the nodes, as `compare --namespaces` does.
+frames.
 """
 
 import argparse
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,9 +74,9 @@ def measure(
     report: called on rank 0, a process of its own, with each timing once a link is done. ranks: of each node.
     """
     import torch
+    from lab import namespace_cluster
 
     from detonation.cluster.launch import run_local
-    from detonation.cluster.network.namespaces import namespace_cluster
     from detonation.core.link.link_speed import LinkSpeed
 
     torch.set_num_threads(1)  # before the ranks are forked
@@ -175,47 +169,13 @@ class Training:
         return records
 
 
-def compare_launchers(link: str) -> None:
-    """Prints fingerprint and median step of quick-lm by torchrun in each node, and by ranks forked into the nodes."""
-    recipe, sets = "recipes/quick-lm.toml", ["train.steps=20", "train.validation_batches=1"]
-    with tempfile.TemporaryDirectory() as folder:
-        forked, agents = Path(folder, "forked"), Path(folder, "torchrun")
-        train = [sys.executable, "-m", "detonation", "train", recipe, "--set", *sets, f"mesh.link={link}"]
-        subprocess.run([*train, "mesh.namespaces=true", "--out", str(forked)], check=True, stdout=subprocess.DEVNULL)
-        by_torchrun(link, ["-m", "detonation", "train", recipe, "--set", *sets, "--out", str(agents)])
-        for path in (forked, agents):
-            summary = json.loads((path / "summary.json").read_text())
-            print(f"{path.name}: {summary['median_step_seconds']:.3f} s per step, fingerprint {summary['fingerprint']}")
-
-
-def by_torchrun(link: str, arguments: Sequence[str]) -> None:
-    """Runs torchrun with `arguments` in each of two namespaces, until both have ended."""
-    from detonation.cluster.network.namespaces import INTERFACE, namespace_cluster
-    from detonation.core.link.link_speed import LinkSpeed
-
-    with namespace_cluster(NODES, LinkSpeed.parse(link)) as cluster:
-        rendezvous = ["--master-addr", cluster.address(0), "--master-port", "29500"]
-        world = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", str(RANKS)]
-        agents = []
-        for node in range(NODES):
-            position = ["--node-rank", str(node), "--local-addr", cluster.address(node)]
-            command = cluster.command(node, [*world, *position, *rendezvous, *arguments, "--interface", INTERFACE])
-            agents.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        codes = [agent.wait(timeout=600) for agent in agents]
-    if any(codes):
-        raise SystemExit(f"torchrun ended with {codes}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument("--turns", type=int, default=9, help="steps of each subject; 3 on links below 50 Mbit/s")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--ranks", type=int, default=RANKS, help="per node")
-    parser.add_argument("--torchrun", action="store_true", help="compare ways of starting ranks instead")
     args = parser.parse_args()
-    if args.torchrun:
-        return compare_launchers("100mbit")
     from detonation.core.link.link_speed import LinkSpeed
 
     slow = {link for link in args.links if LinkSpeed.parse(link).rate_bits_per_s < 50e6}
@@ -244,7 +204,7 @@ def main() -> None:
             real[timing.name] = timing
 
     measure(subjects, turns, report, args.ranks)
-    return None
+    return
 
 
 def row(real: Timing, emulated: Timing) -> str:

@@ -94,9 +94,9 @@ def table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 def lab(link: str, wires: list[str], turns: int) -> None:
     """Times steps of each wire between two namespaces, in turns; prints medians, and the bytes that left a node."""
     import torch
+    from lab import namespace_cluster
 
     from detonation.cluster.launch import run_local
-    from detonation.cluster.network.namespaces import namespace_cluster
     from detonation.core.link.link_speed import LinkSpeed
 
     torch.set_num_threads(1)  # before the ranks are forked

@@ -4,6 +4,7 @@ python docs/recipe_reference.py
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,9 @@ from detonation.data import TASKS
 from detonation.models import MODELS, model_function
 from detonation.train.auto.asked import Auto
 from detonation.train.recipe import schema
-from detonation.train.recipe.keys import RecipeKey, keys_of, recipe_keys
+
+sys.path.insert(0, str(Path(__file__).parent))
+from recipe_keys import RecipeKey, keys_of, recipe_keys
 
 PAGE = Path(__file__).with_name("recipe-reference.md")
 HEAD = """# Recipe reference

@@ -15,8 +15,8 @@ if "TEST_DEVICE" not in os.environ:
 
 import pytest
 import torch
+from benchmarks import lab
 
-from detonation.cluster.network import namespaces
 from detonation.cluster.processes import heartbeat, heartbeat_board
 
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
 def one_maker_of_namespaces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Files that make network namespaces run one at a time: whoever makes some removes those of dead processes."""
     names = vars(getattr(request.node, "obj", None) or object).values()
-    if not any(getattr(each, "__module__", None) == namespaces.__name__ for each in names):
+    if not any(getattr(each, "__module__", None) == lab.__name__ for each in names):
         yield
         return
     with (tmp_path_factory.getbasetemp().parent / "namespaces.lock").open("w") as lock:

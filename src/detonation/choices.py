@@ -11,28 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-RENAMED = {
-    "combine": "aggregate",
-    "error": "error_feedback (true or false)",
-    "lanes": "intra_node",
-    "lab": "namespaces",
-    "on_drift": "on_desync",
-    "replicas": "mean",
-    "senders": "mean_nonzero",
-    "majority": "majority_vote",
-    "clipped": "clipped_mean",
-}
-"""Names of version 0.1, and the names that took their place."""
-RENAMED_ATTRIBUTES = {
-    "settle": "synchronize",
-    "settled": "agreed_weights",
-    "change": "reconfigure",
-    "place": "coordinates",
-    **{name: f"stats.{name}" for name in ("bytes_sent", "bytes_sent_by_level", "waited_s", "skipped", "refused")},
-    "skipped_by_parameter": "stats.skipped_by_parameter",
-}
-"""The same for attributes of a replicated optimizer."""
-
 _HF = 'take model "hf:NAME" and its key '
 GONE_KEYS = {
     "key_value_heads": _HF + "num_key_value_heads",
@@ -40,6 +18,7 @@ GONE_KEYS = {
     "rope_theta": _HF + "rope_parameters",
     "gated": _HF + "feed_forward_proj",
     "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
+    "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
 }
 """Keys of recipes that version 0.2 has no more, and what to do in their place."""
@@ -50,20 +29,16 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     """The error for a `name` that is not among `valid`: lists the valid names and suggests the nearest.
 
-    A name of version 0.1 gets the name that took its place instead, and a key that is gone what to do.
+    A key that is gone gets what to do in its place.
 
     >>> str(unknown("scheme", "dem", ["demo", "full"]))
     "unknown scheme 'dem', did you mean 'demo'? Valid: demo, full"
     >>> str(unknown("optimizer", "adamw", ["Adam", "AdamW"]))
     "unknown optimizer 'adamw', did you mean 'AdamW'? Valid: Adam, AdamW"
-    >>> str(unknown("key of [train]", "on_drift", ["on_desync", "steps"]))
-    "key of [train] 'on_drift' is called on_desync since version 0.2"
     >>> str(unknown("key of [mesh]", "shard_resync_every", ["shards"])).partition(":")[0]
     "key of [mesh] 'shard_resync_every' is gone since version 0.2"
     """
     names = sorted(valid)
-    if name in RENAMED and RENAMED[name].split(" ")[0] in names:
-        return ValueError(f"{kind} {name!r} is called {RENAMED[name]} since version 0.2")
     if name in GONE_KEYS and name not in names:
         return ValueError(f"{kind} {name!r} is gone since version 0.2: {GONE_KEYS[name]}")
     near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
@@ -74,7 +49,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """A decorator: a keyword that the function does not take is a `TypeError` that lists the valid ones.
 
-    A keyword of version 0.1 gets the name that took its place instead. `kind` is the noun for the error.
+    `kind` is the noun for the error.
 
     >>> @checks_keywords("argument of halved")
     ... def halved(number: int) -> float:

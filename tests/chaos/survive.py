@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from benchmarks.lab import INTERFACE, NamespaceCluster, namespace_cluster
 from rows import Row
 
 import detonation as dt
-from detonation.cluster.network.namespaces import INTERFACE, NamespaceCluster, namespace_cluster
 from detonation.core.flat.tensors import digest
 from detonation.core.link.link_speed import LinkSpeed
 from zoo import Plain, batch, built

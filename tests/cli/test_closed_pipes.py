@@ -17,9 +17,9 @@ def started(*arguments, **pipes):
     return subprocess.Popen([sys.executable, "-m", "detonation", *map(str, arguments)], **pipes, text=True)
 
 
-@pytest.mark.parametrize("arguments", [["recipes", "--keys"], ["plan", "--help"], ["--version"], PLAN], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["recipes", "quick-lm"], ["plan", "--help"], ["--version"], PLAN], ids=" ".join)
 def test_a_reader_that_has_enough_ends_a_command_without_a_word(arguments):
-    """As in `detonation recipes --keys | head`."""
+    """As in `detonation recipes quick-lm | head`."""
     with started(*arguments) as running:
         running.stdout.close()
         assert running.stderr.read() == ""

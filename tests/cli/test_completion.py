@@ -8,8 +8,8 @@ import pytest
 
 from detonation.cli.command import run_command
 
-LINES = ["tr", "train --sch", "compare quick-lm --name", "train rec"]
-EXPECTED = [["train"], ["--scheme"], ["--namespaces"], ["recipes/"]]
+LINES = ["tr", "train --sch", "compare quick-lm --schem", "train rec"]
+EXPECTED = [["train"], ["--scheme"], ["--schemes"], ["recipes/"]]
 BASH = """
 source $1
 complete -p detonation >&2

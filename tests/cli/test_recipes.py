@@ -11,7 +11,6 @@ from detonation.cli.flags import MODEL_NAMES, OPTIMIZER_NAMES
 from detonation.cli.verbs import requested
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.models import MODELS
-from detonation.train.recipe.keys import key_lines, recipe_keys
 from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
 from detonation.train.recipe.resolve import read_recipe, resolve
 from detonation.train.recipe.shipped import shipped_recipes
@@ -74,39 +73,6 @@ def test_the_name_of_an_optimizer_is_known_in_any_case():
 
 def test_the_names_in_the_help_are_those_that_there_are():
     assert {*OPTIMIZER_NAMES} == optimizer_classes().keys() - REFUSED and {*MODEL_NAMES} == {*MODELS}
-
-
-def test_every_key_is_listed_with_its_meaning(capsys):
-    keys = recipe_keys()
-    without = {(key.owner or key.table, key.name) for key in keys if not key.meaning}
-    assert without == set()
-    lines = "\n".join(key_lines())
-    assert (
-        "  batch_size (integer) required" in lines
-        and "  keep (integer) = 3" in lines
-        and "    topk (integer) = 4" in lines
-    )
-    assert run_command(["recipes", "--keys"]) == 0
-    assert capsys.readouterr().out == lines + "\n"
-
-
-def test_every_key_of_a_recipe_of_the_package_is_listed(capsys):
-    assert run_command(["recipes", "--keys", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)["keys"]
-    assert len(listed) == len(recipe_keys())
-    known = {(key["table"], key["name"]): key["kind"] for key in listed}
-    kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list}
-    for name in shipped_recipes():
-        for table, values in packaged(name).items():
-            if table in ("seed", "tuned"):
-                continue
-            for key, value in {
-                k: v for each in ([values], values)[isinstance(values, list)] for k, v in each.items()
-            }.items():
-                if (table, key) in known:
-                    assert isinstance(value, kinds[known[table, key]]), (name, table, key)
-                else:  # arguments of an optimizer, and the place of a level
-                    assert table == "optimizer" or key in ("axis", "replicas"), (name, table, key)
 
 
 def test_the_version_is_printed(capsys):

@@ -4,12 +4,15 @@ import importlib.util
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import yaml
 from pages import PAGES, ROOT, all_blocks, blocks
 
 import detonation
+from detonation.train.recipe.resolve import read_recipe
+from detonation.train.recipe.shipped import shipped_recipes
 
 LANGUAGES = {"python", "bash", "toml", "ini", "diff", "text"}
 RESEARCH = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("research/*.md"))
@@ -69,6 +72,19 @@ def test_the_reference_of_recipes_is_what_the_code_reads():
     assert written.PAGE.read_text() == written.page(), "run: python docs/recipe_reference.py"
     unsaid = re.findall(r"^\| `(\w+)` \| .* \|  \|$", written.page(), re.MULTILINE)
     assert unsaid == [], "arguments without a meaning in the docstring"
+
+
+def test_every_key_of_a_recipe_of_the_package_is_in_the_reference():
+    known = {(key.table, key.name): key.kind for key in sys.modules["recipe_reference"].recipe_keys()}
+    kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list}
+    for name in shipped_recipes():
+        for table, values in read_recipe(Path(name)).items():
+            for level in () if table in ("seed", "tuned") else values if isinstance(values, list) else [values]:
+                for key, value in level.items():
+                    if (table, key) in known:
+                        assert isinstance(value, kinds[known[table, key]]), (name, table, key)
+                    else:  # arguments of an optimizer, and the place of a level
+                        assert table == "optimizer" or key in ("axis", "replicas"), (name, table, key)
 
 
 def test_every_message_of_troubleshooting_is_one_of_the_code():

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import detonation as dt
 from detonation.core.flat.tensors import digest
 from detonation.feed.weights import folders
-from detonation.feed.weights.bit_patterns import changes, move, patterns_of
-from detonation.feed.weights.difference_codec import decode_difference, encode_difference
+from detonation.feed.weights.differences import changes, decode_difference, encode_difference, move, patterns_of
 from detonation.feed.weights.folders import LocalFolder, RemoteFolder
 from detonation.feed.weights.weight_files import WeightFile
 from worlds import run

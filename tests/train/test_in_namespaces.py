@@ -4,18 +4,20 @@ import os
 from pathlib import Path
 
 import pytest
+from benchmarks.lab import NoNamespaces, namespace_cluster
 
-from detonation.cluster.network.namespaces import NoNamespaces
+from detonation.cluster.launch import run_local
+from detonation.core.link.link_speed import LinkSpeed
 from detonation.train.run.request import Request
-from detonation.train.run.start import on_ranks, train_afresh
 from detonation.train.run.worker import RunTask, train_on_rank
 
 
 def test_training_in_namespaces_is_the_same_training(tiny, train, tmp_path):
-    config = tiny("train.steps=2", mesh={"replicas": 2, "shards": 2, "link": "1gbit", "namespaces": True})
+    config = tiny("train.steps=2", mesh={"replicas": 2, "shards": 2})
     request = Request(Path("tiny.toml"), out=tmp_path / "there")
     try:
-        there = on_ranks(train_on_rank, RunTask(request, config), train_afresh, [], config.mesh, nodes=2)
+        with namespace_cluster(2, LinkSpeed.parse("1gbit")) as made:
+            there = run_local(train_on_rank, 4, [RunTask(request, config)], enter=lambda rank: made.enter(rank // 2))
     except NoNamespaces as error:
         pytest.skip(str(error))
     here = train("here", "train.steps=2", "mesh.shards=2")

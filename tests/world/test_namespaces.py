@@ -2,17 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.lab import NoNamespaces, namespace_cluster, require_namespaces
 
 import detonation as dt
-from detonation.cli.command import run_command as main
 from detonation.cluster.launch import run_local
-from detonation.cluster.network.namespaces import NoNamespaces, namespace_cluster
 from detonation.cluster.processes.failure import WorldError
 from detonation.core.link.link import Link
 from detonation.core.link.link_speed import LinkSpeed
@@ -159,24 +159,11 @@ def alive(pid):
         ("100mbit,5ms", 0, "ip tc", "its links have a rate and no latency to set, and the link is '100mbit,5ms'"),
     ],
 )
-def test_without_namespaces_one_line_names_the_reason_and_the_remedy(
-    link, uid, tools, reason, tmp_path, monkeypatch, capsys
-):
+def test_without_namespaces_one_line_names_the_reason(link, uid, tools, reason, tmp_path, monkeypatch):
     for tool in tools.split():
         (tmp_path / tool).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: uid)
-    out = tmp_path / "runs"
-    assert main(["compare", QUICK, "--schemes", "full,demo", "--link", link, "--namespaces", "--out", str(out)]) == 2
-    remedy = "Use --link alone: it emulates the link on any system, without root"
-    assert capsys.readouterr().err == f"error: no namespaces here: {reason}. {remedy}\n"
-    assert not out.exists()
-
-
-def test_namespaces_without_a_rate_are_refused(capsys):
-    assert main(["compare", QUICK, "--schemes", "full,demo", "--namespaces"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: mesh.link is '', but must be a rate such as '100mbit' with namespaces (--link)\n"
-    )
+    with pytest.raises(NoNamespaces, match=re.escape(f"no namespaces here: {reason}")):
+        require_namespaces(LinkSpeed.parse(link))

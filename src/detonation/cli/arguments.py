@@ -91,8 +91,6 @@ class Compare(Processes):
     """Schemes to compare, such as full,demo,random,diloco; package.module:function for your own."""
     vary: Sets = ()
     """Try each of these values; several keys give every combination: --vary optimizer.lr=1e-3,2e-3 seed=0,1"""
-    namespaces: Flag = False
-    """Give each node a network namespace; the kernel slows their links down to --link. Needs Linux and root."""
     out: Directory = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
@@ -138,8 +136,6 @@ class Plan(Overrides):
     """Trained parameters, such as 1.2b, instead of a recipe."""
     shard_nodes: Integer = None
     """Nodes that the shards of one copy lie on; shows what crosses the links between them, too."""
-    device: Annotated[str | None, shown("NAME")] = None
-    """Predict the optimizer's step from the data sheet of h100, a100, h200, b200, ..., without a profile."""
     optimizer: Annotated[str | None, shown("NAME")] = None
     """Keep this optimizer, such as AdamW, and compare with its full synchronisation; any may win when left out."""
     steps: Integer = None
@@ -242,26 +238,11 @@ class Fetch(Common):
 class Recipes(Common):
     """List the recipes that come with the package, or print one, as the start of your own.
 
-    Examples: detonation recipes quick-lm, or detonation recipes --keys
+    Example: detonation recipes quick-lm
     """
 
     name: Positional[Annotated[str | None, shown("[NAME]")]] = None
     """The recipe to print."""
-    keys: Flag = False
-    """Print every key of a recipe with its type, default and meaning."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Init(Common):
-    """Write a commented recipe for the model, the data and the GPUs that are found here.
-
-    Examples: detonation init, or detonation init corpus --out corpus.toml
-    """
-
-    directory: Positional[Annotated[Path, shown("[DIRECTORY]")]] = Path()
-    """Where to look for a model of transformers, a tokenizer, texts, pairs and images; this directory when left out."""
-    out: Annotated[Path, arg(metavar="FILE")] = Path("recipe.toml")
-    """The recipe; a file that exists is left as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +265,5 @@ Verb = (
     | Annotated[Meet, subcommand("meet")]
     | Annotated[Fetch, subcommand("fetch")]
     | Annotated[Recipes, subcommand("recipes")]
-    | Annotated[Init, subcommand("init")]
     | Annotated[Env, subcommand("env")]
 )

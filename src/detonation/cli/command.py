@@ -17,8 +17,6 @@ from detonation.cli.arguments import Probe, Train, Verb
 from detonation.cli.verbs import VERBS
 from detonation.version import __version__
 
-_RENAMED_FLAGS = {"--lab": "--namespaces"}
-"""Flags of version 0.1, and the flags that took their place."""
 _SHELLS = {
     "bash": '_detonation() { _tyro_detonation; [[ -n "${COMPREPLY[*]}" ]] || COMPREPLY=(); }\n'
     "complete -o default -F _detonation detonation",
@@ -60,9 +58,6 @@ def _command(arguments: list[str]) -> int:
         return 0
     if arguments[:1] == ["--completion"]:
         return _print_completion(" ".join(arguments[1:]))
-    for flag in arguments:
-        if flag in _RENAMED_FLAGS:
-            return fail(f"flag {flag} is called {_RENAMED_FLAGS[flag]} since version 0.2", 2, "--json" in arguments)
     verb: Any = tyro.cli(args=arguments, **_INTERFACE)
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

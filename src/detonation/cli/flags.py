@@ -56,7 +56,7 @@ class Overrides(Common):
     """What lies over a recipe."""
 
     set: Annotated[Sets, arg(help_behavior_hint=f"Optimizers: {', '.join(OPTIMIZER_NAMES)}.")] = ()
-    """Override any key of the recipe: --set train.steps=100 scheme.topk=1; detonation recipes --keys lists all keys."""
+    """Override any key of the recipe: --set train.steps=100 scheme.topk=1. A wrong key lists the valid ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from detonation.cli.arguments import (
     Export,
     Fetch,
     Follow,
-    Init,
     Meet,
     Plan,
     Probe,
@@ -228,8 +227,6 @@ def _fetch(verb: Fetch) -> dict[str, Any]:
 def _recipes(verb: Recipes) -> dict[str, Any]:
     from detonation.train.recipe.shipped import headline, shipped_recipes
 
-    if verb.keys:
-        return _keys(verb)
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.name is None:
         for name, text in texts.items():
@@ -240,24 +237,6 @@ def _recipes(verb: Recipes) -> dict[str, Any]:
     for line in texts[verb.name].splitlines():
         say(verb, line)
     return {verb.name: texts[verb.name]}
-
-
-def _keys(verb: Recipes) -> dict[str, Any]:
-    from detonation.train.recipe.keys import key_lines, recipe_keys
-
-    for line in key_lines():
-        say(verb, line)
-    return {"keys": [dataclasses.asdict(key) for key in recipe_keys()]}
-
-
-def _init(verb: Init) -> dict[str, Any]:
-    from detonation.train.verbs.starter import write_recipe
-
-    found: dict[str, Any] = write_recipe(verb.directory, verb.out)
-    for line in found["found"]:
-        say(verb, line)
-    say(verb, f"recipe: {verb.out}; next: detonation train {verb.out}")
-    return found
 
 
 def _env(verb: Env) -> dict[str, Any]:
@@ -271,6 +250,6 @@ def _env(verb: Env) -> dict[str, Any]:
 
 VERBS: dict[type, Any] = {
     Train: _train, Compare: _compare, Simulate: _simulate, Probe: _probe, Plan: _plan, Report: _report, Verify: _verify,
-    Export: _export, Replay: _replay, Follow: _follow, Meet: _meet, Fetch: _fetch, Recipes: _recipes, Init: _init,
+    Export: _export, Replay: _replay, Follow: _follow, Meet: _meet, Fetch: _fetch, Recipes: _recipes,
     Env: _env,
 }  # fmt: skip

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.choices import RENAMED_ATTRIBUTES
 from detonation.core.flat.tensors import local
 
 
@@ -24,9 +23,7 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})  # hooks and profiling, without a second list of parameters
 
     def __getattr__(self, name: str) -> Any:
-        now = RENAMED_ATTRIBUTES.get(name)
-        is_now = f"is called optimizer.{now} since version 0.2" if now else "does not exist"
-        raise AttributeError(f"optimizer.{name} {is_now}")
+        raise AttributeError(f"optimizer.{name} does not exist")
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("this optimizer holds links of its process and cannot be copied or pickled: use state_dict()")

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from detonation.choices import RENAMED, unknown
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
@@ -205,7 +204,5 @@ def precision_named(name: str) -> Precision:
 def aggregation_named(name: str) -> Aggregation:
     """The aggregation called `name`; `ValueError` for one that does not exist."""
     if name not in AGGREGATIONS:
-        if name in RENAMED:
-            raise unknown("aggregate", name, AGGREGATIONS)
         raise ValueError(f"aggregate is {name!r}, must be one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[name]

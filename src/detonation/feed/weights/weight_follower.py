@@ -15,8 +15,7 @@ from detonation.checkpoint.files.manifest import CorruptCheckpoint
 from detonation.checkpoint.rank_state import weights
 from detonation.core.flat.tensors import digest
 from detonation.feed.connection.token import LostFeed
-from detonation.feed.weights.bit_patterns import changes, move, patterns_of, starts
-from detonation.feed.weights.difference_codec import decode_difference
+from detonation.feed.weights.differences import changes, decode_difference, move, patterns_of, starts
 from detonation.feed.weights.folders import Folder
 from detonation.feed.weights.weight_files import BASE, DIFFERENCE, END, WeightFile, read_content
 

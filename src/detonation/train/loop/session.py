@@ -203,14 +203,14 @@ def scheme_of(level: LevelConfig) -> Scheme:
 def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
     """The axis of each level, from the innermost outwards; an emulated link slows the outermost down. Collective."""
     if len(config.levels) == 1:
-        return [between_replicas(mesh, config.mesh.emulated)]
+        return [between_replicas(mesh, config.mesh.link)]
     sizes = {level.axis: level.replicas for level in reversed(config.levels)} | {"shard": config.mesh.shards}
     backend = slow_axis_backend(config.levels[-1].axis, mesh.device_type, config.mesh.slow_backend or None)
     tiers = init_device_mesh(
         mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backend
     )
     *inner, outermost = [tiers[level.axis] for level in config.levels]
-    return [*inner, slowed(outermost, config.mesh.emulated)]
+    return [*inner, slowed(outermost, config.mesh.link)]
 
 
 def safety(config: Config) -> Safety:

@@ -159,7 +159,6 @@ class MeshConfig:
         replicas: Copies of the model, usually nodes.
         shards: Parts of each copy, usually the accelerators of a node.
         link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
-        namespaces: Each node is a network namespace of this machine; the kernel, not the ranks, emulates `link`.
         shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link between nodes.
         shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
         shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or "fp32".
@@ -171,13 +170,12 @@ class MeshConfig:
         meet: "HOST:PORT" where the replicas of an elastic run meet; "" on this machine alone.
 
     Raises:
-        ValueError: A value is out of range, `namespaces` is set without `link`, or a setting would be ignored.
+        ValueError: A value is out of range, or a setting would be ignored.
     """
 
     replicas: int = 2
     shards: int = 2
     link: str = ""
-    namespaces: bool = False
     shard_nodes: int = 1
     shard_weights: str = "fp32"
     shard_gradients: str = "fp32"
@@ -197,8 +195,6 @@ class MeshConfig:
         require(not (self.elastic and self.link), "mesh.link", self.link, '"" with mesh.elastic')
         if self.link:
             LinkSpeed.parse(self.link)
-        rate = "a rate such as '100mbit' with namespaces (--link)"
-        require(bool(self.link) or not self.namespaces, "mesh.link", self.link, rate)
         fits = self.shard_nodes >= 1 and self.shards % self.shard_nodes == 0
         require(fits, "mesh.shard_nodes", self.shard_nodes, f"a divisor of the {self.shards} shards")
         if self.shard_nodes > 1:
@@ -214,12 +210,7 @@ class MeshConfig:
         if self.shard_nodes == 1:
             return None
         kinds = self.shard_weights, self.shard_gradients
-        return ShardWire(*kinds, self.shard_nodes, rotate=self.shard_rotate, link=self.emulated)
-
-    @property
-    def emulated(self) -> str:
-        """The link speed that the ranks themselves emulate."""
-        return "" if self.namespaces else self.link
+        return ShardWire(*kinds, self.shard_nodes, rotate=self.shard_rotate, link=self.link)
 
 
 _SHARD_KEYS = ("shard_weights", "shard_gradients", "shard_rotate")

@@ -36,7 +36,6 @@ class Request:
     loggers: tuple[str, ...] = ()
     log: bool = False
     publish: str | None = None
-    namespaces: bool = False
     elastic: bool = False
     meet: str | None = None
     replica: int | None = None
@@ -63,7 +62,6 @@ class Request:
                 "replicas": self.replicas,
                 "shards": shards,
                 "link": self.link,
-                "namespaces": self.namespaces or None,
                 "elastic": self.elastic or bool(self.join) or None,
                 "meet": self.meet,
             },

@@ -13,11 +13,9 @@ import torch
 from detonation.checkpoint.gather import Texts
 from detonation.cluster.init import LaunchPosition, gpus_for, launch_position, local_device
 from detonation.cluster.launch import run_local
-from detonation.cluster.network import namespaces
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.cluster.survive.meeting import Survival
 from detonation.cluster.under_launcher import run_under_launcher
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.feed.connection.listener import host_and_port
 from detonation.feed.connection.token import read_token
 from detonation.train.auto.asked import Asked, Auto
@@ -99,7 +97,6 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     """
     layers = request.layers(place)
     config = layers.config()
-    check_namespaces(config.mesh, place)
     auto = Auto.of(config)
     asked = None if auto is None else Asked(auto, layers)
     config = check_config(config) if asked is None else asked.check()
@@ -127,14 +124,12 @@ def run_task(task: RunTask) -> Table:
     if not task.request.replica and not task.request.join:
         _check_directory(task)
     keep_to_one_interface(os.environ, True, task.request.interface)
-    shard_nodes = task.config.mesh.shard_nodes
-    nodes = task.config.levels[-1].replicas if shard_nodes == 1 else task.config.mesh.replicas * shard_nodes
     try:
         mesh = task.config.mesh
         if task.request.replica is not None or task.request.join:  # this machine has one replica of them
             mesh = replace(mesh, replicas=1, elastic=False, min_replicas=1, meet="")
         afresh = [to_plain(task.request), task.may_start]
-        return dict(on_ranks(train_on_rank, task, train_afresh, afresh, mesh, nodes)[0])
+        return dict(on_ranks(train_on_rank, task, train_afresh, afresh, mesh)[0])
     finally:
         clear(task.request.to_stderr)
 
@@ -146,18 +141,15 @@ def train_afresh(request: Table, may_start: bool) -> Table:
 
 
 def on_ranks(
-    work: Callable[[_W], Any], task: _W, afresh: Callable[..., Any], plain: list[Any], mesh: MeshConfig, nodes: int
+    work: Callable[[_W], Any], task: _W, afresh: Callable[..., Any], plain: list[Any], mesh: MeshConfig
 ) -> list[Any]:
     """The results of each rank of a world on this machine.
 
     Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start afresh: they do
-    `afresh(*plain)`, with the request in plain values. Where `mesh` asks for namespaces, `nodes` of them are made.
+    `afresh(*plain)`, with the request in plain values.
     """
     size = mesh.replicas * mesh.shards
     survival = Survival(mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
-    if mesh.namespaces:
-        with namespaces.namespace_cluster(nodes, LinkSpeed.parse(mesh.link)) as made:
-            return run_local(work, size, [task], enter=lambda rank: made.enter(rank * nodes // size))
     if gpus_for(size):
         return run_local(afresh, size, plain, survival=survival)
     return run_local(work, size, [task], survival=survival)
@@ -167,14 +159,6 @@ def is_first() -> bool:
     """True on the process that reports the result: rank 0 under a launcher, or the one that started the ranks."""
     place = launch_position(os.environ)
     return place is None or place.rank == 0
-
-
-def check_namespaces(mesh: MeshConfig, place: LaunchPosition | None) -> None:
-    """Raises `ValueError` where `mesh` asks for network namespaces that cannot be made."""
-    if mesh.namespaces and place is not None:
-        raise ValueError("namespaces need processes of their own: leave mesh.namespaces out under a launcher")
-    if mesh.namespaces:
-        namespaces.require_namespaces(LinkSpeed.parse(mesh.link))
 
 
 def _check_directory(task: RunTask) -> None:

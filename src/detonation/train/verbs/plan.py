@@ -15,7 +15,6 @@ from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work
-from detonation.plan.data_sheets import device_spec, predicted_steps, prediction_note
 from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
 from detonation.plan.search import Candidate, options, pairs
 from detonation.plan.shard_cost import SHARD_NODE, shard_costs
@@ -43,7 +42,6 @@ class Question:
     shards: int | None = None
     parameters: str | None = None
     shard_nodes: int | None = None
-    device: str | None = None
     optimizer: str | None = None
     steps: int | None = None
 
@@ -76,7 +74,6 @@ def plan(question: Question) -> dict[str, Any]:
         best = found["first"]
         kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
         found["optimizer"] = {"name": best["optimizer"].removesuffix(" without momentum"), **kept}
-    found["device"] = None if question.device is None else prediction_note(question.device)
     return found
 
 
@@ -199,12 +196,7 @@ def _work(question: Question, profile: Profile | None, config: Config | None, ne
         raise ValueError("plan needs --step-time, the seconds of forward and backward, or a profile of the recipe")
     require(0 < seconds < math.inf, "--step-time", seconds, "above 0")
     accumulate = config.train.accumulate if config else 1
-    if question.device is None:
-        return Work(shapes, seconds, measured.steps if measured else {}, accumulate=accumulate)
-    spec = device_spec(question.device)
-    if measured is not None:
-        raise ValueError(f"{question.profile} has measured the optimizer's step: leave out --device {question.device}")
-    return Work(shapes, seconds, predicted_steps(spec, shapes, network.replicas), accumulate=accumulate)
+    return Work(shapes, seconds, measured.steps if measured else {}, accumulate=accumulate)
 
 
 def _measured_s(measured: Compute, config: Config | None) -> float:

@@ -21,7 +21,7 @@ from detonation.train.output.environment import environment
 from detonation.train.recipe.resolve import Layers, fill_mesh, merge, read_layers
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
 from detonation.train.run.request import from_plain, to_plain
-from detonation.train.run.start import check_namespaces, compute_with_one_thread, on_ranks
+from detonation.train.run.start import compute_with_one_thread, on_ranks
 
 _AXIS_S = 4.0
 _OFF: Table = {
@@ -68,8 +68,7 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
     if place is None:
         compute_with_one_thread()
         task = _prepare(request, None)
-        nodes = task.mesh.replicas * task.mesh.shard_nodes
-        ranks = on_ranks(probe_on_rank, task, probe_afresh, [to_plain(request)], task.mesh, nodes)
+        ranks = on_ranks(probe_on_rank, task, probe_afresh, [to_plain(request)], task.mesh)
         return Profile.of(ranks[0])
     profile = run_under_launcher(place, lambda: Profile.of(probe_on_rank(_prepare(request, place))), fail)
     return profile if place.rank == 0 else None
@@ -86,7 +85,6 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
     layers = read_layers(request.recipe, request.overrides, place, mesh=flags)
     config = check_config(standing(Layers(layers.tables, merge(layers.overrides, _OFF))))
     require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
-    check_namespaces(config.mesh, place)
     return ProbeTask(config.mesh, request.recipe.stem, layers, config)
 
 
@@ -101,11 +99,11 @@ def probe_on_rank(task: ProbeTask) -> Table:
     slow = task.mesh.slow_backend or None
     mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type, slow_backend=slow)
     axes = {
-        "replicate": probe_axis(between_replicas(mesh, task.mesh.emulated), device, _AXIS_S),
+        "replicate": probe_axis(between_replicas(mesh, task.mesh.link), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
     }
     if (nodes := task.mesh.shard_nodes) > 1:
-        between = slowed(split_shards(mesh, nodes)["shard_node"], task.mesh.emulated)
+        between = slowed(split_shards(mesh, nodes)["shard_node"], task.mesh.link)
         axes["shard_node"] = probe_axis(between, device, _AXIS_S)
     compute = None
     if task.config is not None and task.layers is not None:

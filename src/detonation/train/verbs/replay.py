@@ -83,7 +83,7 @@ def _alone(config: Config) -> Config:
     """`config` with one replica, which compares itself with none."""
     levels = tuple(replace(level, replicas=1) for level in config.levels)
     train = replace(config.train, verify_every=0, on_desync="stop", log_updates=False)
-    mesh = replace(config.mesh, replicas=1, link="", namespaces=False, elastic=False, min_replicas=1, meet="")
+    mesh = replace(config.mesh, replicas=1, link="", elastic=False, min_replicas=1, meet="")
     return replace(config, levels=levels, mesh=mesh, train=train)
 
 

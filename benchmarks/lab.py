@@ -32,11 +32,10 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NoNamespaces(ValueError):
-    """This machine, or this user, cannot make network namespaces; the message names the remedy."""
+    """This machine, or this user, cannot make network namespaces."""
 
     def __init__(self, reason: str) -> None:
-        remedy = "Use --link alone: it emulates the link on any system, without root"
-        super().__init__(f"no namespaces here: {reason}. {remedy}")
+        super().__init__(f"no namespaces here: {reason}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, get_args, get_type_hints
 from detonation.core.schemes.registry import schemes
 from detonation.data import TASKS
 from detonation.models import MODELS, model_function
-from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
 from detonation.train.recipe.schema import MeshConfig, OptimizerConfig, PeersConfig, ScheduleConfig, TrainConfig
 
 _TABLES: Mapping[str, type] = {
@@ -79,21 +78,6 @@ def recipe_keys() -> list[RecipeKey]:
     return found
 
 
-def key_lines() -> Iterator[str]:
-    """The keys for people: a heading for each table and each owner, and a line for each key."""
-    heading = ("", "")
-    for key in recipe_keys():
-        if (key.table, key.owner) != heading:
-            yield f"[{key.table}]" if not key.owner else f"  {key.owner}:"
-            heading = (key.table, key.owner)
-        default = "required" if key.required else "" if key.default is None else f"= {_spelled(key.default)}"
-        line = f"{'    ' if key.owner else '  '}{key.name} ({key.kind}) {default}".rstrip()
-        yield f"{line:46}  {key.meaning}".rstrip()
-    yield "[optimizer] also takes the arguments of the optimizer:"
-    yield f"  {', '.join(sorted(optimizer_classes().keys() - REFUSED))}"
-    yield "[tuned.SCHEME] holds [scheme], [optimizer], [schedule] and [train] for runs under that scheme."
-
-
 def keys_of(
     table: str, owner: str, function: Callable[..., Any], others: Mapping[str, Callable[..., Any]]
 ) -> Iterator[RecipeKey]:
@@ -136,13 +120,3 @@ def _kind(hint: Any) -> str:
         return "array"
     plain = [each for each in get_args(hint) if each is not types.NoneType] if get_args(hint) else [hint]
     return _TYPES.get(plain[0], "string")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(_plain(value))

@@ -1,0 +1,39 @@
+"""Keys that are gone: each gets one line with what to do in its place."""
+
+from pathlib import Path
+
+import pytest
+
+from detonation.cli.command import run_command
+
+QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (
+            "model.rope_theta=1e6",
+            "argument of model olmo2 'rope_theta' is gone since version 0.2: "
+            'take model "hf:NAME" and its key rope_parameters',
+        ),
+        (
+            "mesh.shard_resync_every=3",
+            "key of [mesh] 'shard_resync_every' is gone since version 0.2: "
+            "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
+        ),
+    ],
+)
+def test_a_setting_that_is_not_there_any_more_names_the_remedy(sets, line, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["train", QUICK, "--set", sets]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_a_recipe_too(capsys, tmp_path):
+    recipe = tmp_path / "old.toml"
+    recipe.write_text(Path(QUICK).read_text().replace("[mesh]\n", "[mesh]\nnamespaces = true\n"))
+    assert run_command(["train", str(recipe)]) == 2
+    line = "key of [mesh] 'namespaces' is gone since version 0.2: leave it out; `link` emulates the network"
+    assert capsys.readouterr().err == f"error: {line}\n"
