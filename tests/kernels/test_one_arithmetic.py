@@ -118,7 +118,7 @@ def test_cpp_makes_the_same_bits_for_any_kind_of_processor(architecture):
 
 
 def test_a_sum_is_one_fused_multiply_add_after_the_other():
-    from conftest import fused
+    from fused import fused  # not above: other processes run this file without the folder of tests
 
     waves = dct_matrix(64, CPU).T.numpy()
     received = messages(4, 64, 3, "fp32").whole()

@@ -407,23 +407,6 @@ def test_buckets_that_leave_early_make_the_same_bits(scheme, monkeypatch):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True) if pair[0].numel() > 1)
 
 
-@pytest.mark.parametrize("scheme", [dt.random(rate=1 / 4), RUN["random-sign-owner"]], ids=["all-reduce", "owners"])
-def test_a_silent_replica_decodes_by_the_same_kernel_as_the_others(scheme):
-    def act(communicator):
-        model = nn.ParameterList([torch.zeros(40, 16), torch.zeros(257)])
-        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1), model, communicator, scheme)
-        channel, (gradients, found) = optimizer.build()[0].channel, ([torch.randn_like(p) for p in model] for _ in "..")
-        with torch.no_grad():
-            sent = channel.send_empty(0) if communicator.replica else channel.send(gradients, 0)
-            sent.receive().write(found)
-        return found
-
-    before = launching.launch_counts["decode_kernel"]
-    found, other = simulate_replicas(act, 2)
-    assert launching.launch_counts["decode_kernel"] == before + 2
-    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(found, other, strict=True))
-
-
 def test_messages_in_flight_lie_in_buffers_of_their_own():
     workspace = Workspace(3)
     taken = [workspace.take("form", (2, 5), CPU).data_ptr() for _ in range(9)]

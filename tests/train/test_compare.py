@@ -102,7 +102,7 @@ def test_a_comparison_ends_where_a_signal_has_ended_a_run(tmp_path, monkeypatch,
     monkeypatch.setattr(compare, "run_task", stopped)
     assert run_command(["compare", QUICK, "--schemes", "full,demo", "--out", str(tmp_path)]) == 1
     full = tmp_path / "full"
-    line = f"error: stopped by SIGTERM after step 3 of {full}: the same command with --out {tmp_path} goes on with it"
+    line = f"error: stopped by SIGTERM after step 3 of {full}: the same command with --out {tmp_path} continues it"
     assert capsys.readouterr().err.startswith(line)
     assert started == [full]
 

@@ -162,7 +162,7 @@ def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, register
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["scheme"] == "own_parts:half"
     assert run_command(["plan", recipe, "--link", "1mbit", "--step-time", "0.1", "--json"]) == 0
     found = {option["scheme"]: option for option in json.loads(capfd.readouterr().out)["options"]}
-    assert found["quarter"]["loss_source"] == found["own_parts:half"]["loss_source"] == "unknown"
+    assert found["quarter"]["loss_source"] == found["own_parts:half"]["loss_source"] == "not measured"
     assert found["own_parts:half"]["arguments"]["topk"] == 4 and found["quarter"]["seconds"] > 0.1
 
 

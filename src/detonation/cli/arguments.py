@@ -117,7 +117,7 @@ class Plan(Overrides):
 
     Takes a recipe or --parameters, and --profile or --link. Examples:
     detonation plan quick-lm --profile profile.json, or
-    detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35 --device h100
+    detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
     recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None

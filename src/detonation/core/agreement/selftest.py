@@ -46,8 +46,8 @@ def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None,
         values = (values * 1024).remainder(11).floor() - 5
     if not codec.selection.shared:
         apart = chunk // k
-        begins = (torch.arange(rows, device=device) + 7 * number) % (chunk - (k - 1) * apart)
-        indices = begins.unsqueeze(1) + apart * torch.arange(k, device=device)
+        begins = (torch.arange(rows, dtype=torch.int64, device=device) + 7 * number) % (chunk - (k - 1) * apart)
+        indices = begins.unsqueeze(1) + apart * torch.arange(k, dtype=torch.int64, device=device)
     return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
 
 

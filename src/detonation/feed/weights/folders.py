@@ -61,7 +61,7 @@ class RemoteFolder:
         ImportError: fsspec or the package for the protocol is missing.
 
     Example:
-        >>> folder = RemoteFolder("memory://weights")
+        >>> folder = RemoteFolder("memory://an/example")
         >>> folder.write("a", [memoryview(b"1"), memoryview(b"2")])
         >>> folder.names(), folder.read("a")
         (['a'], bytearray(b'12'))

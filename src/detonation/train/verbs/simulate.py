@@ -118,8 +118,8 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     base = optimizers.build_optimizer(config.optimizer, model)
     scheme = scheme_of(config.levels[-1])
     clip = config.train.clip or None
-    seed, safe = config.seed, safety(config)
-    optimizer = replicate(base, model, communicator, scheme, clip=clip, seed=seed, safety=safe)
+    balance, seed, safe = config.train.balance, config.seed, safety(config)  # tests of uneven rounds simulate, too
+    optimizer = replicate(base, model, communicator, scheme, clip=clip, balance=balance, seed=seed, safety=safe)
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
