@@ -171,9 +171,6 @@ def test_the_examples_in_the_help_are_command_lines():
         "replay",
         "follow",
         "recipes",
-        "recipes",
-        "init",
-        "init",
     ]
 
 
