@@ -65,17 +65,23 @@ def test_the_reference_has_every_public_name_once():
     assert Counter(names) == Counter([*detonation.__all__, *modules]) - Counter(["__version__"])
 
 
-def test_the_reference_of_recipes_is_what_the_code_reads():
+@pytest.fixture(scope="module")
+def written():
+    """The program that writes the reference of recipes."""
     spec = importlib.util.spec_from_file_location("recipe_reference", ROOT / "docs/recipe_reference.py")
-    sys.modules[spec.name] = written = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(written)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_of_recipes_is_what_the_code_reads(written):
     assert written.PAGE.read_text() == written.page(), "run: python docs/recipe_reference.py"
     unsaid = re.findall(r"^\| `(\w+)` \| .* \|  \|$", written.page(), re.MULTILINE)
     assert unsaid == [], "arguments without a meaning in the docstring"
 
 
-def test_every_key_of_a_recipe_of_the_package_is_in_the_reference():
-    known = {(key.table, key.name): key.kind for key in sys.modules["recipe_reference"].recipe_keys()}
+def test_every_key_of_a_recipe_of_the_package_is_in_the_reference(written):
+    known = {(key.table, key.name): key.kind for key in written.recipe_keys()}
     kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool, "array": list}
     for name in shipped_recipes():
         for table, values in read_recipe(Path(name)).items():

@@ -115,7 +115,7 @@ def lasting(seconds: float) -> str:
 
 
 def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple[bool | None, str]:
-    """Whether the other machines pay: against one with the same examples per step, and in the same seconds."""
+    """Says whether the other machines pay: against one with the same examples per step, and in the same seconds."""
     alone, seconds = one_machine(ranked, network, goal), ranked[0].seconds(goal)
     if alone is None or seconds is None:
         return None, ""

@@ -85,7 +85,7 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def numbers_of(optimizer: Optimizer | None) -> Callable[[Mapping[str, Any]], object]:
-    """What reads, of one group, the optimizer's own options that are numbers in all groups (lr, betas, ...), each step.
+    """A reader, for one group, of the optimizer's own options that are numbers in all groups (lr, betas, ...).
 
     An lr that is a tensor is left out, because a step would wait for its device: `options_of` reads it. So is what
     others keep in the groups, such as the first lr of a scheduler, which a newcomer may not have.

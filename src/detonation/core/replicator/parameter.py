@@ -197,7 +197,7 @@ class ParameterReplicator(Replicator):
         return torch.sub(moved, self._decoded(own), out=moved)
 
     def _decoded(self, own: OwnPart) -> Tensor:
-        """What this replica has sent of a bucket."""  # [rows of the bucket, chunk]
+        """The part of a bucket that this replica has sent."""  # [rows of the bucket, chunk]
         return own.decode()
 
     def _depart(self, own: OwnPart, weights: Sequence[Tensor]) -> None:

@@ -54,7 +54,7 @@ def file_content(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> lis
 
 
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `file_content` was made of; the tensors are views of `content`.
+    """Reads back the arguments of `file_content`; the tensors are views of `content`.
 
     Raises:
         CorruptCheckpoint: The content is another than that of which the name was made, or no such file.

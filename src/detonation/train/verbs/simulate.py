@@ -118,7 +118,7 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     base = optimizers.build_optimizer(config.optimizer, model)
     scheme = scheme_of(config.levels[-1])
     clip = config.train.clip or None
-    balance, seed, safe = config.train.balance, config.seed, safety(config)  # tests of uneven rounds simulate, too
+    balance, seed, safe = config.train.balance, config.seed, safety(config)
     optimizer = replicate(base, model, communicator, scheme, clip=clip, balance=balance, seed=seed, safety=safe)
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
