@@ -90,7 +90,7 @@ def follow(address: str, alone: bool, out: Path) -> None:
             try:
                 if follower.update(to=before + 1) == before + 1:
                     hashes.append(digest(model.parameters()))
-            except dt.LostFeed:
+            except dt.errors.LostFeed:
                 break
         found |= {"hashes": hashes, "joins": follower.joins, "all_bytes": follower.bytes_received}
     out.write_text(json.dumps(found))

@@ -16,8 +16,12 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("detonation.errors")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'detonation' has no attribute {name!r}")
+        moved = name[:1].isupper() and hasattr(import_module("detonation.errors"), name)
+        hint = f": take detonation.errors.{name}" if moved else ""
+        raise AttributeError(f"module 'detonation' has no attribute {name!r}{hint}")
     return getattr(import_module(_MODULE_OF[name]), name)
 
 

@@ -244,7 +244,7 @@ def test_two_readers_are_at_different_steps(tmp_path):
     assert [held(each.model) for each in (first, second)] == [loop.hashes[3], loop.hashes[7]]
     assert (first.behind, second.behind) == (6, 2)
     assert first.update() == 9 and held(first.model) == loop.hashes[9]
-    with pytest.raises(dt.LostFeed, match="already"):
+    with pytest.raises(dt.errors.LostFeed, match="already"):
         first.update(to=5)
 
 
@@ -256,12 +256,12 @@ def test_the_end_is_told(tmp_path):
     assert not follower.ended  # the model is not at it
     follower.update()
     assert follower.ended and follower.update(wait_s=1e9) == 3  # nothing is to come
-    with pytest.raises(dt.LostFeed, match="ended after 3 steps, before 4"):
+    with pytest.raises(dt.errors.LostFeed, match="ended after 3 steps, before 4"):
         follower.update(to=4)
 
 
 def test_a_reader_waits_for_the_first_base(tmp_path):
-    with pytest.raises(dt.LostFeed, match="no weights came"):
+    with pytest.raises(dt.errors.LostFeed, match="no weights came"):
         reader(tmp_path / "nothing", timeout_s=0.01)
 
 

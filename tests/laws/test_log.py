@@ -123,7 +123,7 @@ def test_a_step_in_between(log):
     model, optimizer = started(LoopbackCommunicator(2), dt.demo())
     assert dt.replay(path.parent, optimizer, to=5) == 5 and digest(model.parameters()) == weights[5]
     assert dt.replay(path.parent, optimizer) == STEPS and digest(model.parameters()) == weights[STEPS]
-    with pytest.raises(dt.DamagedLog, match="ends after 8 steps, not 20"):
+    with pytest.raises(dt.errors.DamagedLog, match="ends after 8 steps, not 20"):
         dt.replay(path.parent, optimizer, to=20)
     with pytest.raises(ValueError, match="to is 3, but 8 steps were taken"):
         dt.replay(path.parent, optimizer, to=3)
@@ -135,7 +135,7 @@ def test_damage_is_told_of(log):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     _, optimizer = started(LoopbackCommunicator(2), dt.demo())
-    with pytest.raises(dt.DamagedLog, match="is damaged at byte"):
+    with pytest.raises(dt.errors.DamagedLog, match="is damaged at byte"):
         dt.replay(path.parent, optimizer)
 
 

@@ -23,8 +23,8 @@ HOUSE = {
     "kernels": ("", NONE),
     "kernels/gpu/parts": ("", NONE),
     "kernels/gpu": ("kernels/gpu/parts", NONE),
-    "core/errors": ("", NONE),
-    "core/flat": ("core/errors", DTENSOR),
+    "core/base_error": ("", NONE),
+    "core/flat": ("core/base_error", DTENSOR),
     "core/round": ("", NONE),
     "core/runtime": ("core/round", NONE),
     "core/compute": ("core/flat core/runtime kernels", NONE),
@@ -76,6 +76,7 @@ HOUSE = {
     "train/verbs": ("train/run plan checkpoint log feed cluster core data models report", ANY),
     "train": ("train/verbs", NONE),
     "extend": ("core", NONE),
+    "errors": ("feed checkpoint log cluster core", NONE),
     "testing": ("cluster/network core", NONE),
     "cli": ("train checkpoint log feed cluster data report", NONE),
     "__main__": ("cli", NONE),
@@ -84,7 +85,7 @@ KERNELS_THROUGH = "core/compute/kernel_library.py"
 
 MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 400, 20
 SHORT = {
-    "core/errors.py": "the base class of all errors, which every room of core and the rooms below it may import",
+    "core/base_error.py": "the base class of all errors, which every room of core and the rooms below it may import",
     "core/optim/closure.py": "the closure of torch optimizers, which SignSGD, Muon and Replicated evaluate alike",
     "version.py": "the version, for all that may not import the package's face",
 }
@@ -243,8 +244,10 @@ def test_importing_the_package_does_not_import_torch():
 
 def test_every_public_name_is_there():
     assert all(getattr(detonation, name) is not None for name in detonation.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'demi'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'demi'$"):
         _ = detonation.demi
+    with pytest.raises(AttributeError, match=r"no attribute 'PeerLost': take detonation\.errors\.PeerLost$"):
+        _ = detonation.PeerLost
 
 
 def test_every_error_of_the_library_is_public_and_has_one_base():
@@ -258,10 +261,11 @@ def test_every_error_of_the_library_is_public_and_has_one_base():
         and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
     }
     assert {"Mismatch", "LargerThanDense", "Desync", "OverlapError", "NonFiniteGradient", "BadPeer"} < found
-    assert found <= {*detonation.__all__}
+    assert found <= {*detonation.errors.__all__}
     for name in found:
-        base, builtin, *_ = getattr(detonation, name).__mro__[1:]
-        assert name == "DetonationError" or (base, builtin.__module__) == (detonation.DetonationError, "builtins")
+        base, builtin, *_ = getattr(detonation.errors, name).__mro__[1:]
+        named = (base, builtin.__module__) == (detonation.errors.DetonationError, "builtins")
+        assert name == "DetonationError" or named
 
 
 def test_without_the_extras_the_command_line_says_which_one_is_missing():

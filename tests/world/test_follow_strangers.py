@@ -93,13 +93,13 @@ def test_connections_that_say_nothing_are_few_and_a_follower_comes_in_after_them
 
 def test_another_token_is_refused_on_both_sides():
     *_, feed = training()
-    with pytest.raises(dt.LostFeed, match="the feed has refused the token"):
+    with pytest.raises(dt.errors.LostFeed, match="the feed has refused the token"):
         dt.follow(nn.Linear(8, 8), feed.address, token=b"another token of a length")
     feed.close()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         thread = threading.Thread(target=lambda: answer_as_feed(impostor.accept()[0]))
         thread.start()
-        with pytest.raises(dt.LostFeed, match="the other end does not know the token"):
+        with pytest.raises(dt.errors.LostFeed, match="the other end does not know the token"):
             dt.follow(nn.Linear(8, 8), f"127.0.0.1:{impostor.getsockname()[1]}", token=TOKEN)
         thread.join()
 
@@ -161,7 +161,7 @@ def test_a_state_beyond_all_measure_is_refused_before_memory_is_taken():
 
         thread = threading.Thread(target=boast)
         thread.start()
-        with pytest.raises(dt.LostFeed, match="a model as this one at most"):
+        with pytest.raises(dt.errors.LostFeed, match="a model as this one at most"):
             dt.follow(nn.Linear(8, 8), f"127.0.0.1:{server.getsockname()[1]}", token=TOKEN)
         thread.join()
 

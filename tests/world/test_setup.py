@@ -287,7 +287,7 @@ def test_drift_is_looked_for_by_default():
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(dt.Desync, match="replica 1 differs from the others in weight after step 100"):
+    with pytest.raises(dt.errors.Desync, match="replica 1 differs from the others in weight after step 100"):
         simulate_replicas(act, 2)
 
 

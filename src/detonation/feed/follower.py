@@ -5,9 +5,9 @@ import math
 import threading
 import time
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, overload
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ LARGEST_STATE = 24
 """Bytes of a state per byte of a model: bf16 weights with fp32 moments, anchor and momentum have 18."""
 
 
-class Follower:
+class Follower(AbstractContextManager["Follower"]):
     """Holds the weights of a training in a model of this process. Made by `follow`.
 
     The model changes within `update` alone, so that it can be used between two calls as it is. Where one thread updates
@@ -152,12 +152,7 @@ class Follower:
         """Follows no longer; the model stays where it is."""
         close_all(self._streams)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _stream(self, shard: int) -> Stream:

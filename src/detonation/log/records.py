@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 
 LOG_VERSION = 1
 _MAGIC = b"DTLG"

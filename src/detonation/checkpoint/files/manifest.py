@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from detonation.checkpoint.files.shard_file import ShardSummary
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.version import __version__
 
 MANIFEST_NAME = "manifest.json"

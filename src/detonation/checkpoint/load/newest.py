@@ -15,7 +15,7 @@ from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.gather import texts_between
 from detonation.checkpoint.load.restore import restore
 from detonation.checkpoint.load.views import candidates, inspect
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.link.elastic_communicator import TextExchange
 from detonation.core.optimizer.replicated import Replicated
 

@@ -3,10 +3,10 @@
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ LOWEST_BYTES_PER_S = 10e6
 """The lowest rate at which a rank is expected to write."""
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
 
     One save is under way at a time; the next waits for it. The outcome of a save that nobody waited for is in the log
@@ -114,12 +114,7 @@ class Checkpoints:
         lines, self._news = self._news, []
         return lines
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._join()
 

@@ -13,7 +13,7 @@ from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.rank_state import run_identity
 from detonation.checkpoint.save.snapshot import Snapshot, take_snapshot
 from detonation.checkpoint.volumes import Volumes
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.link.coordinates import Coordinates, alike
 from detonation.core.optimizer.replicated import Replicated
 

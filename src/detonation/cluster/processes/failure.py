@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 
 _NETWORK_WORDS = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "socket")
 ROOT_CAUSE_WAIT_S = 2.0

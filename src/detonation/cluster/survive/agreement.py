@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from detonation.cluster.processes.rendezvous import name_of_first
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 
 SIZE, EPOCH = "size", "epoch"
 """Keys: the numbers of replicas and shards at the start, and of the latest agreement."""

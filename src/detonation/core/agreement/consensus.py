@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from detonation.core.agreement.balance import Balance
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
 from detonation.core.agreement.safety import Safety
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis

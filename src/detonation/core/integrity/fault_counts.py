@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.integrity.readback import Readback
 
 Policy = Literal["stop", "skip"]

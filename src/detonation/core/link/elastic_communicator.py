@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.link.communicator import Communicator
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.link.communicator import Communicator, ProcessGroupCommunicator
 from detonation.core.link.elastic_communicator import present_rows
 

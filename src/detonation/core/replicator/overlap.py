@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from detonation.core import runtime
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.core.flat.tensors import local, local_gradients
 from detonation.core.integrity import readback
 from detonation.core.replicator.channel import Channel

@@ -9,11 +9,10 @@ from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.precision import PRECISIONS, Precision
-from detonation.core.codec.selection import Everything
+from detonation.core.codec.selection import Everything, TopK
 from detonation.core.flat.layout import FragmentUnit, Layout
 from detonation.core.memory import Feedback
 from detonation.core.round import Round
-from detonation.core.schemes.reply import reply_codec
 
 LinkKind = Literal["auto", "all-reduce", "all-gather", "owner"]
 LINKS: tuple[str, ...] = get_args(LinkKind)
@@ -131,8 +130,24 @@ class Scheme:
         return self.codec.summable and isinstance(self.aggregation, Mean)
 
     def reply_codec(self, replicas: int) -> Codec:
-        """The codec in which owners among `replicas` answer."""
-        return self.reply or reply_codec(self.codec, replicas)
+        """The codec in which owners among `replicas` answer.
+
+        Where the selection is the sender's own, the messages hold other coefficients each. An answer of one message's
+        size would leave most of them in the server residual, to be sent when they are old, which costs up to a third of
+        loss. The answer therefore holds as many coefficients per row as may have arrived, at most a quarter of the row
+        or four messages, in two bits each (research/log.md). Under a shared selection it is like a message.
+
+        Example:
+            >>> from detonation import demo
+            >>> demo(topk=1).reply_codec(replicas=4).selection, demo(topk=4).reply_codec(4).selection
+            (TopK(topk=4, chunk=64, shared=False, period=0), TopK(topk=16, chunk=64, shared=False, period=0))
+        """
+        k, chunk, shared = self.codec.selection.k, self.codec.selection.chunk, self.codec.selection.shared
+        if self.reply or shared:
+            return self.reply or self.codec
+        most = min(replicas * k, max(4 * k, chunk // 4))
+        selection = TopK(most, chunk) if most < chunk else Everything(chunk, chunk)
+        return replace(self.codec, selection=selection, precision=PRECISIONS["2bit"])
 
 
 @dataclass(frozen=True)

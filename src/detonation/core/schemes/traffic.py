@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal
 
+from detonation.core.base_error import DetonationError
 from detonation.core.codec.codec import Codec
-from detonation.core.errors import DetonationError
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 from detonation.log.records import LogRecord, record_of
 
 Octets = bytes | bytearray | memoryview

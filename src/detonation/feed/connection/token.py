@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from detonation.core.errors import DetonationError
+from detonation.core.base_error import DetonationError
 
 TOKEN, TOKEN_FILE = "DETONATION_TOKEN", "DETONATION_TOKEN_FILE"
 SHORTEST = 16

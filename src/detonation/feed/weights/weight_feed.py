@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from detonation.feed.weights.weight_files import BASE, DIFFERENCE, END, WeightFi
 _log = logging.getLogger("detonation.feed")
 
 
-class WeightFeed:
+class WeightFeed(AbstractContextManager["WeightFeed"]):
     """Publishes the weights of a model as files: bases, and exact differences between them. See `Feed.of_weights`.
 
     step: The last that was published; -1 before. bytes_written: Of all files. trouble: In words, why the last call did
@@ -91,12 +91,7 @@ class WeightFeed:
                 self.trouble = f"the end is not published: {error}"
                 _log.warning("%s", self.trouble)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(ended=error is None)
 
     def _published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,9 +3,9 @@
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class WeightPatch:
     values: Tensor
 
 
-class WeightFollower:
+class WeightFollower(AbstractContextManager["WeightFollower"]):
     """Holds the weights of a training in a model of this process, from the files of a `WeightFeed`. Made by `follow`.
 
     The model changes within `update` and `patches` alone, and only after all of a file has been checked.
@@ -136,12 +136,7 @@ class WeightFollower:
     def close(self) -> None:
         """Follows no longer; the model stays where it is. Nothing has to be closed."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _files(self) -> list[WeightFile]:

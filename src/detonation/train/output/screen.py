@@ -5,9 +5,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.constrain import Constrain
@@ -28,7 +27,7 @@ _EVERY_S = 0.2
 _ERASE = "\r\x1b[J"
 
 
-class Screen:
+class Screen(AbstractContextManager["Screen"]):
     """Prints lines to stdout, or to stderr with `to_stderr`; a `silent` one (any rank but 0) prints nothing.
 
     The cursor rests above the gauges, where they begin. So any other process that prints or clears leaves nothing of
@@ -88,12 +87,7 @@ class Screen:
         except BrokenPipeError:
             discard(self._console.file)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._gauges is not None:
             self._gauges = None
             _erase(self._console)

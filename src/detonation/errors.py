@@ -1,0 +1,33 @@
+"""The errors that this library names. A face, like `detonation` itself: nothing inside the package imports it."""
+
+from detonation.checkpoint.files.manifest import CorruptCheckpoint
+from detonation.checkpoint.load.newest import NoCheckpoint
+from detonation.checkpoint.save.shard_job import NotSaved
+from detonation.cluster.survive.agreement import ReplicaLost
+from detonation.core.agreement.consensus import HalfStep
+from detonation.core.base_error import DetonationError
+from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
+from detonation.core.link.elastic_communicator import PeerLost
+from detonation.core.link.handshake import Mismatch
+from detonation.core.replicator.overlap import OverlapError
+from detonation.core.schemes.traffic import LargerThanDense
+from detonation.feed.connection.token import LostFeed
+from detonation.log.records import DamagedLog
+
+__all__ = [
+    "BadPeer",
+    "CorruptCheckpoint",
+    "DamagedLog",
+    "Desync",
+    "DetonationError",
+    "HalfStep",
+    "LargerThanDense",
+    "LostFeed",
+    "Mismatch",
+    "NoCheckpoint",
+    "NonFiniteGradient",
+    "NotSaved",
+    "OverlapError",
+    "PeerLost",
+    "ReplicaLost",
+]
