@@ -89,7 +89,7 @@ class Arrived:
     @cached_property
     def _parts(self) -> tuple[Tensor, ...]:
         """The parts of each message; see `Codec.lengths`."""  # [replicas, length] uint8 each
-        return torch.split(self.body, list(self.codec.lengths(self.rows)), 1)
+        return torch.split(self.body, list(self.codec.lengths[self.rows]), 1)
 
     @cached_property
     def _encoded(self) -> Tensor:

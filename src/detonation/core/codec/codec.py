@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,18 @@ class Selected:
     indices: Tensor | Unpackable | None
 
 
+class PartLengths(dict[int, tuple[int, ...]]):
+    """`Codec.lengths`: computed once for each number of rows, because every step asks for the same few."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._of = codec
+
+    def __missing__(self, rows: int) -> tuple[int, ...]:
+        indices = () if self._of.selection.shared else (self._of.index_coding.nbytes(rows),)
+        self[rows] = found = *self._of.precision.lengths(rows, self._of.selection.k), *indices
+        return found
+
+
 @dataclass(frozen=True)
 class Codec:
     """Turns a signal into a message, and messages into an update."""
@@ -45,7 +57,6 @@ class Codec:
     basis: Basis
     selection: Selection
     precision: Precision
-    _lengths: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def summable(self) -> bool:
@@ -68,7 +79,7 @@ class Codec:
 
     def nbytes(self, rows: int) -> int:
         """Bytes of a message of `rows` rows, independent of its values."""
-        return sum(self.lengths(rows))
+        return sum(self.lengths[rows])
 
     def select(self, flat: Tensor, step: int, seed: int, out: Tensor | None = None) -> Selected:
         """The coefficients of `flat` to send at `step`; `flat` does not change. `out` as in `pick`.
@@ -132,7 +143,7 @@ class Codec:
 
         Shapes: `[nbytes]` uint8 -> `[rows, k]` fp32.
         """
-        return self.values(torch.split(message.unsqueeze(0), list(self.lengths(rows)), 1), rows)[0]
+        return self.values(torch.split(message.unsqueeze(0), list(self.lengths[rows]), 1), rows)[0]
 
     def width(self, rows: int, room: int) -> int:
         """The bytes of a message with `room` for its header: up to the end of a line of its checksum."""
@@ -200,19 +211,17 @@ class Codec:
         block = self.precision.block
         return math.lcm(block // math.gcd(block, self.selection.k), 8)
 
-    def lengths(self, rows: int) -> tuple[int, ...]:
-        """The bytes of each part of a message of `rows` rows; between two aligned rows every part can be cut."""
-        if rows not in self._lengths:
-            indices = () if self.selection.shared else (self.index_coding.nbytes(rows),)
-            self._lengths[rows] = (*self.precision.lengths(rows, self.selection.k), *indices)
-        return self._lengths[rows]
+    @cached_property
+    def lengths(self) -> Mapping[int, tuple[int, ...]]:
+        """The bytes of each part of a message, by its rows; between two aligned rows every part can be cut."""
+        return PartLengths(self)
 
     def cut(self, parts: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
         """The rows from `first` to below `end`, where messages can be cut, of messages in parts.
 
         Shapes: `[messages, length]` uint8 each -> the same.
         """
-        return [part[:, a:b] for part, a, b in zip(parts, self.lengths(first), self.lengths(end), strict=False)]
+        return [part[:, a:b] for part, a, b in zip(parts, self.lengths[first], self.lengths[end], strict=False)]
 
     def received(
         self,

@@ -65,7 +65,7 @@ class MessageRows:
     @cached_property
     def nbytes(self) -> int:
         """The bytes of each message, without the room before them."""
-        return sum(self.codec.lengths(self.rows))
+        return sum(self.codec.lengths[self.rows])
 
     @cached_property
     def octets(self) -> Tensor:
@@ -91,7 +91,7 @@ class MessageRows:
         """
         if self.whole:
             return self.codec.cut(self.whole.parts, self.first, self.first + self.rows)
-        lengths = self.codec.lengths(self.rows)
+        lengths = self.codec.lengths[self.rows]
         return torch.split(self.octets[:, self.room : self.room + sum(lengths)], list(lengths), 1)
 
     @property

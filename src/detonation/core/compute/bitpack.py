@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@lru_cache(maxsize=1024)
 def packed_bytes(count: int, width: int) -> int:
     """Bytes that `count` numbers of `width` bits take.
 

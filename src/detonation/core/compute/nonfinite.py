@@ -25,18 +25,28 @@ def first_nonfinite(
 
     Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
-    if not runtime.decides_on_device:
-        return _first_here(signals)
-    kernels, _ = kernel_library.gpu_kernels(runtime)
-    if kernels is not None:
-        if not any(s is not None and s.numel() for s in signals):
-            return 0
+    present = [(number, signal) for number, signal in enumerate(signals) if signal is not None and signal.numel()]
+    if not present:
+        return 0
+    tensors = [signal for _, signal in present]
+    if runtime.decides_on_device:
+        kernels, _ = kernel_library.gpu_kernels(runtime)
+        if kernels is None:
+            numbers, within = signals_within(signals, runtime.device)
+            return first_outside([numbers], [within])
         sizes = tuple(numels or (0 if s is None else s.numel() for s in signals))  # each has a scanner of its own
         scanner = runtime.shared(sizes, partial(kernels.Scanner, sizes, range(len(sizes)), runtime.device))
         status: Tensor = kernels.settled(scanner.scan(signals, SIGNAL_LIMIT))
         return status
-    numbers, within = signals_within(signals, runtime.device)
-    return first_outside([numbers], [within]) if numbers else 0
+    library = kernel_library.load_library()
+    if library and all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
+        found = library.beyond(tensors, SIGNAL_LIMIT)
+        return 0 if found < 0 else 1 + present[found][0]
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
+    if (norms <= SIGNAL_LIMIT).all():  # no number is larger than the root of the sum of all squares
+        return 0
+    numbers, within = signals_within(signals, tensors[0].device)
+    return int(first_outside([numbers], [within]))
 
 
 def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:
@@ -72,19 +82,3 @@ def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
         if number != place:
             found[place].fill_(number + 1)
     return found
-
-
-def _first_here(signals: Sequence[Tensor | None]) -> int:
-    present = [(i, signal) for i, signal in enumerate(signals) if signal is not None and signal.numel()]
-    tensors = [signal for _, signal in present]
-    if not present:
-        return 0
-    if all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
-        kernel = kernel_library.load_library()
-        if kernel:
-            found = kernel.beyond(tensors, SIGNAL_LIMIT)
-            return 0 if found < 0 else 1 + present[found][0]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-    if (norms <= SIGNAL_LIMIT).all():  # no number is larger than the root of the sum of all squares
-        return 0
-    return int(first_outside([[i for i, _ in present]], [signals_within(signals, tensors[0].device)[1]]))

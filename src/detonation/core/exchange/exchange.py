@@ -116,7 +116,7 @@ def opened(
         workspace: Where messages in several runs are put together.
     """
     codec, octets = message.codec, message.wait()
-    absent, nbytes = message.absent, codec.nbytes(rows)
+    absent, nbytes = message.absent, sum(codec.lengths[rows])
     runs = message.rows or [(0, rows)]
     if guard.kernels is None or absent or tape is not None:
         octets, runs = [message.whole(octets)], [(0, rows)]

@@ -100,7 +100,7 @@ class Message:
             runs = [(octets[:, HEADER_BYTES:],)]
         else:
             pairs = sorted(zip(self.rows, arrived, strict=True), key=lambda pair: pair[0])
-            lengths = [list(self.codec.lengths(rows)) for (_, rows), _ in pairs]
+            lengths = [list(self.codec.lengths[rows]) for (_, rows), _ in pairs]
             bodies = [each[:, each.shape[1] - sum(some) :] for some, (_, each) in zip(lengths, pairs, strict=True)]
             runs = [torch.split(body, some, 1) for body, some in zip(bodies, lengths, strict=True)]
             octets = pairs[0][1]

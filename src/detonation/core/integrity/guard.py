@@ -86,7 +86,10 @@ class Guard:
         nbytes = runs[0].nbytes if len(runs) == 1 else runs[0].codec.nbytes(sum(run.rows for run in runs))
         if self.kernels is not None:
             read = [row_run(self.kernels, run.codec, run.octets, run.room, run.rows) for run in runs]
-            self._seal(read, nbytes, header)
+            found = status if isinstance(status, Tensor) else constant(status, octets.device)
+            self._inspector(len(octets)).seal(
+                read, nbytes, IDENTITY, header.schema, step, header.origin, found, header.received
+            )
         elif len(runs) == 1:
             header.seal(octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets, nbytes)
         else:
@@ -101,13 +104,6 @@ class Guard:
             received = self._received.get(self._sent - 1 - self._delay, 0) >> 32 << 32 | crc32(self._counts.options)
             self._sent += 1
         return Header(self._schema, step, self._place | phase, self._replica, status, received)
-
-    def _seal(self, runs: Sequence[Any], nbytes: int, header: Header) -> None:
-        octets, status = runs[0].octets, header.status
-        found = status if isinstance(status, Tensor) else constant(status, octets.device)
-        self._inspector(len(octets)).seal(
-            runs, nbytes, IDENTITY, header.schema, header.step, header.origin, found, header.received
-        )
 
     def admit(
         self,

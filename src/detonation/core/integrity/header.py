@@ -50,32 +50,25 @@ class Header:
         """The fourth word: sender and place."""
         return self.sender << 32 | self.place
 
-    def write(self, words: Tensor, nbytes: int) -> None:
-        """Writes the header of messages with `nbytes` bytes after it, the checksum still 0.
-
-        The numbers that change from step to step go to the device with a call; for a list the host would wait.
-
-        Shapes: words `[messages, 8]` int64.
-        """
-        origin, device = self.origin, words.device
-        if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
-            content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
-            words.copy_(torch.tensor(content, dtype=torch.int64, device="cpu"))
-            return
-        constants = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device)
-        torch.add(constants.expand_as(words), _unit(2, device), alpha=self.step, out=words)
-        if self.received:
-            words.add_(_unit(6, device), alpha=self.received)
-        if isinstance(self.status, torch.Tensor) or self.status:
-            put(words[:, 5], self.status)
-
     def seal(self, messages: Tensor, nbytes: int) -> None:
         """Writes the header of each message before its `nbytes` bytes.
 
+        The numbers that change from step to step go to the device with a call; for a list the host would wait.
+
         Shapes: `[messages, 64 + nbytes + padding]` uint8, each at an address for int64, whose padding is zeros.
         """
-        words = messages[:, :HEADER_BYTES].view(torch.int64)
-        self.write(words, nbytes)
+        words, origin = messages[:, :HEADER_BYTES].view(torch.int64), self.origin
+        device = words.device
+        if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
+            content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
+            words.copy_(torch.tensor(content, dtype=torch.int64, device="cpu"))
+        else:
+            constants = _constants((IDENTITY, self.schema, 0, origin, nbytes, 0, 0, 0), device)
+            torch.add(constants.expand_as(words), _unit(2, device), alpha=self.step, out=words)
+            if self.received:
+                words.add_(_unit(6, device), alpha=self.received)
+            if isinstance(self.status, torch.Tensor) or self.status:
+                put(words[:, 5], self.status)
         checksums(messages, out=words[:, 7])
 
 
