@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from benchmarks.gpu.common import ROOT, Findings, Job, python_path
+from benchmarks.gpu.common import ROOT, Findings, Job, environment
 from benchmarks.gpu.report import clocks, read_findings, summary, write_report
 
 PARTS = {"right": 120, "waiting": 50, "fast": 90, "memory": 30, "training": 70, "twin": 100}
@@ -67,7 +67,8 @@ def run_apart(part: str, device: str, tiny: bool, out: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--out", str(out), "--inside"]
     print(f"\n{part}", flush=True)
     try:
-        code = subprocess.run([*command, *["--tiny"] * tiny], cwd=ROOT, env=python_path(), timeout=most_s).returncode
+        given = environment(device)
+        code = subprocess.run([*command, *["--tiny"] * tiny], cwd=ROOT, env=given, timeout=most_s).returncode
         how = f"ended with exit code {code}"
     except subprocess.TimeoutExpired:
         code, how = 1, f"ended after {most_s} s without an end of its own"

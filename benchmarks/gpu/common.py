@@ -236,7 +236,11 @@ class _NoWaits(AbstractContextManager[None]):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def python_path() -> dict[str, str]:
-    """The environment of a process that imports this package, the tests and these benchmarks."""
+def environment(device: str) -> dict[str, str]:
+    """The environment of a process that imports this package, the tests and these benchmarks, for one type of device.
+
+    On a GPU no kernel is interpreted, whatever the caller's environment says.
+    """
     paths = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "TEST_DEVICE": device}
+    return found if device == "cpu" else found | {"TRITON_INTERPRET": "0"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
-from benchmarks.gpu.common import ROOT, Job, python_path
+from benchmarks.gpu.common import ROOT, Job, environment
 
 TITLE = "Right"
 HERE = ["tests/laws/test_on_device.py"]
@@ -35,7 +35,7 @@ def tested(job: Job, name: str, files: list[str]) -> None:
         found = Path(folder, "tests.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
         command += ["-p", "no:cacheprovider", f"--junitxml={found}", *(["-k", "random or law_6"] * job.tiny), *files]
-        env = python_path() | {"TEST_DEVICE": job.device.type}
+        env = environment(job.device.type)
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=env, timeout=max(20, job.left_s()), capture_output=True, text=True

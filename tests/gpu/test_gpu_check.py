@@ -1,5 +1,6 @@
 """`make gpu` proves itself on a CPU: each part at a tiny size, in this process."""
 
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -12,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu import right
-from benchmarks.gpu.common import Findings, Job
+from benchmarks.gpu.common import Findings, Job, environment
 
 from limits import LIMIT_S
 
@@ -46,6 +47,24 @@ def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
     assert job.findings.failures == ["test_random_bad: ValueError: of a sort"]
     right.tested(job, "missing", [str(tmp_path / "test_gone.py")])
     assert "not found" in job.findings.failures[-1]
+
+
+def test_no_process_of_a_gpu_interprets_kernels(monkeypatch):
+    """They would read addresses of the GPU on the host."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert environment("cuda")["TRITON_INTERPRET"] == "0" and environment("cpu")["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET=0" in documented("TEST_DEVICE=cuda")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    given = {**environment("cpu"), "TEST_DEVICE": "cuda"}
+    said = "import conftest, os; print(os.environ.get('TRITON_INTERPRET'))"
+    done = subprocess.run([sys.executable, "-c", said], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def documented(words):
+    """The line of the page with these words."""
+    lines = (Path(__file__).parents[2] / "docs/gpu.md").read_text().splitlines()
+    return next(line for line in lines if words in line)
 
 
 def test_without_a_gpu_it_says_so_in_one_line_and_does_not_end_well(capsys, tmp_path):
