@@ -12,14 +12,14 @@ failed or a part broke.
 """
 
 import argparse
-import subprocess
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from benchmarks.gpu.common import ROOT, Findings, Job, environment
+from benchmarks.gpu.children import environment, how_it_ended, ran, stacks_at_the_end
+from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.report import clocks, read_findings, summary, write_report
 
 PARTS = {"right": 120, "waiting": 50, "fast": 90, "memory": 30, "training": 70, "twin": 100}
@@ -61,25 +61,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_apart(part: str, device: str, tiny: bool, out: Path) -> None:
     """Runs one part in a process of its own, which is ended after its time; notes how it ended."""
-    path = out / f"{part}.json"
+    path, log = out / f"{part}.json", out / f"{part}.output.txt"
     Findings(path, title=part).save()
     most_s = PARTS[part] * (1 if device == "cuda" else ON_CPU) + GRACE_S
     command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--out", str(out), "--inside"]
     print(f"\n{part}", flush=True)
-    try:
-        given = environment(device)
-        code = subprocess.run([*command, *["--tiny"] * tiny], cwd=ROOT, env=given, timeout=most_s).returncode
-        how = f"ended with exit code {code}"
-    except subprocess.TimeoutExpired:
-        code, how = 1, f"ended after {most_s} s without an end of its own"
+    code = ran([*command, *["--tiny"] * tiny], environment(device), log, most_s, shown=True)
     found = read_findings(path)
-    if found is not None and code:
-        found.failures.append(f"the part {how}")
+    if found is not None and code != 0:
+        found.failures.append(f"the part {how_it_ended(code, most_s)}" + f", in {found.began!r}" * bool(found.began))
+    if found is not None:
+        found.files.append(log.name)
         found.save()
 
 
 def work(part: str, device: str, tiny: bool, out: Path) -> int:
     """Runs one part in this process."""
+    stacks_at_the_end()
     torch.set_num_threads(1)
     index = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     module = import_module(f"benchmarks.gpu.{part}")
