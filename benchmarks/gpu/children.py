@@ -90,7 +90,8 @@ def _signal(group: int, number: int) -> None:
 
 
 def _copy(source: Any, file: Any) -> None:
-    for line in source:
-        file.write(line)
-        file.flush()
-        print(line.decode(errors="replace"), end="", flush=True)
+    with source:
+        for line in source:
+            file.write(line)
+            file.flush()
+            print(line.decode(errors="replace"), end="", flush=True)

@@ -85,9 +85,13 @@ def summary(findings: Mapping[str, Findings], seconds: float, out: Path) -> str:
     return "\n".join([*lines, *failures, f"{seconds:.0f} s; {out / 'report.html'}"])
 
 
-def write_report(out: Path, findings: Mapping[str, Findings], device: str, seen: Sequence[str], seconds: float) -> None:
+def write_report(
+    out: Path, findings: Mapping[str, Findings], device: str, seen: Sequence[str], seconds: float, compiled: str = ""
+) -> None:
     """Writes report.md and report.html."""
     facts = machine(device, seen) | {"time": f"{seconds:.0f} s"}
+    if compiled:
+        facts["compiled before the clock"] = compiled
     (out / "report.md").write_text(_markdown(findings, facts))
     (out / "report.html").write_text(_page(findings, facts))
 

@@ -1,5 +1,6 @@
 """`make gpu` proves itself on a CPU: each part at a tiny size, in this process."""
 
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from benchmarks.gpu import __main__ as check
 from benchmarks.gpu import children, right
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
+from benchmarks.gpu.compiling import compile_all
 
 from limits import LIMIT_S
 
@@ -79,6 +81,17 @@ def test_the_whole_traceback_of_an_exception_is_kept(tmp_path):
     job.attempt("a thing", act)
     assert job.findings.failures == ["a thing: ValueError: at 87:41: ... a reason"] and job.findings.began == "a thing"
     assert "Traceback (most recent call last)" in (tmp_path / "part.errors.txt").read_text()
+
+
+def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    wanted = ["scan_kernel", "seal_kernel"]
+    said = compile_all(tmp_path, "--target", "90", "--schemes", "random-sign", "--kernels", *wanted, processes=2)
+    assert re.fullmatch(r"\d+ kernels by 2 processes in \d+ s", said), said + (tmp_path / "compiling.0.txt").read_text()
+    names = {line.split()[1] for line in (tmp_path / "compiling.1.txt").read_text().splitlines()}
+    assert names == set(wanted) and list((tmp_path / "cache").rglob("scan_kernel.cubin"))
 
 
 def test_no_process_of_a_gpu_interprets_kernels(monkeypatch):
