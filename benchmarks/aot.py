@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,18 @@ def instead_of_launches(act: Callable[..., None]) -> AbstractContextManager[Any]
     return stack
 
 
-def step(scheme: dt.Scheme, replicas: int) -> None:
-    """Every launch of a step: from the gradients to the gradients, and to weights that move by signs."""
-    model = nn.ParameterList([torch.zeros(shape, device="meta", dtype=torch.bfloat16) for shape in olmo2_1b()])
+def step(
+    scheme: dt.Scheme,
+    replicas: int,
+    shapes: Sequence[tuple[int, ...]] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Every launch of a step: from the gradients to the gradients, and to weights that move by signs.
+
+    Args:
+        shapes: Of the parameters; those of OLMo2-1B when left out.
+    """
+    model = nn.ParameterList([torch.zeros(shape, device="meta", dtype=dtype) for shape in shapes or olmo2_1b()])
     base = torch.optim.SGD(model.parameters(), lr=1e-3)
     channel = dt.replicate(base, model, Recycling(replicas), scheme, kernels=True).build()[0].channel
     gradients = [torch.empty_like(parameter) for parameter in model]

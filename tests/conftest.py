@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read where triton is imported: kernels run on the CPU
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+if os.environ.get("TEST_DEVICE", "cpu") == "cpu":  # on a GPU, interpreted kernels would read its addresses on the host
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where triton is imported: kernels run on the CPU
 if "TEST_DEVICE" not in os.environ:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the tests train on the CPU, on a machine with GPUs too
 

@@ -12,18 +12,21 @@ failed or a part broke.
 """
 
 import argparse
-import subprocess
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from benchmarks.gpu.common import ROOT, Findings, Job, python_path
+from benchmarks.gpu.children import environment, how_it_ended, ran, stacks_at_the_end
+from benchmarks.gpu.common import Findings, Job
+from benchmarks.gpu.compiling import compile_all
 from benchmarks.gpu.report import clocks, read_findings, summary, write_report
 
 PARTS = {"right": 120, "waiting": 50, "fast": 90, "memory": 30, "training": 70, "twin": 100}
 """Seconds that each part may take; it leaves out its last cases where they would take longer."""
+COMPILED = ("right", "waiting")
+"""Parts of many small steps: all of their kernels are compiled before the first of them, outside of its time."""
 GRACE_S = 45
 """Seconds after which a part that does not end is ended."""
 ON_CPU = 2
@@ -49,36 +52,39 @@ def main(arguments: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     began, seen = time.monotonic(), []
     parts = [part for part in PARTS if part in (args.parts or PARTS)]
+    compiled = ""
     for part in parts:
+        if args.device == "cuda" and part in COMPILED and not compiled:
+            compiled = compile_all(args.out.resolve())
+            print(f"\ncompiled before the clock: {compiled}", flush=True)
         run_apart(part, args.device, args.tiny, args.out.resolve())
         seen.append(clocks())
     findings = {part: read_findings(args.out / f"{part}.json") for part in PARTS}
     there = {part: found for part, found in findings.items() if found is not None}
-    write_report(args.out, there, args.device, seen, time.monotonic() - began)
+    write_report(args.out, there, args.device, seen, time.monotonic() - began, compiled)
     print("\n" + summary(there, time.monotonic() - began, args.out))
     return int(any(found.failures or not found.done for part, found in there.items() if part in parts))
 
 
 def run_apart(part: str, device: str, tiny: bool, out: Path) -> None:
     """Runs one part in a process of its own, which is ended after its time; notes how it ended."""
-    path = out / f"{part}.json"
+    path, log = out / f"{part}.json", out / f"{part}.output.txt"
     Findings(path, title=part).save()
     most_s = PARTS[part] * (1 if device == "cuda" else ON_CPU) + GRACE_S
     command = [sys.executable, "-m", "benchmarks.gpu", part, "--device", device, "--out", str(out), "--inside"]
     print(f"\n{part}", flush=True)
-    try:
-        code = subprocess.run([*command, *["--tiny"] * tiny], cwd=ROOT, env=python_path(), timeout=most_s).returncode
-        how = f"ended with exit code {code}"
-    except subprocess.TimeoutExpired:
-        code, how = 1, f"ended after {most_s} s without an end of its own"
+    code = ran([*command, *["--tiny"] * tiny], environment(device), log, most_s, shown=True)
     found = read_findings(path)
-    if found is not None and code:
-        found.failures.append(f"the part {how}")
+    if found is not None and code != 0:
+        found.failures.append(f"the part {how_it_ended(code, most_s)}" + f", in {found.began!r}" * bool(found.began))
+    if found is not None:
+        found.files.append(log.name)
         found.save()
 
 
 def work(part: str, device: str, tiny: bool, out: Path) -> int:
     """Runs one part in this process."""
+    stacks_at_the_end()
     torch.set_num_threads(1)
     index = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     module = import_module(f"benchmarks.gpu.{part}")

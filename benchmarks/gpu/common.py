@@ -1,9 +1,9 @@
 """The parts share this: a job with its device and its findings, the clock of a device, engines and shapes."""
 
 import json
-import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,6 @@ from torch import nn
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 
-ROOT = Path(__file__).parents[2]
 ENGINES = ("torch", "torch.compile", "triton")
 """The engines of a step on an accelerator; `triton` only where it is the engine that `replicate` chooses."""
 
@@ -25,7 +24,8 @@ ENGINES = ("torch", "torch.compile", "triton")
 class Findings:
     """The findings of one part, written to `path` after each: a part that is ended leaves those it had.
 
-    table: rows of cells under `columns`. failures: of its checks, whose number is `checks`. headline: one line.
+    table: rows of cells under `columns`. failures: of its checks, whose number is `checks`. headline: one line. began:
+    the last attempt that began. files: names of those beside `path` with whole output and tracebacks.
     """
 
     path: Path
@@ -36,6 +36,8 @@ class Findings:
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     headline: str = ""
+    began: str = ""
+    files: list[str] = field(default_factory=list)
     done: bool = False
 
     def save(self) -> None:
@@ -68,21 +70,35 @@ class Job:
         found.save()
         print("  " + "  ".join(f"{name} {_text(value)}" for name, value in cells.items()), flush=True)
 
-    def check(self, name: str, holds: bool, seen: object = "") -> None:
-        """Counts a check, and keeps the line of one that fails."""
+    def file(self, kind: str) -> Path:
+        """A file of this part beside its findings, which the report names."""
+        path = self.findings.path.with_suffix(f".{kind}")
+        if path.name not in self.findings.files:
+            self.findings.files.append(path.name)
+            path.unlink(missing_ok=True)
+        return path
+
+    def check(self, name: str, holds: bool, seen: object = "", whole: str = "") -> None:
+        """Counts a check, and keeps the line of one that fails, and its `whole` traceback in a file."""
         self.findings.checks += 1
         if not holds:
             self.findings.failures.append(f"{name}: {seen}" if seen != "" else name)
             print(f"  FAILED {self.findings.failures[-1]}", flush=True)
+            if whole:
+                with self.file("errors.txt").open("a") as file:
+                    file.write(f"{self.findings.failures[-1]}\n\n{whole.rstrip()}\n\n\n")
         self.findings.save()
 
     def attempt(self, name: str, act: Callable[[], Any]) -> Any:
-        """The result of `act`; an exception is a failed check with its last line, and the part goes on."""
+        """The result of `act`; an exception is a failed check, its traceback goes to a file, and the part goes on."""
+        self.findings.began = name
+        self.findings.save()
         try:
             result = act()
         except Exception as error:
             lines = str(error).strip().splitlines()
-            self.check(name, False, f"{type(error).__name__}: {lines[0] if lines else ''}"[:300])
+            seen = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))  # triton's first line is a place alone
+            self.check(name, False, f"{type(error).__name__}: {seen}"[:300], traceback.format_exc())
             if self.on_gpu:
                 torch.cuda.empty_cache()
             return None
@@ -234,9 +250,3 @@ class _NoWaits(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def python_path() -> dict[str, str]:
-    """The environment of a process that imports this package, the tests and these benchmarks."""
-    paths = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

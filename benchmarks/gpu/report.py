@@ -85,9 +85,13 @@ def summary(findings: Mapping[str, Findings], seconds: float, out: Path) -> str:
     return "\n".join([*lines, *failures, f"{seconds:.0f} s; {out / 'report.html'}"])
 
 
-def write_report(out: Path, findings: Mapping[str, Findings], device: str, seen: Sequence[str], seconds: float) -> None:
+def write_report(
+    out: Path, findings: Mapping[str, Findings], device: str, seen: Sequence[str], seconds: float, compiled: str = ""
+) -> None:
     """Writes report.md and report.html."""
     facts = machine(device, seen) | {"time": f"{seconds:.0f} s"}
+    if compiled:
+        facts["compiled before the clock"] = compiled
     (out / "report.md").write_text(_markdown(findings, facts))
     (out / "report.html").write_text(_page(findings, facts))
 
@@ -101,6 +105,7 @@ def _markdown(findings: Mapping[str, Findings], facts: Mapping[str, str]) -> str
             lines += ["| " + " | ".join(found.columns) + " |", "|" + "---|" * len(found.columns)]
             lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in found.table]
         lines += ["", *(f"- FAILED {line}" for line in found.failures), *(f"- {line}" for line in found.notes)]
+        lines += [f"- files: {', '.join(f'[{name}]({name})' for name in found.files)}"] if found.files else []
     return "\n".join(lines) + "\n"
 
 
@@ -120,6 +125,8 @@ def _page(findings: Mapping[str, Findings], facts: Mapping[str, str]) -> str:
             body.append(_table(found.columns, found.table))
         lines = [f'<li class="bad">FAILED {html.escape(line)}</li>' for line in found.failures]
         lines += [f"<li>{html.escape(line)}</li>" for line in found.notes]
+        links = (f'<a href="{html.escape(name)}">{html.escape(name)}</a>' for name in found.files)
+        lines += [f"<li>files: {', '.join(links)}</li>"] if found.files else []
         body.append(f"<ul>{''.join(lines)}</ul>" if lines else "")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     return f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>"

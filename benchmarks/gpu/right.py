@@ -1,14 +1,12 @@
 """Right: the laws on the device, in one process and among real ranks, by the package's own tests."""
 
+import json
 import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from xml.etree import ElementTree
 
 import torch
-from benchmarks.gpu.common import ROOT, Job, python_path
+from benchmarks.gpu.children import ROOT, environment, how_it_ended, ran
+from benchmarks.gpu.common import Job
 
 TITLE = "Right"
 HERE = ["tests/laws/test_on_device.py"]
@@ -30,30 +28,28 @@ def measure(job: Job) -> None:
 
 
 def tested(job: Job, name: str, files: list[str]) -> None:
-    """Runs files of tests with their tensors on the device; each test is a check."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
-        command += ["-p", "no:cacheprovider", f"--junitxml={found}", *(["-k", "random or law_6"] * job.tiny), *files]
-        env = python_path() | {"TEST_DEVICE": job.device.type}
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=env, timeout=max(20, job.left_s()), capture_output=True, text=True
-            )
-        except subprocess.TimeoutExpired:
-            job.check(name, False, "not done when the time was up")
-            return
-        if not found.exists() or done.returncode not in (0, 1, 5):  # passed, failed, none chosen
-            job.check(name, False, (done.stdout + done.stderr).strip()[-300:])
-            return
-        passed = failed = skipped = 0
-        for case in ElementTree.parse(found).getroot().iter("testcase"):
-            broken = next((child for child in case if child.tag in ("failure", "error")), None)
-            if any(child.tag == "skipped" for child in case):
-                skipped += 1
-                continue
-            message = "" if broken is None else (broken.get("message") or "").split("\n")[0]
-            label = "::".join(filter(None, [case.get("classname", "").rsplit(".", 1)[-1], case.get("name")]))
-            job.check(label, broken is None, message[:300])
-            passed, failed = passed + (broken is None), failed + (broken is not None)
-        job.row(tests=name, passed=passed, failed=failed, left_out=skipped)
+    """Runs files of tests with their tensors on the device; each test is a check, and counts even where a later one
+    ends all of them."""
+    slug = name.replace(", ", "-").replace(" ", "-")
+    log, results = job.file(f"{slug}.txt"), job.findings.path.with_suffix(f".{slug}.jsonl")
+    results.write_text("")
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(ROOT)]
+    command += ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.each_result"]
+    command += [*["-k", "random or law_6"] * job.tiny, *files]
+    env, most_s = environment(job.device.type) | {"GPU_RESULTS": str(results)}, max(20, job.left_s())
+    code = ran(command, env, log, most_s)
+    began, ended = "", dict[str, dict[str, str]]()
+    for line in map(json.loads, results.read_text().splitlines()):
+        began = line.get("began", began)
+        if "ended" in line and ended.get(line["ended"], {}).get("outcome") != "failed":  # which a teardown may do, too
+            ended[line["ended"]] = line
+    for test, found in ended.items():
+        if found["outcome"] != "skipped":
+            job.check(test, found["outcome"] == "passed", found["headline"][:300], found["traceback"])
+    passed, failed, skipped = (
+        sum(found["outcome"] == outcome for found in ended.values()) for outcome in ("passed", "failed", "skipped")
+    )
+    if code not in (0, 1, 5):  # passed, failed, none chosen
+        last = f"; the last test that began: {began}" if began else ""
+        job.check(name, False, f"pytest {how_it_ended(code, most_s)}{last}; see {log.name}")
+    job.row(tests=name, passed=passed, failed=failed, left_out=skipped)

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.gpu.common import ROOT, Job, synchronize
+from benchmarks.gpu.children import ROOT
+from benchmarks.gpu.common import Job, synchronize
 from benchmarks.gpu.olmo2 import SHAPES, OLMo2
 from torch import Tensor
 

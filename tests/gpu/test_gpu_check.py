@@ -1,5 +1,7 @@
 """`make gpu` proves itself on a CPU: each part at a tiny size, in this process."""
 
+import re
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -11,8 +13,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import right
+from benchmarks.gpu import children, right
+from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
+from benchmarks.gpu.compiling import compile_all
 
 from limits import LIMIT_S
 
@@ -43,9 +47,69 @@ def test_tests_are_counted_and_those_that_fail_are_named(tmp_path):
     job = job_in(tmp_path)
     right.tested(job, "some", [str(tests)])
     assert job.findings.table == [["some", "1", "1", "1"]] and job.findings.checks == 2
-    assert job.findings.failures == ["test_random_bad: ValueError: of a sort"]
+    assert job.findings.failures == ["test_some.py::test_random_bad: ValueError: of a sort"]
+    errors = (tmp_path / "part.errors.txt").read_text()
+    assert "def test_random_bad(): raise ValueError('of a sort')" in errors and "part.errors.txt" in job.findings.files
     right.tested(job, "missing", [str(tmp_path / "test_gone.py")])
-    assert "not found" in job.findings.failures[-1]
+    assert job.findings.failures[-1].endswith("see part.missing.txt")
+    assert "not found" in (tmp_path / "part.missing.txt").read_text()
+
+
+@pytest.mark.parametrize("end", ["SIGSEGV", "SIGTERM"])  # the second as at the end of the time
+def test_the_end_of_all_tests_costs_no_result_that_was_there(end, tmp_path):
+    tests, kill = tmp_path / "test_some.py", f"os.kill(os.getpid(), signal.{end})"
+    tests.write_text(f"import os, signal\ndef test_random_good(): pass\ndef test_random_last():\n    {kill}\n")
+    job = job_in(tmp_path)
+    right.tested(job, "some", [str(tests)])
+    (failure,) = job.findings.failures
+    assert job.findings.table == [["some", "1", "0", "0"]] and f"({end})" in failure
+    assert failure.endswith("the last test that began: test_some.py::test_random_last; see part.some.txt")
+    assert "in test_random_last" in (tmp_path / "part.some.txt").read_text()  # the stack
+
+
+def test_a_process_that_hangs_is_ended_with_its_children(tmp_path):
+    hangs = "import os, signal\nif os.fork(): print('begun', flush=True)\nsignal.pause()"
+    code = children.ran([sys.executable, "-c", hangs], environment("cpu"), tmp_path / "log", 0.5, shown=True)
+    assert code is None and children.how_it_ended(code, 0.5) == "was ended after 0 s without an end of its own"
+
+
+def test_the_whole_traceback_of_an_exception_is_kept(tmp_path):
+    def act():
+        raise ValueError("at 87:41:\nsource\na reason")
+
+    job = job_in(tmp_path)
+    job.attempt("a thing", act)
+    assert job.findings.failures == ["a thing: ValueError: at 87:41: ... a reason"] and job.findings.began == "a thing"
+    assert "Traceback (most recent call last)" in (tmp_path / "part.errors.txt").read_text()
+
+
+def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    wanted = ["scan_kernel", "seal_kernel"]
+    said = compile_all(tmp_path, "--target", "90", "--schemes", "random-sign", "--kernels", *wanted, processes=2)
+    assert re.fullmatch(r"\d+ kernels by 2 processes in \d+ s", said), said + (tmp_path / "compiling.0.txt").read_text()
+    names = {line.split()[1] for line in (tmp_path / "compiling.1.txt").read_text().splitlines()}
+    assert names == set(wanted) and list((tmp_path / "cache").rglob("scan_kernel.cubin"))
+
+
+def test_no_process_of_a_gpu_interprets_kernels(monkeypatch):
+    """They would read addresses of the GPU on the host."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert environment("cuda")["TRITON_INTERPRET"] == "0" and environment("cpu")["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET=0" in documented("TEST_DEVICE=cuda")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    given = {**environment("cpu"), "TEST_DEVICE": "cuda"}
+    said = "import conftest, os; print(os.environ.get('TRITON_INTERPRET'))"
+    done = subprocess.run([sys.executable, "-c", said], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def documented(words):
+    """The line of the page with these words."""
+    lines = (Path(__file__).parents[2] / "docs/gpu.md").read_text().splitlines()
+    return next(line for line in lines if words in line)
 
 
 def test_without_a_gpu_it_says_so_in_one_line_and_does_not_end_well(capsys, tmp_path):
@@ -58,20 +122,20 @@ def test_without_a_gpu_it_says_so_in_one_line_and_does_not_end_well(capsys, tmp_
 
 
 def test_a_part_that_breaks_costs_no_other_and_the_report_says_which(monkeypatch, capsys, tmp_path):
-    class Ended:
-        def __init__(self, command, **_):
-            part = command[3]
-            self.returncode = -9 if part == "memory" else 0
-            found = check.read_findings(tmp_path / f"{part}.json")
-            found.columns, found.table = ["step", "ms"], [["a | <b>", "1"]]
-            found.done, found.headline = part != "memory", f"of {part}"
-            found.save()
+    def ended(command, env, log, most_s, shown):
+        part = command[3]
+        found = check.read_findings(tmp_path / f"{part}.json")
+        found.columns, found.table, found.began = ["step", "ms"], [["a | <b>", "1"]], "a step"
+        found.done, found.headline = part != "memory", f"of {part}"
+        found.save()
+        return -9 if part == "memory" else 0
 
-    monkeypatch.setattr(check.subprocess, "run", Ended)
+    monkeypatch.setattr(check, "ran", ended)
     assert check.main(["memory", "twin", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "memory: the part ended with exit code -9" in shown and "of twin" in shown
+    assert "memory: the part ended with exit code -9 (SIGKILL), in 'a step'" in shown and "of twin" in shown
     assert shown.strip().endswith("report.html")
     markdown, page = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
     assert f"- torch: {torch.__version__}" in markdown and "| a \\| <b> | 1 |" in markdown
     assert "a | &lt;b&gt;" in page and "FAILED the part ended" in page
+    assert "[memory.output.txt](memory.output.txt)" in markdown and '<a href="memory.output.txt">' in page

@@ -22,6 +22,7 @@ from detonation.core.codec.codec import Codec  # noqa: E402
 from detonation.core.codec.message_rows import MessageRows  # noqa: E402
 from detonation.core.codec.precision import PRECISIONS  # noqa: E402
 from detonation.core.codec.selection import TopK  # noqa: E402
+from detonation.core.compute import kernel_library  # noqa: E402
 from detonation.core.engine.compiled import engine_for  # noqa: E402
 from detonation.core.flat.owners import RowOwners  # noqa: E402
 from detonation.core.runtime import Runtime  # noqa: E402
@@ -41,6 +42,12 @@ def played(monkeypatch):
     """The CPU plays an accelerator."""
     monkeypatch.setenv("DETONATION_KERNELS", "triton")
     monkeypatch.setattr(selftest, "_SHAPE", (16, 16))
+
+
+def test_interpreted_kernels_are_refused_for_a_gpu():
+    """They would read its addresses on the host, and end the process."""
+    with pytest.raises(RuntimeError, match=r"^TRITON_INTERPRET=1 would run the kernels on the CPU.*: unset it$"):
+        kernel_library.gpu_kernels(Runtime(torch.device("cuda")))
 
 
 @triton.jit

@@ -35,7 +35,10 @@ def gpu_kernels(runtime: Runtime) -> tuple[ModuleType | None, str]:
         return None, "kernels are turned off"
     if runtime.device.type != "cuda" and not accelerator_is_played():
         return None, f"the device is {runtime.device.type}"
-    return _launches()
+    found = _launches()
+    if runtime.device.type == "cuda" and found[0] is not None and found[0].INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET=1 would run the kernels on the CPU, with addresses of the GPU: unset it")
+    return found
 
 
 @cache

@@ -118,9 +118,8 @@ class NativeEngine(ReferenceEngine):
         values = [each.contiguous() for each in whole.values]  # of one message they lie together
         indices = [each.contiguous() for each in self._coding.encode(sent)]
         self._library.decode(tensors, self._coding.chunk, values, indices, self._width, nonzero, basis, rates)
-        torch.autograd.graph.increment_version(
-            tensors
-        )  # the library writes unseen; a graph that holds old values must not be used
+        # the library writes unseen; a graph that holds old values must not be used
+        torch.autograd.graph.increment_version(tensors)
 
 
 @cache
@@ -146,11 +145,8 @@ def engine_for(
     fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
     if memory is None or not fits or runtime.decides_on_device:
         return ReferenceEngine(codec, layout, memory, runtime, room)
-    library = (
-        kernel_library.load_library()
-        if runtime.kernels and codec.selection.chunk in kernel_library.KERNEL_CHUNKS
-        else None
-    )
+    known = runtime.kernels and codec.selection.chunk in kernel_library.KERNEL_CHUNKS
+    library = kernel_library.load_library() if known else None
     if library is not None:
         return NativeEngine(library, codec, layout, memory, runtime)
     if codec.selection.chunk in TOPK_CHUNKS:

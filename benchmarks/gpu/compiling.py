@@ -1,0 +1,115 @@
+"""Compiles the kernels of the tests and parts that follow, in several processes, before the clock of a part starts.
+
+    PYTHONPATH=src:tests:.:benchmarks python -m benchmarks.gpu.compiling [--target 90] [--schemes NAME ...]
+
+The device `meta` plays the steps, and each launch is compiled instead (see aot.py), as Triton's JIT specialises it: a
+step that runs later finds the kernel in Triton's cache, unless an address of its own is aligned otherwise. `--target`
+is a compute capability, for a machine without a GPU.
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.gpu.children import ROOT, environment, how_it_ended, ran
+
+MOST_S = 240
+FAR = 1 << 40
+"""An address in memory, as any of a GPU."""
+
+
+def compile_all(out: Path, *arguments: str, processes: int | None = None, device: str = "cuda") -> str:
+    """Compiles in as many processes as there are cores, at most 16; says how many kernels, and how long it took."""
+    began, count = time.monotonic(), processes or min(16, len(os.sched_getaffinity(0)))
+    env = environment(device)
+    env["PYTHONPATH"] += os.pathsep + str(ROOT / "benchmarks")
+    logs = [out / f"compiling.{share}.txt" for share in range(count)]
+
+    def one(share: int) -> int | None:
+        command = [sys.executable, "-m", "benchmarks.gpu.compiling", "--share", str(share), "--of", str(count)]
+        return ran([*command, *arguments], env, logs[share], MOST_S)
+
+    with ThreadPoolExecutor(count) as pool:
+        codes = list(pool.map(one, range(count)))
+    kernels = {line for log in logs for line in log.read_text().splitlines() if line.startswith("compiled ")}
+    failed = [f"{log.name} {how_it_ended(code, MOST_S)}" for log, code in zip(logs, codes, strict=True) if code != 0]
+    text = f"{len(kernels)} kernels by {count} processes in {time.monotonic() - began:.0f} s"
+    return "; ".join([text, *failed])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--target", type=int, help="a compute capability, times ten; the GPU's when left out")
+    parser.add_argument("--schemes", nargs="+", help="of tests/zoo.py; all of them and those of aot.py when left out")
+    parser.add_argument("--kernels", nargs="+", default=[], help="all of them when left out")
+    args = parser.parse_args()
+    if args.target:
+        play_driver(args.target)
+    import aot  # lets `meta` play an accelerator
+    import torch
+    from benchmarks.gpu.common import SIZES
+    from triton.runtime.jit import MockTensor
+
+    from zoo import TALKING
+
+    torch.set_num_threads(1)
+
+    def compiled(kernel: Any, programs: int, *values: Any, warps: int = 8, **constants: Any) -> None:
+        """Compiles in the place of a launch."""
+        if args.kernels and kernel.__name__ not in args.kernels:
+            return
+        given = [MockTensor(each.dtype) if isinstance(each, torch.Tensor) else each for each in values]
+        named = zip(kernel.arg_names, given, strict=False)
+        given = [FAR if name.startswith("address") else each for name, each in named]
+        found = kernel.run(*given, grid=(programs,), warmup=True, **constants, num_warps=warps, enable_fp_fusion=False)
+        print(f"compiled {kernel.__name__} {found.hash}", flush=True)
+
+    of_laws = [(11,), (64, 31), (64,), (3, 64), (3,)]
+    of_runs = [(129, 67), (129,), (31, 129)]
+    cases = [
+        (name, TALKING[name], shapes, replicas)
+        for shapes, replicas in ((of_runs, 2), (SIZES["tiny"], 2), (of_laws, 3))
+        for name in args.schemes or TALKING
+    ]
+    if not args.schemes:
+        cases += [(name, *case[:1], SIZES["125M"], case[1]) for name, case in aot.CONFIGURATIONS.items()]
+    failed = 0
+    for name, scheme, shapes, replicas in cases[args.share :: args.of]:
+        try:
+            with aot.instead_of_launches(compiled):
+                aot.step(scheme, replicas, shapes, torch.float32)
+        except Exception:
+            failed += 1
+            print(f"FAILED {name} of {replicas} replicas", flush=True)
+            traceback.print_exc(file=sys.stdout)
+    return int(failed > 0)
+
+
+def play_driver(capability: int) -> None:
+    """Gives Triton a GPU that is not there, to compile for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    limits = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+            get_device_capability=lambda *_: divmod(capability, 10),
+            map_python_to_cpp_type=str,
+            utils=SimpleNamespace(get_device_properties=lambda device: limits),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
