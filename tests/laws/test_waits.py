@@ -1,10 +1,12 @@
 """The host waits for nothing in a step on an accelerator. The device `meta` plays one: nothing can be read from it."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -12,7 +14,12 @@ import detonation as dt
 from detonation.core.codec import selection
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
+from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
+from detonation.wire.all_gather import DifferenceGather
+from detonation.wire.integers import BlockIntegers
+from detonation.wire.moves import WEIGHT_MOVES
+from detonation.wire.reduce_scatter import ErrorFeedbackReduce
 from zoo import TALKING
 
 STEPS = 4
@@ -52,6 +59,23 @@ class Devices(TorchDispatchMode):
         met = [t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
         assert len(set(met)) < 2, function
         return out
+
+
+class NoLists(TorchFunctionMode):
+    """No tensor has a list as its index: torch makes a tensor of it on the host, copies that, and waits."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list | range) for part in index), f"a list is an index: {index}"
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched():
+    """A step in which nothing is copied between the host and the device, which `torch.tensor` would do."""
+    with NoLists(), Devices():
+        yield
 
 
 class Posted:
@@ -109,7 +133,7 @@ def trained(levels, base, monkeypatch):
             parameter.grad = torch.empty_like(parameter)
         if step:
             monkeypatch.setattr(torch, "tensor", refused)
-            with Devices():
+            with watched():
                 optimizer.step()
         else:
             optimizer.step()
@@ -139,6 +163,27 @@ def test_the_host_waits_for_nothing_where_levels_tell_one_another_to_stop(monkey
     assert optimizer._consensus._others
 
 
+@pytest.mark.parametrize("replica, nodes", [(0, 2), (1, 3), (2, 3)])
+@pytest.mark.parametrize("codec", [BlockIntegers(4), BlockIntegers(8, rotate=True)], ids=["4bit", "8bit-rotated"])
+def test_the_host_waits_for_nothing_on_a_shard_wire(codec, replica, nodes, monkeypatch):
+    wire = Mirror()
+    wire.replica, wire.size = replica, lambda: nodes
+    wire.all_gather, wire.all_to_all = (
+        lambda mine: lambda: mine.expand(nodes, -1),
+        lambda mine: lambda: mine.view(nodes, -1),
+    )
+    reduce = ErrorFeedbackReduce(Link(wire), None, codec, lambda: {"a": 200, "b": 57})
+    gather = DifferenceGather(Link(wire), None, codec, 0, lambda: True, lambda: 0)
+    shard, gradient = torch.empty(257, device="meta"), torch.empty(nodes * 257, device="meta")
+    for step in range(3):
+        WEIGHT_MOVES()
+        if step == 1:
+            monkeypatch.setattr(torch, "tensor", refused)
+        with watched() if step else nullcontext():
+            gather(torch.empty(nodes * 257, device="meta"), shard, None)
+            reduce(shard.clone(), gradient, None, dist.ReduceOp.SUM)
+
+
 class Streams:
     """What `torch.cuda` would be: streams that are in order as they are."""
 
@@ -164,7 +209,7 @@ def test_the_host_waits_for_nothing_while_backward_sends(name, monkeypatch):
     for Posted.step in range(3):
         if Posted.step == 1:
             monkeypatch.setattr(torch, "tensor", refused)
-        with Devices() if Posted.step else nullcontext():
+        with watched() if Posted.step else nullcontext():
             loss = model[2](model[:2](torch.empty(5, 257, device="meta")).bfloat16()).mean()
             with optimizer.overlap():
                 loss.backward()

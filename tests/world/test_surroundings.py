@@ -10,6 +10,7 @@ from torch import nn
 
 import detonation as dt
 from detonation.cluster.network.simulated import simulate_replicas
+from detonation.core.runtime import Runtime
 from zoo import TALKING
 
 SCHEMES = TALKING | {"chunk-48": dt.demo(topk=24, chunk=48)}
@@ -66,6 +67,36 @@ def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kerne
         torch.set_float32_matmul_precision("highest")
     for weights, *counts in others:
         assert torch.equal(weights, expected[0]) and counts == [*expected[1:]] and not expected[2]
+
+
+PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+@pytest.fixture
+def products():
+    """Puts back how products round."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for each in PRODUCTS:
+        each.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("legacy, new", [
+    ("high", ("tf32", "tf32")), ("medium", ("tf32", "bf16")), ("high", ("tf32", "ieee")), (None, ("tf32", "bf16")),
+])  # fmt: skip
+def test_a_step_that_reads_how_products_round_in_the_legacy_way_may(kind, legacy, new, products):
+    torch.set_float32_matmul_precision(legacy or "highest")
+    for each, precision in zip(PRODUCTS, new, strict=True):
+        each.fp32_precision = precision
+    with Runtime(torch.device(kind)).exact_arithmetic():
+        assert PRODUCTS[kind == "cpu"].fp32_precision == "ieee"
+        if legacy:
+            read = torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()
+            assert read == (False, "highest") or (kind, new[1]) == ("cpu", "ieee")  # whose products are exact already
+    assert tuple(each.fp32_precision for each in PRODUCTS) == new
+    if legacy:
+        assert torch.get_float32_matmul_precision() == legacy and torch.backends.cuda.matmul.allow_tf32
 
 
 def creations(source):

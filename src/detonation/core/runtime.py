@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -17,28 +17,32 @@ T = TypeVar("T")
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 _AS_IT_IS = nullcontext()
+_PRODUCTS: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "cpu": torch.backends.mkldnn.matmul}  # type: ignore[attr-defined]
+"""Torch's settings for matrix products, by the kind of device."""
 
 
 def fp32_products() -> str:
     """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
-    found = [_products(kind).fp32_precision for kind in ("cuda", "cpu")]
+    found = (products.fp32_precision for products in _PRODUCTS.values())
     return ", ".join("ieee" if name in _FP32 else name for name in found)
-
-
-def _products(kind: str) -> Any:
-    """Torch's settings for matrix products on a kind of device."""
-    backend: Any = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
-    return backend.matmul
 
 
 @contextmanager
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
-    allowed, products.fp32_precision = products.fp32_precision, "ieee"
+    allowed = [each.fp32_precision for each in _PRODUCTS.values()]
+    legacy = "highest"
+    with suppress(RuntimeError):  # of a caller who has the new settings alone
+        legacy = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # where the two differ, torch raises whenever it is read
+    products.fp32_precision = "ieee"
     try:
         with autocast:
             yield
     finally:
-        products.fp32_precision = allowed
+        if legacy != "highest":
+            torch.set_float32_matmul_precision(legacy)
+        for each, precision in zip(_PRODUCTS.values(), allowed, strict=True):
+            each.fp32_precision = precision
 
 
 def accelerator_is_played() -> bool:
@@ -73,11 +77,11 @@ class Runtime:
     def exact_arithmetic(self) -> AbstractContextManager[None]:
         """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in TF32 or bf16."""
         kind = self.device.type
-        backend: Any = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
+        products = _PRODUCTS["cpu" if kind == "cpu" else "cuda"]
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if backend.matmul.fp32_precision in _FP32 and not casts:
+        if products.fp32_precision in _FP32 and not casts:
             return _AS_IT_IS
-        return _exactly(backend.matmul, torch.autocast(kind, enabled=False) if casts else _AS_IT_IS)
+        return _exactly(products, torch.autocast(kind, enabled=False) if casts else _AS_IT_IS)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object under `key` that the kernels of this optimizer share, as `make` returned it first.

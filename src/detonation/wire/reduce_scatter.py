@@ -36,7 +36,7 @@ class ErrorFeedbackReduce(ReduceScatter):
         sizes: Callable[[], Mapping[str, int]],
     ) -> None:
         self._link, self._local, self._codec, self._sizes = link, local, codec, sizes
-        self._others = [node for node in range(link.replicas) if node != link.replica]
+        self._others = link.replicas - 1
         self.residual: Tensor | None = None
         self._laid_out: dict[str, int] = {}  # the sizes of the residual
 
@@ -57,21 +57,20 @@ class ErrorFeedbackReduce(ReduceScatter):
                 f"the reduce-scatter between nodes sums, it was asked for {op}: leave the divisor to FSDP2"
             )
         sums = self._summed_in_node(input_tensor.view(self._link.replicas, -1))  # [nodes, n]
-        count = sums.shape[1]
+        count, here = sums.shape[1], self._link.replica
         residual = self._residual_for(count, sums.device)
-        signal = sums[self._others].float().add_(residual)  # [nodes - 1, n]
+        # slices: an index that is a list is copied to the device, and the host waits for it
+        signal = torch.cat([sums[:here], sums[here + 1 :]]).float().add_(residual)  # [nodes - 1, n]
         encoded = self._codec.encode(signal)
-        messages = encoded.new_zeros(self._link.replicas, encoded.shape[1])  # nothing for this node itself
-        messages[self._others] = encoded
-        arriving = self._link.all_to_all(messages)
+        for_itself = encoded.new_zeros(1, encoded.shape[1])
+        arriving = self._link.all_to_all(torch.cat([encoded[:here], for_itself, encoded[here:]]))
         signal.sub_(self._codec.decode(encoded, count))
         # a gradient that is not finite is for those who receive it to refuse: the residual stays as it was
         torch.where(signal.isfinite().all(), signal, residual, out=residual)
         rows = arriving()
         total = torch.zeros(count, dtype=torch.float32, device=sums.device)
         for node in range(self._link.replicas):  # in the order of nodes: the sum depends on it
-            own = node == self._link.replica
-            total.add_(sums[node].float() if own else self._codec.decode(rows[node], count))
+            total.add_(sums[node].float() if node == here else self._codec.decode(rows[node], count))
         output_tensor.copy_(total)
 
     def by_parameter(self) -> dict[str, Tensor]:
@@ -88,8 +87,7 @@ class ErrorFeedbackReduce(ReduceScatter):
 
         Shapes: as `by_parameter`; of a parameter that is frozen now, too, which may be trained again.
         """
-        nodes = len(self._others)
-        fitting = {name: piece for name, piece in saved.items() if len(piece) == nodes}  # sizes are compared at use
+        fitting = {name: piece for name, piece in saved.items() if len(piece) == self._others}  # sizes: at use
         self._laid_out = {name: piece.shape[1] for name, piece in fitting.items()}
         self.residual = torch.cat([*fitting.values()], 1).float() if fitting else None
 
@@ -100,11 +98,11 @@ class ErrorFeedbackReduce(ReduceScatter):
             sizes = {"": count}
         if self.residual is None or [*sizes.items()] != [*self._laid_out.items()] or self.residual.device != device:
             before = self.by_parameter()
-            empty = torch.zeros(len(self._others), 0, dtype=torch.float32, device=device)
+            empty = torch.zeros(self._others, 0, dtype=torch.float32, device=device)
             pieces = [
                 before[n].to(device)
                 if n in before and before[n].shape[1] == size
-                else empty.new_zeros(len(self._others), size)
+                else empty.new_zeros(self._others, size)
                 for n, size in sizes.items()
             ]
             self.residual, self._laid_out = torch.cat([empty, *pieces], 1), sizes

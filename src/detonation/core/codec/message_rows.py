@@ -161,8 +161,7 @@ def zero_byte(device: torch.device) -> Tensor:
 def row_run(kernels: Any, codec: Codec, octets: Tensor, room: int, rows: int) -> Any:
     """A run of rows of messages, as kernels read it (`RowRun`)."""  # octets [messages, room + nbytes] uint8
     lengths = codec.precision.lengths(rows, codec.selection.k)
-    values, statistics = lengths[0], sum(lengths[1:])
-    return kernels.RowRun(octets, room, rows, (values, statistics, codec.nbytes(rows) - values - statistics))
+    return kernels.RowRun(octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths)))
 
 
 @dataclass(frozen=True)

@@ -31,22 +31,22 @@ def first_nonfinite(
     tensors = [signal for _, signal in present]
     if runtime.decides_on_device:
         kernels, _ = kernel_library.gpu_kernels(runtime)
-        if kernels is None:
-            numbers, within = signals_within(signals, runtime.device)
-            return first_outside([numbers], [within])
-        sizes = tuple(numels or (0 if s is None else s.numel() for s in signals))  # each has a scanner of its own
-        scanner = runtime.shared(sizes, partial(kernels.Scanner, sizes, range(len(sizes)), runtime.device))
-        status: Tensor = kernels.settled(scanner.scan(signals, SIGNAL_LIMIT))
-        return status
-    library = kernel_library.load_library()
-    if library and all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
-        found = library.beyond(tensors, SIGNAL_LIMIT)
-        return 0 if found < 0 else 1 + present[found][0]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
-    if (norms <= SIGNAL_LIMIT).all():  # no number is larger than the root of the sum of all squares
-        return 0
+        if kernels is not None:
+            sizes = tuple(numels or (0 if s is None else s.numel() for s in signals))  # each has a scanner of its own
+            scanner = runtime.shared(sizes, partial(kernels.Scanner, sizes, range(len(sizes)), runtime.device))
+            status: Tensor = kernels.settled(scanner.scan(signals, SIGNAL_LIMIT))
+            return status
+    else:
+        library = kernel_library.load_library()
+        if library and all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
+            at = library.beyond(tensors, SIGNAL_LIMIT)
+            return 0 if at < 0 else 1 + present[at][0]
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors)])
+        if (norms <= SIGNAL_LIMIT).all():  # no number is larger than the root of the sum of all squares
+            return 0
     numbers, within = signals_within(signals, tensors[0].device)
-    return int(first_outside([numbers], [within]))
+    found = first_outside([numbers], [within])
+    return found if runtime.decides_on_device else int(found)
 
 
 def signals_within(signals: Sequence[Tensor | None], device: torch.device) -> tuple[list[int], Tensor]:

@@ -87,9 +87,8 @@ class Guard:
         if self.kernels is not None:
             read = [row_run(self.kernels, run.codec, run.octets, run.room, run.rows) for run in runs]
             found = status if isinstance(status, Tensor) else constant(status, octets.device)
-            self._inspector(len(octets)).seal(
-                read, nbytes, IDENTITY, header.schema, step, header.origin, found, header.received
-            )
+            inspector = self._inspector(len(octets))
+            inspector.seal(read, nbytes, IDENTITY, header.schema, step, header.origin, found, header.received)
         elif len(runs) == 1:
             header.seal(octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets, nbytes)
         else:
