@@ -153,6 +153,39 @@ def test_every_kernel_of_the_package_is_started_first():
     )
 
 
+def test_messages_are_sealed_and_inspected_many_times(tmp_path):
+    pytest.importorskip("triton")
+    job = job_in(tmp_path)
+    right.sealed(job)
+    assert job.findings.checks == 1 and not job.findings.failures
+    assert job.findings.table == [["messages sealed and inspected", "10", "0", "0"]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, of the random bytes of messages
+@pytest.mark.parametrize("kind, at", [("disagree", 0), ("missed", 9), ("unlike_torch", 0)])
+def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):
+    pytest.importorskip("triton")
+    from benchmarks.gpu import seals
+
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    inspect, seal = seals.launches.Inspector.inspect, seals.Header.seal
+
+    def inspected(*arguments):
+        table = inspect(*arguments)
+        table[0, seals.ADDED] += kind == "disagree"
+        table[-1, seals.ADDED] = table[-1, seals.STATED] if kind == "missed" else table[-1, seals.ADDED]
+        return table
+
+    def sealed(header, messages, nbytes):
+        seal(header, messages, nbytes)
+        messages[0, 60] ^= kind == "unlike_torch"
+
+    monkeypatch.setattr(seals.launches.Inspector, "inspect", inspected)
+    monkeypatch.setattr(seals.Header, "seal", sealed)
+    found = seals.agreed(CPU, at + 1, LIMIT_S)
+    assert found == {"rounds": at + 1, "disagree": -1, "missed": -1, "unlike_torch": -1, kind: at}
+
+
 def test_no_process_of_a_gpu_interprets_kernels(monkeypatch):
     """They would read addresses of the GPU on the host."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
