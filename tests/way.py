@@ -48,9 +48,9 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 13_186,
+    "lines of core": 13_185,
     "files of core": 107,
-    "lines of src": 39_786,
+    "lines of src": 39_785,
     "files of src": 316,
     "public names": 72,
     "verbs": 14,

@@ -4,7 +4,7 @@
 
 from the root of the repository. It needs Python with torch >= 2.10, triton and pytest: no install, no network. The
 parts, in this order: first, right, waiting, fast, memory, training, twin. Each runs in a process of its own: the
-failure of one does not cost the others; all of them take less than eight minutes. Without a GPU it says so and ends
+failure of one does not cost the others; all of them take about ten minutes. Without a GPU it says so and ends
 with exit code 2. `--device cpu --tiny` proves the script itself.
 
 The directory gets report.html and report.md, and the findings of each part as JSON. The exit code is 1 where a check
