@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib.util import find_spec
 
 import torch
 from benchmarks.gpu.children import ROOT, environment, how_it_ended, ran
@@ -21,6 +22,7 @@ def measure(job: Job) -> None:
         tested(job, "real ranks", WORLDS[1:2])
     else:
         tested(job, "real ranks", WORLDS)
+    sealed(job)
     if job.on_gpu and torch.cuda.device_count() < 2:
         job.note("one GPU: NCCL ran with one rank; two ranks on one GPU talked over gloo")
     good = job.findings.checks - len(job.findings.failures)
@@ -53,3 +55,24 @@ def tested(job: Job, name: str, files: list[str]) -> None:
         last = f"; the last test that began: {began}" if began else ""
         job.check(name, False, f"pytest {how_it_ended(code, most_s)}{last}; see {log.name}")
     job.row(tests=name, passed=passed, failed=failed, left_out=skipped)
+
+
+def sealed(job: Job) -> None:
+    """Messages are sealed and inspected many times, beside a stream that moves memory; see seals.py."""
+    if find_spec("triton") is None:
+        job.note("no triton: no message was sealed by a kernel")
+        return
+    log, times = job.file("seals.txt"), 10_000 if job.on_gpu else 10 if job.tiny else 100
+    env, seconds = environment(job.device.type), max(10.0, min(30.0, job.left_s()))
+    if not job.on_gpu:
+        env |= {"TRITON_INTERPRET": "1", "DETONATION_KERNELS": "triton"}  # the CPU plays an accelerator
+    command = [sys.executable, "-m", "benchmarks.gpu.seals", "--device", job.device.type, "--times", str(times)]
+    most_s = seconds + 60
+    code = ran([*command, "--seconds", str(seconds)], env, log, most_s)
+    last = next((line for line in log.read_text().splitlines() if line.startswith('{"rounds"')), "")
+    found = json.loads(last) if last else {}
+    kinds = {name: number for name, number in found.items() if name != "rounds" and number >= 0}
+    seen = f"first wrong rounds: {kinds}" if kinds else f"the process {how_it_ended(code, most_s)}; see {log.name}"
+    job.check("messages sealed and inspected", code == 0 and bool(found), seen, "" if code == 0 else log.read_text())
+    failed = int(code != 0)
+    job.row(tests="messages sealed and inspected", passed=found.get("rounds", 0), failed=failed, left_out=0)

@@ -13,7 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import children, right
+from benchmarks.gpu import children, first, right
 from benchmarks.gpu.children import environment
 from benchmarks.gpu.common import Findings, Job
 from benchmarks.gpu.compiling import compile_all
@@ -27,7 +27,7 @@ def job_in(folder, part="part"):
     return Job(CPU, True, Findings(folder / f"{part}.json"), time.monotonic() + LIMIT_S)
 
 
-@pytest.mark.parametrize("part", [part for part in check.PARTS if part != "right"])
+@pytest.mark.parametrize("part", [part for part in check.PARTS if part not in ("first", "right")])
 def test_a_part_measures_and_nothing_in_it_fails(part, tmp_path):
     job = job_in(tmp_path, part)
     import_module(f"benchmarks.gpu.{part}").measure(job)
@@ -94,6 +94,98 @@ def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, mo
     assert names == set(wanted) and list((tmp_path / "cache").rglob("scan_kernel.cubin"))
 
 
+def first_of(kernels, faults, monkeypatch, folder):
+    """The part `first` with some kernels, some of which are made to fail."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("GPU_FIRST_FAULT", faults)
+    monkeypatch.setattr(first, "TINY", kernels)
+    job = job_in(folder, "first")
+    first.measure(job)
+    return job.findings, (folder / "first.errors.txt").read_text()
+
+
+def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, tmp_path):
+    kernels = ("scan_kernel", "seal_kernel", "inspect_kernel")
+    found, errors = first_of(kernels, "scan_kernel=crash,seal_kernel=bit", monkeypatch, tmp_path)
+    crashed, erred = found.failures
+    assert crashed.startswith("scan_kernel: shapes 0: the process ended with exit code -11 (SIGSEGV)")
+    assert "launched last: scan_kernel, 1 programs, ROW=1024" in crashed and crashed.endswith("; interpreted: yes")
+    assert erred.startswith("seal_kernel: shapes 0: sealed messages: 1 of 328 values differ, the first at 0: 4, not 68")
+    assert [row[1] for row in found.table] == ["0 of 1 shapes", "0 of 1 shapes", "1 of 1 shapes"]
+    assert "Fatal Python error: Segmentation fault" in errors and "in scan\n" in errors  # the stack
+
+
+def test_a_kernel_that_hangs_is_ended_and_named_with_its_stack(monkeypatch, tmp_path):
+    monkeypatch.setattr(first, "LAUNCH_S", 1.0)  # from the launch on
+    found, errors = first_of(("settle_kernel",), "settle_kernel=hang", monkeypatch, tmp_path)
+    (hung,) = found.failures
+    assert hung.startswith("settle_kernel: shapes 0: the process was ended after 1 s without an end of its own")
+    assert "launched last: settle_kernel, 1 programs, SOME=1" in hung and "in settle\n" in errors
+
+
+def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("GPU_FIRST_FAULT", "scan_kernel=crash")
+    monkeypatch.setitem(check.PARTS, "twin", 0)  # which then has no time for a step
+    assert check.main(["twin", "first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 1
+    assert check.read_findings(tmp_path / "twin.json").done and check.read_findings(tmp_path / "first.json").done
+    page = (tmp_path / "report.md").read_text()
+    assert "FAILED scan_kernel: shapes 0: the process ended" in page and "[first.scan_kernel.txt]" in page
+    assert page.index("(`first`)") < page.index("(`twin`)") and "FAILED scan_kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kernel", first.KERNELS)
+def test_every_kernel_is_compared_with_torch_and_a_wrong_bit_is_seen(kernel, monkeypatch):
+    pytest.importorskip("triton")
+    from benchmarks.gpu import one_kernel
+
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    for number in range(len(one_kernel.SHAPES)):
+        compared = one_kernel.CASES[kernel](CPU, number)
+        assert not one_kernel.difference(compared) and "differ" in one_kernel.difference(compared, wrong_bit=True)
+    assert set(one_kernel.CASES) == set(first.KERNELS)
+
+
+def test_every_kernel_of_the_package_is_started_first():
+    sources = (children.ROOT / "src/detonation/kernels/gpu").rglob("*.py")
+    assert {name for file in sources for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)} == set(
+        first.KERNELS
+    )
+
+
+def test_messages_are_sealed_and_inspected_many_times(tmp_path):
+    pytest.importorskip("triton")
+    job = job_in(tmp_path)
+    right.sealed(job)
+    assert job.findings.checks == 1 and not job.findings.failures
+    assert job.findings.table == [["messages sealed and inspected", "10", "0", "0"]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # by numpy, of the random bytes of messages
+@pytest.mark.parametrize("kind, at", [("disagree", 0), ("missed", 9), ("unlike_torch", 0)])
+def test_a_checksum_that_is_wrong_is_told(kind, at, monkeypatch):
+    pytest.importorskip("triton")
+    from benchmarks.gpu import seals
+
+    monkeypatch.setenv("DETONATION_KERNELS", "triton")
+    inspect, seal = seals.launches.Inspector.inspect, seals.Header.seal
+
+    def inspected(*arguments):
+        table = inspect(*arguments)
+        table[0, seals.ADDED] += kind == "disagree"
+        table[-1, seals.ADDED] = table[-1, seals.STATED] if kind == "missed" else table[-1, seals.ADDED]
+        return table
+
+    def sealed(header, messages, nbytes):
+        seal(header, messages, nbytes)
+        messages[0, 60] ^= kind == "unlike_torch"
+
+    monkeypatch.setattr(seals.launches.Inspector, "inspect", inspected)
+    monkeypatch.setattr(seals.Header, "seal", sealed)
+    found = seals.agreed(CPU, at + 1, LIMIT_S)
+    assert found == {"rounds": at + 1, "disagree": -1, "missed": -1, "unlike_torch": -1, kind: at}
+
+
 def test_no_process_of_a_gpu_interprets_kernels(monkeypatch):
     """They would read addresses of the GPU on the host."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -118,7 +210,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_does_not_end_well(capsys, tmp_
     assert said.startswith("no GPU: torch") and said.count("\n") == 1 and not (tmp_path / "none").exists()
     with pytest.raises(SystemExit):
         check.main(["fats", "--device", "cpu"])
-    assert "no part is called 'fats'; there are right, waiting, fast" in capsys.readouterr().err
+    assert "no part is called 'fats'; there are first, right, waiting, fast" in capsys.readouterr().err
 
 
 def test_a_part_that_breaks_costs_no_other_and_the_report_says_which(monkeypatch, capsys, tmp_path):
