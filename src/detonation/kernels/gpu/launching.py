@@ -134,7 +134,7 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **constants: Any) -> None:
     """Starts `programs` programs of `warps` warps each; on the device `meta` it counts them alone.
 
-    Products and sums are rounded one by one, as torch does: a fused one would part them in the last bit.
+    Products and sums are rounded one by one, as torch does, but in `tl.dot`, where every target fuses them.
     """
     launch_counts[kernel.__name__] += 1
     device = next(each.device for each in arguments if isinstance(each, Tensor))
