@@ -3,8 +3,9 @@
     python benchmarks/aot.py [--targets 80 90] [--configurations demo ...] [--kernels encode_kernel ...]
 
 Compiles what a step on OLMo2-1B over 8 shards launches (bf16 weights and gradients, two replicas, or eight through
-owners), with ptxas from triton's wheel. Local memory is what a thread keeps beyond its registers: arrays, and what is
-spilled. Nothing runs, so nothing here says how fast a kernel is.
+owners), by triton's JIT as a launch would: an integer of 1 is a constant, and the compiler knows which numbers and
+addresses 16 divides. ptxas is that of triton's wheel. Local memory is what a thread keeps beyond its registers: arrays,
+and what is spilled. Nothing runs, so nothing here says how fast a kernel is.
 """
 
 import argparse
@@ -22,11 +23,11 @@ os.environ["DETONATION_KERNELS"] = "triton"  # so that `meta` plays an accelerat
 
 import torch
 import triton
+from fake_gpu import FakeGPU
 from launches import Recycling, olmo2_1b
 from memory import accelerator
 from torch import Tensor, nn
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import MockTensor
 
 import detonation as dt
 from detonation.kernels.gpu import inspection, launches
@@ -56,14 +57,7 @@ CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
     "slicing 1/64": (dt.slicing(rate=1 / 64), 2),
     "full": (dt.full(), 2),
 }
-TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
+GPU = FakeGPU(90).activate()
 
 
 def main() -> None:
@@ -74,17 +68,18 @@ def main() -> None:
     args = parser.parse_args()
     print("| configuration | kernel | target | registers | local memory | shared memory | code |")
     print("|---|---|---|---|---|---|---|")
-    known: set[str] = set()
+    known: set[tuple[str, int]] = set()
     for name in args.configurations:
 
         def compiled(kernel: Any, programs: int, *arguments: Any, name: str = name, **constants: Any) -> None:
             """Compiles in the place of a launch, and prints a line unless an equal kernel had one."""
             for target in args.targets:
-                described = repr((kernel, target, sorted(constants.items()), [kind("", each) for each in arguments]))
-                wanted = not args.kernels or kernel.__name__ in args.kernels
-                if wanted and described not in known:
-                    known.add(described)
-                    print(line(name, kernel, target, arguments, constants), flush=True)
+                if args.kernels and kernel.__name__ not in args.kernels:
+                    continue
+                found = compiled_for(kernel, target, arguments, constants)
+                if (found.hash, target) not in known:
+                    known.add((found.hash, target))
+                    print(line(name, found, target, constants), flush=True)
 
         with instead_of_launches(compiled):
             step(*CONFIGURATIONS[name])
@@ -121,36 +116,24 @@ def step(
             update.apply_signs(gradients, [(1.0, 1e-3)] * len(gradients))
 
 
-def line(name: str, kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> str:
+def line(name: str, found: Any, target: int, constants: dict[str, Any]) -> str:
     """A row of the table: one kernel for one target."""
-    found = compiled_for(kernel, target, arguments, constants)
     registers, local = resources(found.asm["cubin"])
     role = constants.get("INTO") or constants.get("KIND") or ("reply" if constants.get("AGGREGATION") else "")
-    label = f"{kernel.__name__} ({role})" if role else kernel.__name__
+    label = f"{found.name} ({role})" if role else found.name
     cells = [name, label, f"sm_{target}", registers, local, found.metadata.shared, len(found.asm["cubin"])]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """`kernel` as a launch with these arguments would compile it."""
-    constants = dict(constants)
-    warps = constants.pop("warps", 8)
-    pairs = list(zip(kernel.arg_names, arguments, strict=False))
-    signature = {each: kind(each, value) for each, value in pairs} | dict.fromkeys(constants, "constexpr")
-    fixed = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(arguments) if isinstance(value, Tensor)}
-    return triton.compile(
-        ASTSource(kernel, signature, fixed, aligned),
-        target=GPUTarget("cuda", target, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False},
-    )
-
-
-def kind(name: str, value: Any) -> str:
-    """The type of an argument, as triton names it."""
-    if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
-    return "fp32" if isinstance(value, float) else "i64" if name.startswith("address") or abs(value) >= 2**31 else "i32"
+    """`kernel` as a launch with these arguments compiles it."""
+    options = dict(constants)
+    warps = options.pop("warps", 8)
+    GPU.target = target
+    given = [
+        MockTensor(each.dtype) if isinstance(each, Tensor) else each for each in arguments
+    ]  # aligned, as memory is
+    return kernel.run(*given, grid=(1,), warmup=True, **options, num_warps=warps, enable_fp_fusion=False)
 
 
 def resources(binary: bytes) -> tuple[int, int]:

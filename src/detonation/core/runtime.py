@@ -23,8 +23,7 @@ _PRODUCTS: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "cpu": torch.ba
 
 def fp32_products() -> str:
     """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
-    found = (products.fp32_precision for products in _PRODUCTS.values())
-    return ", ".join("ieee" if name in _FP32 else name for name in found)
+    return ", ".join("ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _PRODUCTS.values())
 
 
 @contextmanager
@@ -41,15 +40,11 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
     finally:
         if legacy != "highest":
             torch.set_float32_matmul_precision(legacy)
-        for each, precision in zip(_PRODUCTS.values(), allowed, strict=True):
-            each.fp32_precision = precision
+        _PRODUCTS["cuda"].fp32_precision, _PRODUCTS["cpu"].fp32_precision = allowed
 
 
 def accelerator_is_played() -> bool:
-    """True where the CPU or `meta` plays an accelerator, with Triton kernels, because DETONATION_KERNELS is "triton".
-
-    For tests, with TRITON_INTERPRET=1, and to count launches: nothing of it is fast.
-    """
+    """True where the CPU or `meta` plays an accelerator, for tests and counts: DETONATION_KERNELS is "triton"."""
     return os.environ.get("DETONATION_KERNELS") == "triton"
 
 

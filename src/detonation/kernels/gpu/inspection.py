@@ -57,7 +57,7 @@ class Inspector:
         self._squares = torch.empty(count, PARTS, dtype=torch.float32, device=device)
         self._faults = torch.empty(count, PARTS, dtype=torch.int32, device=device)
         self._table = torch.empty(count, 13, dtype=torch.int64, device=device)
-        self._arrivals = torch.zeros(count, dtype=torch.int32, device=device)  # zeros again after every launch
+        self._arrivals = torch.zeros(count + 1, dtype=torch.int32, device=device)  # zeros again after each launch
         self._runs: dict[tuple[int, ...], Tensor] = {}
 
     def seal(

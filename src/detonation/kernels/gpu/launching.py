@@ -2,9 +2,10 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, which takes as long for few numbers as for many."""
 KIND_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """The types of tensors that kernels read and write."""
+_DIRECT = not INTERPRETED and torch.version.hip is None  # whose JIT compiles for the sizes of tensors, too
+_compiled: dict[Hashable, tuple[Any, list[Any]]] = {}  # with the constants that follow the arguments
 launch_counts: Counter[str] = Counter()
 """How often each kernel was launched, and how often a table of addresses was copied to the device."""
 
@@ -131,7 +134,7 @@ def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **constants: Any) -> None:
     """Starts `programs` programs of `warps` warps each; on the device `meta` it counts them alone.
 
-    Products and sums are rounded one by one, as torch does: a fused one would part them in the last bit.
+    Products and sums are rounded one by one, as torch does, but in `tl.dot`, where every target fuses them.
     """
     launch_counts[kernel.__name__] += 1
     device = next(each.device for each in arguments if isinstance(each, Tensor))
@@ -139,4 +142,21 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         return
     # Triton launches on the current device, which may be another one
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        # the JIT looks at each argument and option again, which takes the host longer than the launch itself
+        kinds = [_COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each) for each in arguments]
+        key = id(kernel), device, warps, *constants, *constants.values(), *kinds
+        if known := _DIRECT and _compiled.get(key):
+            known[0][(programs, 1, 1)](*arguments, *known[1])
+            return
+        compiled = kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        if _DIRECT:
+            _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+
+
+@lru_cache(4096)
+def _kind(value: int) -> int:
+    return (value == 1) + 2 * (value % 16 == 0) + 4 * (-(2**31) <= value < 2**31) + 8 * (value < 2**63)
+
+
+_COMPILED_FOR: dict[type, Callable[[Any], Hashable]] = {int: _kind, float: type, bool: type}
+"""What the JIT compiles for, of an argument: more kinds than it has are harmless, fewer are not. Others are tensors."""

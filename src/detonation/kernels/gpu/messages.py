@@ -199,65 +199,68 @@ def inspect_kernel(
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BITMAP: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip
-    """Reads the messages of all replicas, `parts` programs each; the last program of all decides about them.
+    """Reads the messages of all replicas, `parts` programs each: its last inspects a message, the last of all decides.
 
     Args:
         message: The whole messages, which are joined here with `JOIN`; see `read_message` and `decide_messages`.
-        arrivals: `[1]` int32, see `is_last`.
+        arrivals: `[replicas + 1]` int32, see `is_last`.
     """
     read_message(
         address0, stride0, address1, stride1, address2, stride2, address3, stride3, runs, lines, message, stride,
         columns, sums, firsts, squares, faults, parts, RUNS, SKIPPED, JOIN, True, ALIGNED, CHUNK, COLUMNS, K,
         PRECISION, BLOCK, WIDTH, BITMAP, SOME
     )  # fmt: skip
-    if is_last(arrivals, replicas * parts):
-        decide_messages(message, stride, columns, sums, firsts, squares, faults, parts, scale, identity, schema, step,
-                        place, nbytes, parameters, usual, limit, louder, forget, table, replicas, REPLICAS,
-                        SIGNALS)  # fmt: skip
+    which = tl.program_id(0) // parts
+    if is_last(arrivals + which, parts):
+        inspect_message(which, message, stride, columns, sums, firsts, squares, faults, parts, scale, identity, schema,
+                        step, place, nbytes, parameters, limit, table)  # fmt: skip
+        if is_last(arrivals + replicas, replicas):
+            decide_messages(message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS, SIGNALS)
+
+
+@triton.jit
+def inspect_message(
+    replica, message, stride, columns, sums, firsts, squares, faults, parts, scale,
+    identity, schema, step, place, nbytes, parameters, limit, table,
+):  # fmt: skip
+    """Writes a line of the table of `decide_messages`; the norm is the root of the squares, times `scale`."""
+    which = tl.zeros([1], dtype=tl.int64) + replica
+    head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
+    found = checksum_of(wide(replica), columns, sums, firsts, parts, tl.zeros([LINE_WORDS], dtype=tl.int32), 0)
+    square = tl.zeros([1], dtype=tl.float32)
+    fault = tl.zeros([1], dtype=tl.int32)
+    for part in range(parts):
+        square += tl.load(squares + which * parts + part)
+        fault |= tl.load(faults + which * parts + part)
+    norm = tl.sqrt_rn(square) * scale
+    content = tl.where((fault & 4) > 0, 3, tl.where((fault & 1) > 0, 1, fault & 2)).to(tl.int64)
+    status, stated = tl.load(head + 5), tl.load(head + 7)
+    right = (tl.load(head) == identity) & (tl.load(head + 1) == schema) & (tl.load(head + 2) == step)
+    right = right & (tl.load(head + 3) == (wide(replica) << 32) + place) & (tl.load(head + 4) == nbytes)
+    right = right & (stated == found) & (status >= 0) & (status <= parameters)
+    line = table + which * 13
+    tl.store(line + 8, tl.zeros([1], tl.int64) + found)
+    tl.store(line + 9, content)
+    tl.store(line + 10, norm.to(tl.float64).to(tl.int64, bitcast=True))
+    tl.store(line + 12, ((content == 0) & (norm <= limit) & right).to(tl.int64))
+    tl.store(table + replica * 13 + tl.arange(0, 8), tl.load(head + tl.arange(0, 8)))
 
 
 @triton.jit
 def decide_messages(
-    message, stride, columns, sums, firsts, squares, faults, parts, scale,
-    identity, schema, step, place, nbytes, parameters, usual, limit, louder, forget, table, replicas,
-    REPLICAS: tl.constexpr, SIGNALS: tl.constexpr,
-):  # fmt: skip
+    message, stride, nbytes, usual, louder, forget, table, replicas, REPLICAS: tl.constexpr, SIGNALS: tl.constexpr
+):
     """Decides which messages are refused, as `validate.decide_usable` and `Arrived.facts`, and replaces these by zeros.
 
     Args:
-        scale: By which the root of the squares is multiplied.
-        usual: `[1]` fp32, updated; limit, louder, forget: the constants of `validate`.
-        table: `[replicas, 13]` int64.
+        usual: `[1]` fp32, updated; louder, forget: constants of `validate`.
+        table: `[replicas, 13]` int64, the last number 1 where `inspect_message` finds no fault.
     """
     column = tl.arange(0, LINE_WORDS)
     number = tl.arange(0, REPLICAS)
-    norms = tl.zeros([REPLICAS], dtype=tl.float32)
-    fine = tl.zeros([REPLICAS], dtype=tl.int32)
-    for replica in range(replicas):
-        which = tl.zeros([1], dtype=tl.int64) + replica
-        head = (message + wide(replica) * stride).to(tl.pointer_type(tl.int64), bitcast=True)
-        none = tl.zeros([LINE_WORDS], dtype=tl.int32)
-        found = checksum_of(wide(replica), columns, sums, firsts, parts, none, 0)
-        square = tl.zeros([1], dtype=tl.float32)
-        fault = tl.zeros([1], dtype=tl.int32)
-        for part in range(parts):
-            square += tl.load(squares + which * parts + part)
-            fault |= tl.load(faults + which * parts + part)
-        norm = tl.sqrt_rn(square) * scale
-        content = tl.where((fault & 4) > 0, 3, tl.where((fault & 1) > 0, 1, fault & 2)).to(tl.int64)
-        status, stated = tl.load(head + 5), tl.load(head + 7)
-        right = (tl.load(head) == identity) & (tl.load(head + 1) == schema) & (tl.load(head + 2) == step)
-        right = right & (tl.load(head + 3) == (wide(replica) << 32) + place) & (tl.load(head + 4) == nbytes)
-        right = right & (stated == found) & (status >= 0) & (status <= parameters)
-        good = (content == 0) & (norm <= limit) & right
-        norms = tl.where(number == replica, norm, norms)
-        fine = tl.where(number == replica, good.to(tl.int32), fine)
-        line = table + which * 13
-        tl.store(line + 8, tl.zeros([1], tl.int64) + found)
-        tl.store(line + 9, content)
-        tl.store(line + 10, norm.to(tl.float64).to(tl.int64, bitcast=True))
-        copied = tl.arange(0, 8)
-        tl.store(table + replica * 13 + copied, tl.load(head + copied))
+    norms = tl.load(table + number * 13 + 10, mask=number < replicas, other=0)
+    norms = norms.to(tl.float64, bitcast=True).to(tl.float32)
+    fine = tl.load(table + number * 13 + 12, mask=number < replicas, other=0).to(tl.int32)
     bound = tl.zeros([1], dtype=tl.float32) + float("inf")
     if SIGNALS:
         sending = (fine == 1) & (norms > 0)
