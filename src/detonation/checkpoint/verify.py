@@ -60,12 +60,12 @@ def checkpoints(directory: Path) -> list[Path]:
         ValueError: there are none.
     """
     if not directory.is_dir():
-        raise ValueError(f"there is no directory {directory}")
+        raise ValueError(f"there is no directory {directory}: give that of a run, its --out, or of a checkpoint")
     if (directory / manifest.MANIFEST_NAME).exists():
         return [directory]
     found = retention.saved_checkpoints(directory) or retention.saved_checkpoints(directory / "checkpoints")
     if not found:
-        raise ValueError(f"{directory} holds no checkpoint")
+        raise ValueError(f"{directory} holds no checkpoint: give the --out of a run that has saved one")
     return found
 
 

@@ -73,8 +73,8 @@ def init_mesh(
     if shards is None:
         shards = _ranks_of_a_node(world) if replicas is None else world // max(1, replicas)
     replicas = world // max(1, shards) if replicas is None else replicas
-    if replicas < 1 or shards < 1 or replicas * shards != world:
-        raise ValueError(f"{replicas} replicas x {shards} shards are {replicas * shards} ranks, the world has {world}")
+    if (ranks := replicas * shards) != world or replicas < 1 or shards < 1:
+        raise ValueError(f"{replicas} replicas x {shards} shards are {ranks} ranks, the world has {world}: omit one")
     mesh = init_device_mesh(
         taken.type,
         (replicas, shards),

@@ -57,8 +57,8 @@ def text(
     if streaming:
         return Data(_label(source), source, "text", *_streamed(source, context, tokenizer, split, column), sizes)
     ids, unit = all_ids(_read(source, split, column), tokenizer), "tokens" if tokenizer else "bytes"
-    if len(ids) < 10 * context:
-        raise ValueError(f"{source} has {len(ids)} {unit}; context {context} needs at least {10 * context}")
+    if len(ids) < (least := 10 * context):
+        raise ValueError(f"{source} has {len(ids)} {unit}; context {context} needs at least {least}: take less")
     train, held_out = hold_out(ids)
     if len(held_out) < context:
         raise ValueError(f"{source} has {len(held_out)} {unit} to hold out: a context of at most that, not {context}")

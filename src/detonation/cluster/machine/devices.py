@@ -63,7 +63,7 @@ def choose_device(
         return torch.device("cuda", _index(gpus.usable, position))
     reason = _reason(env, gpus)
     if asked == "cuda":
-        raise ValueError(f"device is 'cuda', but torch {torch.__version__} sees no GPU" + (reason and f": {reason}"))
+        raise ValueError(f"device is 'cuda', but torch {torch.__version__} sees no GPU: " + (reason or "ask for 'cpu'"))
     if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
         raise ValueError(f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}")
     return torch.device("cpu")

@@ -205,7 +205,7 @@ class FaultCounts:
         if kind == _NON_FINITE:
             often = f" for the {IN_A_ROW + 1}th time in a row" if self._policy == "skip" else ""
             return NonFiniteGradient(
-                f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}"
+                f"{self._signal} of {name} is not finite on replica {sender} at step {step}{often}: lower lr, or clip"
             )
         if kind == _REFUSED:
             text = f"{STRIKES} messages of {_sender(sender)} were refused, the last at step {step}"

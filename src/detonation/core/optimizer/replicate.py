@@ -49,9 +49,8 @@ def replicate(
         model: The trained model.
         axis: Between the replicas, such as mesh["replicate"].
         scheme: How the replicas communicate, such as `demo()`; a name such as "demo" stands for its defaults.
-        levels: Instead of axis and scheme, a list of (axis, scheme) from the innermost tier of the network to the
-            outermost; the output of one level is the signal of the next. Levels of gradients come before levels of
-            parameters.
+        levels: Instead of axis and scheme, pairs of them from the innermost tier of the network to the outermost; the
+            output of one level is the signal of the next. Levels of gradients come before levels of parameters.
         intra_node: The axis inside the node, such as mesh["shard"], where some parameters are held whole by each of its
             ranks (not sharded, or replicated DTensors) and their gradients are made equal there (by DDP, or as
             DTensors). Each rank then sends a part of their messages, which cross `axis` once per node.
@@ -63,8 +62,7 @@ def replicate(
             together: see `Replicated.idle`. Replicas measure their local steps, agree on the counts at the end of each
             round, and their movements are averaged by weights that follow the counts.
         seed: Of the random selections; the same on all replicas.
-        kernels: Use compiled kernels where they can be built (g++); they round differently, so all replicas must, or
-            none.
+        kernels: Use compiled kernels where they can be built (g++); they round differently: on all replicas, or none.
         safety: The reaction to gradients that are not finite, and to replicas out of sync.
 
     Returns:
@@ -100,6 +98,8 @@ def replicate(
         raise ValueError("the optimizer is replicated already: pass all levels at once, levels=[(axis, scheme), ...]")
     check_arguments(optimizer, model)
     check_options({"balance": balance, "kernels": kernels}, {"clip": clip}, safety)
+    if not hasattr(seed, "__index__"):
+        raise TypeError(f"seed is {seed!r}, must be a whole number, the same on all replicas")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}, must be above 0, or None for no clipping")
     checked = checked_levels(levels)

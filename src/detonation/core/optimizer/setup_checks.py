@@ -38,7 +38,7 @@ def check_arguments(optimizer: object, model: object) -> None:
         kinds = f"got {type(optimizer).__name__} and {type(model).__name__}"
         raise TypeError(f"replicate takes an optimizer and then its model, {kinds}: replicate(optimizer, model, ...)")
     if isinstance(optimizer, LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated")
+        raise ValueError("LBFGS evaluates the loss several times in a step, which cannot be replicated: take another")
 
 
 def check_options(switches: Mapping[str, object], numbers: Mapping[str, object], safety: object) -> None:

@@ -98,9 +98,9 @@ def check_config(config: Config) -> Config:
         raise ValueError(f"model {model.name} cannot take the batches of the data {loaded.name}: {error}") from error
     _with_layers(made, config.train)
     needed = config.train.batch_size * config.mesh.replicas * config.mesh.shards
-    if not isinstance(loaded.train, Streamed) and needed > len(loaded.train):
+    if not isinstance(loaded.train, Streamed) and needed > (there := len(loaded.train)):
         sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
-        raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {len(loaded.train)}")
+        raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {there}: take fewer")
     if config.train.bleu_sentences:
         check_translates(made, loaded)
     return replace(config, model=model, levels=levels, train=_with_steps(config, loaded))

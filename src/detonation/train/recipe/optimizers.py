@@ -54,16 +54,16 @@ def build_optimizer(chosen: OptimizerConfig, model: torch.nn.Module) -> torch.op
     """The optimizer that `chosen` describes, over all parameters of `model`.
 
     Besides `optimizer_classes`, a name may be an entry point of `detonation.optimizers`, or "package.module:function"
-    for a class or a function that takes parameter groups and `lr`. Raises `ValueError` for a name or arguments that do
-    not exist.
+    for a class or a function that takes parameter groups and `lr`. Raises `ValueError` for a wrong name or argument.
     """
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.arguments.items()}
-    name = optimizer_name(chosen.name)
-    found = find_function("optimizer", name, optimizer_classes(), "detonation.optimizers")
+    found = find_function("optimizer", optimizer_name(chosen.name), optimizer_classes(), "detonation.optimizers")
     function = partial(found, _groups(chosen, model))
     try:
         made = make("optimizer", {chosen.name: function}, chosen.name, {"lr": chosen.lr, **arguments})
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, ValueError) as error:
+        if str(error).startswith(("unknown ", f"optimizer {chosen.name} needs")):
+            raise
         raise ValueError(f"optimizer {chosen.name} does not accept {arguments}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer {chosen.name} makes a {type(made).__name__}, must make a torch.optim.Optimizer")

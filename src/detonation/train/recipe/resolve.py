@@ -180,7 +180,7 @@ def read_recipe(path: Path) -> Table:
         names = f"; the package has {', '.join(shipped)}" if shipped else ""
         raise ValueError(f"cannot read the recipe {str(path)!r}: {error.strerror}{names}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} is not TOML: {error}") from error
+        raise ValueError(f"{str(path)!r} is not TOML: {error}; correct it there") from error
 
 
 def parse_sets(assignments: Iterable[str]) -> Table:

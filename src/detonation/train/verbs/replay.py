@@ -76,7 +76,7 @@ def _config(run: Path) -> Config:
     try:
         return from_table(tomllib.loads((run / directory.CONFIG).read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{run} holds no run: {error}") from error
+        raise ValueError(f"{run} holds no run: {error}; give the --out of one that trained with --log") from error
 
 
 def _alone(config: Config) -> Config:
