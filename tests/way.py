@@ -48,7 +48,7 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 13_166,
+    "lines of core": 13_161,
     "files of core": 106,
     "lines of src": 39_786,
     "files of src": 316,

@@ -1,7 +1,4 @@
-"""The parts for a scheme, a precision, a basis, a selection or an aggregation of one's own; see docs/extending.md.
-
-Nothing inside the package imports this module: it is a face, like `detonation` itself.
-"""
+"""The parts for a scheme, basis, selection or aggregation of your own (docs/extending.md). A face, as `detonation`."""
 
 from detonation.core.codec.aggregate import AGGREGATIONS, Aggregation, Mean, NormWeighing
 from detonation.core.codec.basis import DCT, Basis, Identity, TileDCT

@@ -2,5 +2,4 @@
 
 A `Feed` in a rank of training (`publisher`, with a `subscription` for each follower) serves a copy of its state, and
 then every step's messages. A `Follower` elsewhere receives them (`stream`) and repeats the steps (`shard`).
-It imports from `log`, `checkpoint`, `cluster` and `core`; `train` may call it.
 """

@@ -43,7 +43,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
     The model changes within `update` and `patches` alone, and only after all of a file has been checked.
 
     model: As it was given to `follow`. step: Of the training; -1 before the first base. joins: Bases that were taken.
-    trouble: In words, why a file could not be used; "" where none was. bytes_read: Of all files.
+    trouble: In words, why a file could not be used; "" where none was.
     """
 
     def __init__(self, model: nn.Module, folder: Folder) -> None:
@@ -55,7 +55,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         self._run, self._state = -1, ""
         self._damaged: set[WeightFile] = set()
         self._touched: dict[str, list[Tensor]] | None = None
-        self.step, self.joins, self.bytes_read, self.trouble = -1, 0, 0, ""
+        self.step, self.joins, self.trouble = -1, 0, ""
 
     @property
     def behind(self) -> int:
@@ -171,8 +171,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         if file in self._damaged:
             return False
         try:
-            content = self._folder.read(file.name)
-            about, tensors = read_content(file, content)
+            about, tensors = read_content(file, self._folder.read(file.name))
             if file.kind == BASE:
                 self._take_base(file, about, tensors)
             elif (about.get("after"), about.get("before")) == (self.step, self._state):
@@ -187,7 +186,6 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         except OSError as error:  # removed meanwhile, as this reader is too far behind
             self.trouble = f"{file.name} cannot be read: {error}"
             return False
-        self.bytes_read += len(content)
         return True
 
     def _take_base(self, file: WeightFile, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
