@@ -189,7 +189,7 @@ MISTAKES = {
         train("--data", "broken.jsonl"), "is not JSON", ("broken.jsonl", "line 2", "Invalid control character")
     ),
     "rows with another column": Mistake(
-        train("--data", "body.jsonl"), "has no column", ("column text", "there are body", "set column")
+        train("--data", "body.jsonl"), "has no column", ("column text", "there are body", "name one")
     ),
     "a file of another kind": Mistake(
         train("--data", "paper.pdf"), "cannot be read as text", ("paper.pdf", "a source holds", ".txt")

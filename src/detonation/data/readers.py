@@ -115,7 +115,7 @@ def values_of(path: Path, name: str) -> Iterator[Any]:
     """The values of column `name` in a file of rows; `ValueError` with the columns that there are where it has none."""
     for number, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
         if name not in row:
-            raise ValueError(f"{path}, row {number} has no column {name}; there are {', '.join(map(str, row))}: set column")
+            raise ValueError(f"{path}, row {number} has no column {name}; there are {', '.join(map(str, row))}: name one")
         yield row[name]
 
 
