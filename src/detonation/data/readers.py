@@ -113,9 +113,9 @@ def documents(path: Path, column: str | None) -> list[bytes]:
 
 def values_of(path: Path, name: str) -> Iterator[Any]:
     """The values of column `name` in a file of rows; `ValueError` with the columns that there are where it has none."""
-    for number, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
+    for nth, row in enumerate(ROWS[path.suffix.lower()](path), start=1):
         if name not in row:
-            raise ValueError(f"{path}, row {number} has no column {name}; there are {', '.join(row)}: set data.column")
+            raise ValueError(f"{path}, row {nth} has no column {name}; there are {', '.join(map(str, row))}: name one")
         yield row[name]
 
 
