@@ -94,9 +94,10 @@ def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, mo
     assert names == set(wanted) and list((tmp_path / "cache").rglob("scan_kernel.cubin"))
 
 
-def first_of(kernels, faults, monkeypatch, folder):
+def first_of(kernels, faults, monkeypatch, folder, launch_s=LIMIT_S):
     """The part `first` with some kernels, some of which are made to fail."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(first, "LAUNCH_S", launch_s)
     monkeypatch.setenv("GPU_FIRST_FAULT", faults)
     monkeypatch.setattr(first, "TINY", kernels)
     job = job_in(folder, "first")
@@ -116,8 +117,8 @@ def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, 
 
 
 def test_a_kernel_that_hangs_is_ended_and_named_with_its_stack(monkeypatch, tmp_path):
-    monkeypatch.setattr(first, "LAUNCH_S", 1.0)  # from the launch on
-    found, errors = first_of(("settle_kernel",), "settle_kernel=hang", monkeypatch, tmp_path)
+    # a second from the launch on
+    found, errors = first_of(("settle_kernel",), "settle_kernel=hang", monkeypatch, tmp_path, launch_s=1.0)
     (hung,) = found.failures
     assert hung.startswith("settle_kernel: shapes 0: the process was ended after 1 s without an end of its own")
     assert "launched last: settle_kernel, 1 programs, SOME=1" in hung and "in settle\n" in errors
@@ -127,6 +128,7 @@ def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):
     pytest.importorskip("triton")
     monkeypatch.setenv("GPU_FIRST_FAULT", "scan_kernel=crash")
     monkeypatch.setitem(check.PARTS, "twin", 0)  # which then has no time for a step
+    monkeypatch.setattr(check, "GRACE_S", LIMIT_S)
     assert check.main(["twin", "first", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 1
     assert check.read_findings(tmp_path / "twin.json").done and check.read_findings(tmp_path / "first.json").done
     page = (tmp_path / "report.md").read_text()
