@@ -285,7 +285,7 @@ MISTAKES = {
     "a clip below 0": Mistake(library(lambda: replicated(clip=-1)), "clip is", ("-1", "must be above 0", "or None")),
     "an option misspelt": Mistake(library(lambda: replicated(sede=1)), "Valid: ", ("'sede'", "mean", "'seed'")),
     "a GPU on a machine without": Mistake(
-        mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "ask for 'cpu'")
+        mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "'cpu' needs none")
     ),
     "a mesh larger than the world": Mistake(
         mesh_of(3, 2, "cpu"), "ranks, the world has", ("3 replicas x 2 shards", "the world has 1", "omit one")

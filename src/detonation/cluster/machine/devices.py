@@ -45,8 +45,7 @@ def choose_device(
     A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the GPUs of other ranks.
 
     Args:
-        env: the environment of the rank.
-        position: the rank's position; None for a process that stands alone.
+        env, position: of the rank; None for the position of a process that stands alone.
         asked: "cpu" or "cuda"; None chooses.
 
     Raises:
@@ -63,7 +62,8 @@ def choose_device(
         return torch.device("cuda", _index(gpus.usable, position))
     reason = _reason(env, gpus)
     if asked == "cuda":
-        raise ValueError(f"device is 'cuda', but torch {torch.__version__} sees no GPU: " + (reason or "ask for 'cpu'"))
+        why = f"torch {torch.__version__} sees no GPU{reason and ': ' + reason}"
+        raise ValueError(f"device is 'cuda', but {why}; 'cpu' needs none")
     if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
         raise ValueError(f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}")
     return torch.device("cpu")
