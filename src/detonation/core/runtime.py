@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,18 +17,18 @@ T = TypeVar("T")
 _FP32 = ("none", "ieee")
 """Torch's names for fp32 products that are not rounded before they are multiplied."""
 _AS_IT_IS = nullcontext()
-_PRODUCTS: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "cpu": torch.backends.mkldnn.matmul}  # type: ignore[attr-defined]
-"""Torch's settings for matrix products, by the kind of device."""
+_products = cache(lambda: {"cuda": torch.backends.cuda.matmul, "cpu": torch.backends.mkldnn.matmul})  # type: ignore[attr-defined]
+"""Torch's settings for matrix products, by the kind of device; looked up late, because `plan` imports no torch."""
 
 
 def fp32_products() -> str:
     """How matrix products in fp32 round now, on GPUs and on CPUs, as text: ieee, tf32 or bf16."""
-    return ", ".join("ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _PRODUCTS.values())
+    return ", ".join("ieee" if p.fp32_precision in _FP32 else p.fp32_precision for p in _products().values())
 
 
 @contextmanager
 def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[None]:
-    allowed = [each.fp32_precision for each in _PRODUCTS.values()]
+    allowed = [each.fp32_precision for each in _products().values()]
     legacy = "highest"
     with suppress(RuntimeError):  # of a caller who has the new settings alone
         legacy = torch.get_float32_matmul_precision()
@@ -40,7 +40,7 @@ def _exactly(products: Any, autocast: AbstractContextManager[None]) -> Iterator[
     finally:
         if legacy != "highest":
             torch.set_float32_matmul_precision(legacy)
-        _PRODUCTS["cuda"].fp32_precision, _PRODUCTS["cpu"].fp32_precision = allowed
+        _products()["cuda"].fp32_precision, _products()["cpu"].fp32_precision = allowed
 
 
 def accelerator_is_played() -> bool:
@@ -72,7 +72,7 @@ class Runtime:
     def exact_arithmetic(self) -> AbstractContextManager[None]:
         """Makes a step's arithmetic fp32, wherever the caller stands: no autocast, no products in TF32 or bf16."""
         kind = self.device.type
-        products = _PRODUCTS["cpu" if kind == "cpu" else "cuda"]
+        products = _products()["cpu" if kind == "cpu" else "cuda"]
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         if products.fp32_precision in _FP32 and not casts:
             return _AS_IT_IS
