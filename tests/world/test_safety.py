@@ -57,7 +57,7 @@ def stopped(mesh, value):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e17])
 def test_poison_stops_all_ranks_at_the_same_step_with_the_same_words(value):
-    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 2"
+    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 2: lower lr, or clip"
     outcomes = worlds.run(stopped, 2, 2, value)
     assert [outcome for outcome, _, _ in outcomes] == [(NonFiniteGradient.__name__, text)] * 4
     assert all(unmoved for _, unmoved, _ in outcomes)
@@ -128,7 +128,9 @@ def too_often(mesh):
 
 
 def test_skipping_ends_after_ten_in_a_row_on_all_ranks():
-    text = f"the gradient of {BLOCK} is not finite on replica 1 at step 13 for the 11th time in a row"
+    text = (
+        f"the gradient of {BLOCK} is not finite on replica 1 at step 13 for the 11th time in a row: lower lr, or clip"
+    )
     assert worlds.run(too_often, 2, 2) == [((NonFiniteGradient.__name__, text), 13)] * 4
 
 
