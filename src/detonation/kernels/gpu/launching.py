@@ -142,10 +142,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 8, **consta
         return
     # Triton launches on the current device, which may be another one
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        # the JIT looks at each argument and option again, which takes the host longer than the launch itself
-        kinds = [
-            _COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each) for each in arguments if _DIRECT
-        ]
+        asked = arguments if _DIRECT else ()  # the JIT looks at each again, which takes longer than the launch itself
+        kinds = [_COMPILED_FOR.get(type(each), lambda t: (t.dtype, t.data_ptr() % 16))(each) for each in asked]
         key = id(kernel), device, warps, *constants, *constants.values(), *kinds
         if known := _DIRECT and _compiled.get(key):
             known[0][(programs, 1, 1)](*arguments, *known[1])
