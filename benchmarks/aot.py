@@ -58,6 +58,8 @@ CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
     "full": (dt.full(), 2),
 }
 GPU = FakeGPU(90).activate()
+FAR = 1 << 40
+"""An address in memory, as any of a GPU."""
 
 
 def main() -> None:
@@ -130,9 +132,9 @@ def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants
     options = dict(constants)
     warps = options.pop("warps", 8)
     GPU.target = target
-    given = [
-        MockTensor(each.dtype) if isinstance(each, Tensor) else each for each in arguments
-    ]  # aligned, as memory is
+    given = [MockTensor(each.dtype) if isinstance(each, Tensor) else each for each in arguments]  # aligned
+    named = zip(kernel.arg_names, given, strict=False)
+    given = [FAR if name.startswith("address") else each for name, each in named]  # those of `meta` are 0
     return kernel.run(*given, grid=(1,), warmup=True, **options, num_warps=warps, enable_fp_fusion=False)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.aggregate import ClippedMean
-from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.message_rows import MessageRows, row_run
 from detonation.core.codec.selection import Random, Slicing, Striding, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
 from detonation.core.engine.accelerated import TritonEngine
@@ -184,7 +184,7 @@ def seal(device: torch.device, number: int) -> list[Compared]:
 def inspect(device: torch.device, number: int) -> list[Compared]:
     codec, rows, replicas = SCHEMES[number].codec, (24, 7, 33)[number], 3
     nbytes, schema = codec.nbytes(rows), 2**40
-    messages = torch.zeros(replicas, -(-(HEADER_BYTES + nbytes) // 4096) * 4096, dtype=torch.uint8)
+    messages = torch.zeros(replicas, codec.width(rows, HEADER_BYTES), dtype=torch.uint8)
     for replica in range(replicas):
         values = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(replica))
         messages[replica, HEADER_BYTES : HEADER_BYTES + nbytes] = codec.encode(codec.select(values, 0, 0))
@@ -196,12 +196,10 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     arrived = codec.arrived(body, rows, shared, dt.demo().aggregation)
     expected = Expected(Header(schema, 3, 0, 0), nbytes, 6, True)
     refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
-    lengths = codec.precision.lengths(rows, codec.selection.k)
-    parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
     octets = messages[:, : HEADER_BYTES + nbytes].to(device).contiguous()
     joined = torch.zeros_like(messages, device=device)
     found = launches.Inspector(replicas, device).inspect(
-        [launches.RowRun(octets, HEADER_BYTES, rows, parts)], joined, nbytes, coding_of(launches, codec),
+        [row_run(launches, codec, octets, HEADER_BYTES, rows)], joined, nbytes, coding_of(launches, codec),
         places_of(launches, codec, rows), IDENTITY, schema, 3, 0, 6, mine, True,
         launches.Limits(LIMIT, LOUDER, FORGET),
     ).cpu()  # fmt: skip

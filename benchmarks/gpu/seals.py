@@ -16,13 +16,14 @@ import torch
 from benchmarks.gpu.children import stacks_at_the_end
 
 import detonation as dt
+from detonation.core.codec.message_rows import row_run
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.engine.coding import coding_of, places_of
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
 from detonation.core.integrity.validate import FORGET, LOUDER
 from detonation.kernels.gpu import launches
 
-MESSAGES, LINE_BYTES = 3, 4096
+MESSAGES = 3
 STATED, ADDED = 7, 8
 """The columns of the table that `inspect` returns: the checksum in the header, and that of the bytes that arrived."""
 
@@ -45,7 +46,7 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
     that is not torch's: -1 where there is none. The host does not wait between rounds."""
     codec, chance, ends_at = dt.demo().codec, random.Random(0), time.monotonic() + seconds
     most_rows = 20_000 if device.type == "cuda" else 60
-    width = -(-(HEADER_BYTES + codec.nbytes(most_rows)) // LINE_BYTES) * LINE_BYTES
+    width = codec.width(most_rows, HEADER_BYTES)
     pool = torch.randint(0, 256, (MESSAGES, 2 * width), dtype=torch.uint8, device=device)
     sealed, joined = (torch.zeros(MESSAGES, width, dtype=torch.uint8, device=device) for _ in range(2))
     inspector = launches.Inspector(MESSAGES, device)
@@ -67,16 +68,14 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
         nbytes, at = codec.nbytes(rows), chance.randrange(width)
         sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes].copy_(pool[:, at : at + nbytes])
         header = Header(2**40, number, 0, 0)
-        lengths = codec.precision.lengths(rows, codec.selection.k)
-        parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
-        own = launches.RowRun(sealed, HEADER_BYTES, rows, parts)
+        own = row_run(launches, codec, sealed, HEADER_BYTES, rows)
         inspector.seal([own], nbytes, IDENTITY, header.schema, number, header.origin, status, 0)
         arrived = sealed[:, : HEADER_BYTES + nbytes].contiguous()  # the rows of it begin at any address
         damaged = number % 10 == 9
         if damaged:
             arrived[-1, HEADER_BYTES + chance.randrange(nbytes)].bitwise_xor_(1 << chance.randrange(8))
         table = inspector.inspect(
-            [launches.RowRun(arrived, HEADER_BYTES, rows, parts)], joined, nbytes, coding,
+            [row_run(launches, codec, arrived, HEADER_BYTES, rows)], joined, nbytes, coding,
             places_of(launches, codec, rows), IDENTITY, header.schema, number, 0, 6, usual, True, limits,
         )  # fmt: skip
         agree = table[:, STATED] == table[:, ADDED]

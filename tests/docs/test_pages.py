@@ -97,9 +97,8 @@ def test_every_key_of_a_recipe_of_the_package_is_in_the_reference(written):
 def test_every_message_of_troubleshooting_is_one_of_the_code():
     code = "".join(path.read_text() for path in ROOT.glob("src/**/*.py"))
     code = re.sub(r'"\n\s*f?"', "", code)  # texts that go on in the next line
-    page = (
-        (ROOT / "docs/troubleshooting.md").read_text().partition("## At the start")[2].partition("## Slow")[0]
-    )  # the first mistakes are made
+    # tests/cli/test_first_errors.py makes the first mistakes
+    page = (ROOT / "docs/troubleshooting.md").read_text().partition("## At the start")[2].partition("## Slow")[0]
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) > 15

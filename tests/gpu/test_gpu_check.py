@@ -88,10 +88,12 @@ def test_kernels_are_compiled_in_several_processes_before_the_clock(tmp_path, mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     wanted = ["scan_kernel", "seal_kernel"]
-    said = compile_all(tmp_path, "--target", "90", "--schemes", "random-sign", "--kernels", *wanted, processes=2)
+    said = compile_all(tmp_path, "--target", "80", "--schemes", "random-sign", "--kernels", *wanted, processes=2)
     assert re.fullmatch(r"\d+ kernels by 2 processes in \d+ s", said), said + (tmp_path / "compiling.0.txt").read_text()
     names = {line.split()[1] for line in (tmp_path / "compiling.1.txt").read_text().splitlines()}
     assert names == set(wanted) and list((tmp_path / "cache").rglob("scan_kernel.cubin"))
+    about = [made.read_text() for name in wanted for made in (tmp_path / "cache").rglob(f"{name}.json")]
+    assert about and all('"arch": 80' in each for each in about)
 
 
 def first_of(kernels, faults, monkeypatch, folder, launch_s=LIMIT_S):
