@@ -1,7 +1,7 @@
 """The public names: the one list of them, which type checkers read here and `__init__.py` reads at run time."""
 
 from detonation import errors as errors
-from detonation.checkpoint.load.newest import Loaded as Loaded
+from detonation import schemes as schemes
 from detonation.checkpoint.load.newest import load_checkpoint as load_checkpoint
 from detonation.checkpoint.save.async_save import Checkpoints as Checkpoints
 from detonation.checkpoint.save.async_save import save_checkpoint as save_checkpoint
@@ -13,7 +13,6 @@ from detonation.cluster.mesh import shard as shard
 from detonation.cluster.survive.elastic_axis import elastic as elastic
 from detonation.cluster.survive.guests import Guest as Guest
 from detonation.core.agreement.safety import Safety as Safety
-from detonation.core.link.coordinates import Coordinates as Coordinates
 from detonation.core.optim.muon import Muon as Muon
 from detonation.core.optim.signsgd import SignSGD as SignSGD
 from detonation.core.optimizer.replicate import replicate as replicate
@@ -21,33 +20,18 @@ from detonation.core.optimizer.replicated import Replicated as Replicated
 from detonation.core.optimizer.state import TrainingState as TrainingState
 from detonation.core.optimizer.state import load_replica_state as load_replica_state
 from detonation.core.optimizer.state import replica_state as replica_state
-from detonation.core.schemes.compressed import demo_diloco as demo_diloco
 from detonation.core.schemes.compressed import muloco as muloco
-from detonation.core.schemes.compressed import sparseloco as sparseloco
-from detonation.core.schemes.compressed import sparta as sparta
-from detonation.core.schemes.gradients import decoupled_adamw as decoupled_adamw
 from detonation.core.schemes.gradients import demo as demo
-from detonation.core.schemes.gradients import demo_published as demo_published
-from detonation.core.schemes.gradients import distro as distro
 from detonation.core.schemes.gradients import full as full
 from detonation.core.schemes.gradients import loco as loco
 from detonation.core.schemes.gradients import none as none
 from detonation.core.schemes.parameters import diloco as diloco
-from detonation.core.schemes.parameters import eager_diloco as eager_diloco
-from detonation.core.schemes.parameters import local_sgd as local_sgd
-from detonation.core.schemes.parameters import streaming_diloco as streaming_diloco
 from detonation.core.schemes.registry import scheme as scheme
-from detonation.core.schemes.rotating import random as random
 from detonation.core.schemes.rotating import random_sign as random_sign
-from detonation.core.schemes.rotating import slicing as slicing
-from detonation.core.schemes.rotating import striding as striding
-from detonation.core.schemes.scheme import Scheme as Scheme
 from detonation.feed.admission import Admission as Admission
 from detonation.feed.admission import admitted as admitted
-from detonation.feed.follower import Follower as Follower
 from detonation.feed.follower import follow as follow
 from detonation.feed.publisher import Feed as Feed
-from detonation.integrations.ddp import CommHook as CommHook
 from detonation.integrations.ddp import comm_hook as comm_hook
 from detonation.log.repeat import replay as replay
 from detonation.log.writer import UpdateLog as UpdateLog
@@ -55,5 +39,4 @@ from detonation.plan.auto import auto as auto
 from detonation.version import __version__ as __version__
 from detonation.wire.units import resync_weights as resync_weights
 from detonation.wire.units import shard_bytes_sent as shard_bytes_sent
-from detonation.wire.wire import ShardWire as ShardWire
 from detonation.wire.wire import shard_wire as shard_wire

@@ -187,7 +187,7 @@ def test_a_synchronized_round_stays_synchronized(tmp_path):
 def several_levels(mesh, folder):
     """Two levels on one axis, and a model whose own buffers differ between replicas."""
     axis = mesh["replicate"]
-    levels = [(axis, dt.random(rate=1 / 2)), (axis, dt.local_sgd(every=3))]
+    levels = [(axis, dt.schemes.random(rate=1 / 2)), (axis, dt.schemes.local_sgd(every=3))]
 
     def begun():
         torch.manual_seed(0)

@@ -63,7 +63,7 @@ def test_a_file_is_what_safetensors_reads(whole):
 LEVELS = {
     "replicas equal in 8 tensors a shard": (dt.full(), dt.diloco(every=3)),
     "not compared, because replicas of these levels agree within a tier of the network only": (
-        dt.local_sgd(every=2),
+        dt.schemes.local_sgd(every=2),
         dt.diloco(every=3),
     ),
     "replicas train alone": (dt.none(), dt.none()),

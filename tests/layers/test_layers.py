@@ -1,6 +1,8 @@
 """Who may import whom: one line per folder, held to the source."""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import detonation
+from detonation.core.schemes.registry import SCHEMES
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
@@ -75,6 +78,7 @@ HOUSE = {
     "train/run": ("train/auto plan checkpoint log feed cluster core", ANY),
     "train/verbs": ("train/run plan checkpoint log feed cluster core data models report", ANY),
     "train": ("train/verbs", NONE),
+    "schemes": ("core", NONE),
     "extend": ("core", NONE),
     "errors": ("feed checkpoint log cluster core", NONE),
     "testing": ("cluster/network core", NONE),
@@ -246,8 +250,40 @@ def test_every_public_name_is_there():
     assert all(getattr(detonation, name) is not None for name in detonation.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'demi'$"):
         _ = detonation.demi
-    with pytest.raises(AttributeError, match=r"no attribute 'PeerLost': take detonation\.errors\.PeerLost$"):
-        _ = detonation.PeerLost
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("PeerLost", "detonation.errors"),
+        ("sparta", "detonation.schemes"),
+        ("random", "detonation.schemes"),
+        ("Scheme", "detonation.schemes"),
+        ("Coordinates", "detonation.core.link.coordinates"),
+        ("Loaded", "detonation.checkpoint.load.newest"),
+        ("CommHook", "detonation.integrations.ddp"),
+        ("ShardWire", "detonation.wire.wire"),
+        ("Follower", "detonation.feed.follower"),
+    ],
+)
+def test_a_name_that_moved_says_where_it_is(name, place):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': take {re.escape(place)}\.{name}$"):
+        getattr(detonation, name)
+    assert getattr(importlib.import_module(place), name).__name__ == name
+
+
+def test_every_scheme_is_in_its_face():
+    assert {*detonation.schemes.__all__} == {"Scheme", *SCHEMES}
+    assert all(getattr(detonation, name, SCHEMES[name]) is SCHEMES[name] for name in SCHEMES)
+
+
+def test_every_public_name_has_an_example_that_runs():
+    """pytest runs the doctests of the package, so an example is one."""
+    named = {name: getattr(detonation, name) for name in detonation.__all__}
+    named |= {name: getattr(detonation.schemes, name) for name in detonation.schemes.__all__}
+    things = {name: thing for name, thing in named.items() if isinstance(thing, type) or callable(thing)}
+    assert things.keys() == named.keys() - {"__version__", "errors", "schemes"}
+    assert [name for name, thing in things.items() if ">>> " not in (thing.__doc__ or "")] == []
 
 
 def test_every_error_of_the_library_is_public_and_has_one_base():
