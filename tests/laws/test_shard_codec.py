@@ -5,9 +5,8 @@ import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
-from detonation.wire.all_gather import DifferenceGather
+from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
 from detonation.wire.integers import BlockIntegers
-from detonation.wire.moves import WEIGHT_MOVES
 from detonation.wire.reduce_scatter import ErrorFeedbackReduce
 
 CODECS = {

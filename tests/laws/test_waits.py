@@ -16,9 +16,8 @@ from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
-from detonation.wire.all_gather import DifferenceGather
+from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
 from detonation.wire.integers import BlockIntegers
-from detonation.wire.moves import WEIGHT_MOVES
 from detonation.wire.reduce_scatter import ErrorFeedbackReduce
 from zoo import TALKING
 

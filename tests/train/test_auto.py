@@ -12,10 +12,9 @@ from commands import RECIPE, launched
 from detonation.cli.command import run_command
 from detonation.cluster.network.profile import Operation
 from detonation.core.schemes import buckets
-from detonation.plan.cost import Network, Work, cost
+from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.losses import loss_table
 from detonation.plan.search import candidate_settings
-from detonation.plan.spelling import spelled
 from detonation.train.auto import asked, decide
 from detonation.train.recipe.resolve import Layers, parse_sets, resolve
 from detonation.train.recipe.sizes import shard_shapes

@@ -15,7 +15,7 @@ import detonation as dt
 import worlds
 from detonation.core.flat.tensors import digest, local
 from detonation.wire.units import mend_references, shard_units
-from detonation.wire.wire_bytes import gradient_bytes, weight_bytes
+from detonation.wire.wire import gradient_bytes, weight_bytes
 from zoo import Menagerie, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")

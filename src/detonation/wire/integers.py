@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
-from detonation.wire.wire_bytes import BLOCK, quantized_bytes
+from detonation.wire.wire import BLOCK, quantized_bytes
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from detonation.choices import unknown
 from detonation.core.schemes.registry import schemes
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.cost import Work
+from detonation.plan.cost import Work, changed, spelled
 from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
 from detonation.plan.search import BUDGET, Candidate, check_budget, settings
-from detonation.plan.spelling import changed, spelled
 from detonation.train.loop.session import check_config, check_levels, scheme_of
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import Layers

@@ -15,9 +15,8 @@ from detonation.cluster.network.profile import Step
 from detonation.core.link.link import Link
 from detonation.plan.advice import advise, row, why
 from detonation.plan.auto import PROBE_S, world_link
-from detonation.plan.cost import Network, Work
+from detonation.plan.cost import Network, Work, spelled
 from detonation.plan.search import Option, options
-from detonation.plan.spelling import spelled
 from detonation.train.auto.adapt import Followed
 from detonation.train.auto.asked import Asked, goal_of, settings_in, trained
 from detonation.train.loop.session import Session, check_config, start_session

@@ -17,9 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from detonation.choices import find_function
 from detonation.cluster.blocks import checkpoint_activations, compile_layers
-from detonation.cluster.mesh import init_mesh, shard
+from detonation.cluster.mesh import init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.cluster.survive.elastic_axis import elastic
 from detonation.cluster.survive.meeting import place
 from detonation.cluster.survive.surviving import SurvivingCommunicator

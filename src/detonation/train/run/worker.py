@@ -18,7 +18,7 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.meeting import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
-from detonation.plan.spelling import spelled
+from detonation.plan.cost import spelled
 from detonation.train.auto.adapt import Adapter, Followed
 from detonation.train.auto.asked import Asked
 from detonation.train.auto.decide import Chosen, again, decide

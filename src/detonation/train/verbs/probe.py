@@ -8,10 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from detonation.cluster.init import LaunchPosition, launch_position, local_device
-from detonation.cluster.mesh import init_mesh
+from detonation.cluster.mesh import init_mesh, split_shards
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.cluster.shard_links import split_shards
 from detonation.cluster.under_launcher import run_under_launcher
 from detonation.core.schemes.registry import schemes
 from detonation.train.auto.asked import standing
