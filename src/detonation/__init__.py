@@ -15,7 +15,7 @@ _RETURNED = {
     "CommHook": "integrations.ddp",
     "Coordinates": "core.link.coordinates",
     "Follower": "feed.follower",
-    "Loaded": "checkpoint.load.newest",
+    "Loaded": "checkpoint.newest",
     "ShardWire": "wire.wire",
 }
 """Where the classes are that functions return, and nobody makes."""

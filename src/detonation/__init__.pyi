@@ -2,9 +2,9 @@
 
 from detonation import errors as errors
 from detonation import schemes as schemes
-from detonation.checkpoint.load.newest import load_checkpoint as load_checkpoint
-from detonation.checkpoint.save.async_save import Checkpoints as Checkpoints
-from detonation.checkpoint.save.async_save import save_checkpoint as save_checkpoint
+from detonation.checkpoint.async_save import Checkpoints as Checkpoints
+from detonation.checkpoint.async_save import save_checkpoint as save_checkpoint
+from detonation.checkpoint.newest import load_checkpoint as load_checkpoint
 from detonation.cluster.fingerprint import fingerprint as fingerprint
 from detonation.cluster.init import leave as leave
 from detonation.cluster.mesh import init_mesh as init_mesh

@@ -14,10 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import detonation as dt
 import worlds
+from detonation.checkpoint import restore, snapshot
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.load import restore
-from detonation.checkpoint.rank_state import weights
-from detonation.checkpoint.save import snapshot
+from detonation.checkpoint.snapshot import weights
 from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
 from detonation.checkpoint.files.reader import ShardReader
-from detonation.checkpoint.files.shard_file import shard_fault
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 from detonation.checkpoint.verify import checkpoints, verify
 from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built

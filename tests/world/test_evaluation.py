@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import detonation as dt
 import worlds
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.snapshot import weights
 from detonation.core.flat.tensors import digest
 from steps import bases
 from zoo import DEVICE, SCHEMES, Menagerie, Plain, batch, built

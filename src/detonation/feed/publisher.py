@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.save.snapshot import take_snapshot
+from detonation.checkpoint.snapshot import take_snapshot
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import local
 from detonation.core.integrity.readback import Readback

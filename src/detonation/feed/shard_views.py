@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.core.flat.tensors import padding_row
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.trained import note_padding

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.shard_file import DTYPES
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.snapshot import weights
 from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
 from detonation.feed.weights.folders import Folder, LocalFolder, folder_at
 from detonation.feed.weights.weight_files import BASE, DIFFERENCE, END, WeightFile, file_content

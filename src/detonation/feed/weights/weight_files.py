@@ -14,9 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
-from detonation.checkpoint.files.shard_file import shard_content
-from detonation.checkpoint.files.tensor_file import header_length, tensors_in
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, header_length, shard_content, tensors_in
 
 BASE, DIFFERENCE, END = "base", "difference", "end"
 """Kinds: all weights at a step; the change from the step before; and that training ended at a step."""

@@ -6,11 +6,9 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from detonation.checkpoint.gather import Texts
+from detonation.checkpoint.gather import Texts, Volumes, survey
 from detonation.checkpoint.initial_weights import load_weights
-from detonation.checkpoint.load.newest import Loaded
-from detonation.checkpoint.load.views import candidates
-from detonation.checkpoint.volumes import Volumes, survey
+from detonation.checkpoint.newest import Loaded, candidates
 from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file, save_model
 
-from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.elastic import Elastic
 from detonation.checkpoint.files.manifest import Manifest
-from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
+from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReader
 from detonation.checkpoint.initial_weights import EXPORTED
-from detonation.checkpoint.load.elastic import Elastic
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.snapshot import weights
 from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.data.tokens import tokenizer_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tomli_w
 
-from detonation.checkpoint.save.async_save import save_checkpoint
+from detonation.checkpoint.async_save import save_checkpoint
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.initial_weights import load_weights
-from detonation.checkpoint.save.async_save import save_checkpoint
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
