@@ -16,9 +16,9 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 import detonation as dt
-from detonation.feed.connection.token import read_token
 from detonation.feed.follower import Follower
 from detonation.feed.stream import read_about
+from detonation.feed.token import read_token
 from detonation.models import build_model
 
 

@@ -11,7 +11,7 @@ from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.link.handshake import Mismatch
 from detonation.core.replicator.overlap import OverlapError
 from detonation.core.schemes.traffic import LargerThanDense
-from detonation.feed.connection.token import LostFeed
+from detonation.feed.token import LostFeed
 from detonation.log.records import DamagedLog
 
 __all__ = [

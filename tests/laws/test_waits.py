@@ -17,8 +17,7 @@ from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
 from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
-from detonation.wire.integers import BlockIntegers
-from detonation.wire.reduce_scatter import ErrorFeedbackReduce
+from detonation.wire.reduce_scatter import BlockIntegers, ErrorFeedbackReduce
 from zoo import TALKING
 
 STEPS = 4

@@ -1,7 +1,9 @@
-"""The device mesh of replicas and shards, and the model laid out on it."""
+"""The device mesh of replicas and shards, and the model, layer by layer, laid out on it."""
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from detonation.cluster.blocks import layers_of
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
-from detonation.cluster.machine.position import launch_position
 from detonation.cluster.network.throttled import ThrottledCommunicator
+from detonation.cluster.position import launch_position
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis, require_device
 from detonation.core.link.link import Link
@@ -22,6 +24,49 @@ from detonation.core.link.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.wire.units import join_units, resync_weights
 from detonation.wire.wire import ShardWire
+
+
+def layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of every outermost `nn.ModuleList`: the layers of a transformer."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from layers_of(child)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
+
+    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations.
+
+    Raises:
+        ValueError: The model has no layers.
+    """
+    for layer in _some_layers(model, "train.checkpoint_activations"):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def compile_layers(model: nn.Module, backend: str) -> None:
+    """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
+
+    The hooks of `shard` stay outside of the compiled code.
+
+    Raises:
+        ValueError: The model has no layers, or torch has no such backend.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}")
+    for layer in _some_layers(model, "train.compile"):
+        layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
+    layers = list(layers_of(model))
+    if not layers:
+        raise ValueError(f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none")
+    return layers
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:

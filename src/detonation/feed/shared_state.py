@@ -17,7 +17,7 @@ from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import local, locals_of
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.traffic import collective_for
-from detonation.feed.connection.frames import encoded, table_of
+from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
-from detonation.log.playback import Playback
-from detonation.log.records import STEP, DamagedLog, LogRecord
+from detonation.log.records import STEP, DamagedLog, LogRecord, Playback
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from detonation.core.link.link import Link
-from detonation.wire.integers import BlockIntegers
+from detonation.wire.reduce_scatter import BlockIntegers
 
 
 class WeightMoves:

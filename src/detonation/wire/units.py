@@ -16,8 +16,7 @@ from detonation.core.flat.weight_hooks import ON_COMPARISON, ON_MOVE
 from detonation.core.link.link import Link
 from detonation.core.optimizer.gathered import local_parameters, reshard
 from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
-from detonation.wire.integers import BlockIntegers
-from detonation.wire.reduce_scatter import ErrorFeedbackReduce
+from detonation.wire.reduce_scatter import BlockIntegers, ErrorFeedbackReduce
 from detonation.wire.wire import WIDTHS, ShardWire
 
 _UNIT = "_detonation_shard_unit"

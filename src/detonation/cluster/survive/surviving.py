@@ -12,6 +12,7 @@ from torch import Tensor
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, admit_key
+from detonation.cluster.survive.elastic_axis import AxisUser, Host
 from detonation.cluster.survive.groups import (
     Flight,
     Group,
@@ -21,9 +22,8 @@ from detonation.cluster.survive.groups import (
     SurvivedLoss,
     host,
 )
+from detonation.cluster.survive.meeting import StoreTexts
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.texts import StoreTexts
-from detonation.cluster.survive.users import AxisUser, Host
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 
 _MOST_TRIES = 5

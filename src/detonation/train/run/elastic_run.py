@@ -10,8 +10,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from detonation.cluster.init import LaunchPosition
-from detonation.cluster.machine.interfaces import addresses_of, host_and_port
 from detonation.cluster.mesh import init_mesh, shard
+from detonation.cluster.position import addresses_of, host_and_port
 from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
 from detonation.cluster.survive.groups import SurvivedLoss
 from detonation.cluster.survive.guests import Guest

@@ -17,9 +17,6 @@ from detonation.cluster.survive.meeting import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
 from detonation.plan.cost import spelled
-from detonation.train.auto.adapt import Adapter, Followed
-from detonation.train.auto.asked import Asked
-from detonation.train.auto.decide import Chosen, again, decide
 from detonation.train.loop.checkpoints import open_checkpoints, resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session, start_session
@@ -30,9 +27,10 @@ from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
+from detonation.train.run.adapt import Adapter, Followed
+from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
-from detonation.train.run.recorder import Recorder
-from detonation.train.run.recording import Recording
+from detonation.train.run.recorder import Recorder, Recording
 from detonation.train.run.request import Request
 
 

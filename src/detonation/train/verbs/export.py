@@ -17,9 +17,9 @@ from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.data.tokens import tokenizer_of
 from detonation.models import build_model
+from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
-from detonation.train.verbs.named_code import require_trust
 
 _MODEL = "model."
 """The prefix of the weights in a checkpoint."""
