@@ -10,8 +10,8 @@ from detonation.cluster.init import leave as leave
 from detonation.cluster.mesh import init_mesh as init_mesh
 from detonation.cluster.mesh import same_weights as same_weights
 from detonation.cluster.mesh import shard as shard
+from detonation.cluster.survive.elastic_axis import Guest as Guest
 from detonation.cluster.survive.elastic_axis import elastic as elastic
-from detonation.cluster.survive.guests import Guest as Guest
 from detonation.core.agreement.safety import Safety as Safety
 from detonation.core.optim.muon import Muon as Muon
 from detonation.core.optim.signsgd import SignSGD as SignSGD

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
-from detonation.log.records import STEP, DamagedLog, LogRecord, Playback
+from detonation.log.playback import Playback
+from detonation.log.records import STEP, DamagedLog, LogRecord
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:

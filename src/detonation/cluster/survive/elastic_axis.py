@@ -1,23 +1,35 @@
-"""`elastic`: the axis between replicas, of which some may be lost while the others train on, and who uses it."""
+"""`elastic`: the axis between replicas, of which some may be lost while the others train on, and its guests."""
 
+import json
 import logging
-import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.processes.signals import end_now
-from detonation.cluster.survive.agreement import Agreement, coming_key, copy_key, feed_key, next_axis_store
-from detonation.cluster.survive.meeting import StoreTexts
+from detonation.cluster.survive.agreement import (
+    EPOCH,
+    SIZE,
+    Agreement,
+    RankReport,
+    ReplicaLost,
+    admit_key,
+    ask_key,
+    at_key,
+    feed_key,
+    latest_axis_store,
+    next_axis_store,
+    parse_agreement,
+    ready_key,
+)
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
-from detonation.core.link.elastic_communicator import ElasticCommunicator
 
 _log = logging.getLogger("detonation")
 
@@ -96,126 +108,115 @@ def end_here(reason: str) -> None:
     end_now(1)
 
 
-if TYPE_CHECKING:
-    from detonation.cluster.survive.surviving import SurvivingCommunicator
-
 _POLL_S = 0.005
+_TRIES = 5
+_ALL = 2**62
+"""A guest lacks no collective of those before it came."""
 
 
-class Host:
-    """One rank's dealings with a replica that comes in, by the store."""
+class Guest:
+    """A replica that comes in while others train, for `admitted`. All ranks of the replica construct it together.
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership = membership
-
-    @property
-    def guest(self) -> int | None:
-        """A replica that asks to come in, or waits for its step; None without one."""
-        return self.membership.guest if self.membership.guest_asks else None
-
-    def offer(self, guest: int, address: str) -> None:
-        """Lets a guest know where it finds the state of this shard."""
-        self.membership.store.set(feed_key(guest, self.membership.shard), address)
-
-    def copy_step(self, guest: int, step: int) -> float:
-        """The step after which all shards give their guest a copy; infinity until the guests of all are there.
-
-        The shards of a replica are in the same step, or in two that follow each other.
-        """
-        store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
-        store.set(coming_key(guest, shard), "1")
-        if shard == 0 and store.check([coming_key(guest, each) for each in range(shards)]):
-            store.compare_set(copy_key(guest), "", str(step + (2 if shards > 1 else 0)))
-        return int(store.get(copy_key(guest))) if store.check([copy_key(guest)]) else math.inf
-
-
-class AxisUser(ElasticCommunicator):
-    """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step of its own.
-
-    Until then a lost replica is absent for it. Optimizers may be in different steps.
-
-    layout: the replicas that have a number for it, by the numbers with which they began. begun: the steps that it
-    began. pending: agreements on members that it has not adopted.
+    number: Of the replica; numbers are never used twice.
 
     Args:
-        number: Of this user; all ranks make them in the same order.
-        begun: The steps that were taken before it.
+        store: Where the replicas meet; see `elastic`.
+        mesh: ("replicate", "shard") of this replica alone, as of `init_mesh(replicas=1)`; None for one rank.
+        min_replicas, silence_s, timeout_s: As in `elastic`.
+
+    Raises:
+        ValueError: The replicas there have another number of shards.
+
+    Example:
+        >>> import torch.distributed as dist, detonation as dt
+        >>> store = dist.HashStore()
+        >>> axis = dt.elastic(replica=0, replicas=1, store=store)
+        >>> guest = dt.Guest(store)
+        >>> guest.number
+        1
+        >>> guest.membership.stop(); axis.close()
     """
 
-    def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
-        self.axis, self.number, self.layout, self.replica = axis, number, axis.layout, axis.replica
-        self.pending, self.begun, self._first = list(axis.pending), begun, float("inf")
-        self._adopted, self._channels, self._membership = axis.adopted, 0, axis.host.membership
+    def __init__(
+        self,
+        store: Store,
+        mesh: DeviceMesh | None = None,
+        *,
+        min_replicas: int = 1,
+        silence_s: float = 15.0,
+        timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> None:
+        self._shard, self._shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+        self._timeout_s = timeout_s
+        own = latest_axis_store(store)
+        replicas, shards = map(int, own.get(SIZE).split())
+        if shards != self._shards:
+            raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
+        number = torch.tensor(replicas + own.add("numbers", 1) - 1 if self._shard == 0 else 0)
+        if mesh is not None and shards > 1:
+            group = mesh["shard"].get_group()
+            number = number.to(mesh.device_type if dist.get_backend(group) == "nccl" else "cpu")
+            dist.broadcast(number, dist.get_global_rank(group, 0), group)
+        self.number = int(number)
+        self.membership = Membership(
+            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_here, is_guest=True
+        )
+        self._store = self.membership.store
+        self._store.set(ask_key(self.number), "1")  # at once: the others look for one number after another
 
-    @property
-    def shared(self) -> bool:
-        return self.axis.shared
+    def addresses(self, timeout_s: float) -> str:
+        """The addresses of the feeds of all shards, separated by commas, once the others have them."""
+        deadline = time.monotonic() + timeout_s
+        keys = [feed_key(self.number, shard) for shard in range(self._shards)]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise ReplicaLost(f"no replica has let replica {self.number} in within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return ",".join(self._store.get(key).decode() for key in keys)
 
-    def size(self) -> int:
-        return len(self.layout)
+    def ready(self) -> None:
+        """Lets the others know that this rank has the state of training."""
+        self._store.set(ready_key(self.number, self._shard), "1")
 
-    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        return self.axis.start("all_reduce", values, self)
+    def step(self) -> int | None:
+        """The number of steps after which this replica comes in; None until the others have agreed on it."""
+        key = admit_key(self.number)
+        return int(self._store.get(key)) if self._store.check([key]) else None
 
-    def all_gather(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self.axis.start("all_gather", mine, self)
+    def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
+        """The axis between the replicas, this one among them. Collective, before `step`.
 
-    def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
-        return self.axis.start("all_to_all", mine, self)
+        Raises `ReplicaLost` where the others went on without it.
+        """
+        report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
+        self._store.set(at_key(self.number, self.membership.rank), "1")
+        agreement = None
+        while agreement is None:
+            if time.monotonic() > deadline:
+                raise ReplicaLost(f"the others did not let replica {self.number} in within {timeout_s:g} s")
+            agreement = self._agreement(report)
+        self.membership.join(agreement)
+        beside = [report for rank, report in agreement.reports.items() if rank % self._shards == self._shard]
+        floor = max(report.floor for report in beside if report.floor < _ALL)
+        for _ in range(_TRIES):
+            try:
+                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step)
+            except RuntimeError:  # one of the others was lost meanwhile
+                self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
+        raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
 
-    def recycle(self, received: Tensor) -> None:
-        self.axis.recycle(received)
-
-    def enter_step(self, step: int) -> bool:
-        with self._membership.changed:
-            self.axis.settle()
-            if self._due(step) or self.axis.expects(step):
-                return True
-            self._begin(step)
-        return False
-
-    def expects(self, step: int) -> bool:
-        return self.axis.expects(step)
-
-    def adopt(self, step: int) -> list[int]:
-        self._await_guest(step)
-        with self._membership.changed:  # at once: after another loss all ask who has begun this step, and with whom
-            self.axis.settle()
-            due = self._due(step)
-            members = due[-1].members if due else self.layout
-            kept = [number for number, member in enumerate(self.layout) if member in members]
-            self.pending = [each for each in self.pending if each not in due]
-            self.layout, self.replica = members, members.index(self._membership.replica)
-            self._channels, self._adopted = 0, step
-            self._begin(step)
-            self.axis.follow(self, due, step)
-        return kept
-
-    def texts(self) -> StoreTexts:
-        self._channels += 1
-        channel = f"{self.layout}/{self._adopted}/user{self.number}/{self._channels}"
-        return StoreTexts(self._membership, self.layout, channel)
-
-    def _await_guest(self, step: int) -> None:
-        """Waits before `step` until all have agreed whether the guest has come."""
-        axis, membership = self.axis, self._membership
-        while True:
-            with membership.changed:
-                axis.settle()
-                if axis.guest is None or not axis.expects(step):
-                    axis.awaits = -1
-                    return
-                axis.awaits = axis.guest[1]
-            if membership.awaits(axis.awaits):  # and nothing is in flight anywhere
-                membership.call()
-                with membership.changed:
-                    membership.changed.wait_for(lambda: axis.guest is None or axis.error, 1.0)
-            else:
-                time.sleep(_POLL_S)
-
-    def _due(self, step: int) -> list[Agreement]:
-        return [each for each in self.pending if step >= each.first_step(self.number)]
-
-    def _begin(self, step: int) -> None:
-        self.begun, self._first = max(self.begun, step + 1), min(self._first, step)
-        self._membership.under_way = self._membership.under_way or self.begun > self._first + 2
+    def _agreement(self, report: RankReport) -> Agreement | None:
+        """The agreement that lets this guest in, once there is one."""
+        latest = int(self._store.get(EPOCH))
+        for epoch in (latest, latest + 1):  # the others may have noted the one, or have agreed on the next
+            if not self._store.check([f"{epoch}/record"]):
+                continue
+            agreement = parse_agreement(epoch, self._store.get(f"{epoch}/record"))
+            if self.number in agreement.members:
+                return agreement
+            if agreement.awaited == self.number:
+                raise ReplicaLost(f"the others did not wait for replica {self.number} before step {report.begun}")
+        # never for an agreement after that which lets it in: there the others would take it for a report of a member
+        self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
+        time.sleep(_POLL_S)
+        return None

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, admit_key
-from detonation.cluster.survive.elastic_axis import AxisUser, Host
 from detonation.cluster.survive.groups import (
     Flight,
     Group,
@@ -22,8 +21,8 @@ from detonation.cluster.survive.groups import (
     SurvivedLoss,
     host,
 )
-from detonation.cluster.survive.meeting import StoreTexts
 from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 
 _MOST_TRIES = 5

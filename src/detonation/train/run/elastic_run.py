@@ -13,8 +13,8 @@ from detonation.cluster.init import LaunchPosition
 from detonation.cluster.mesh import init_mesh, shard
 from detonation.cluster.position import addresses_of, host_and_port
 from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
+from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.groups import SurvivedLoss
-from detonation.cluster.survive.guests import Guest
 from detonation.feed.admission import admitted
 from detonation.feed.shared_state import memory_norm
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
