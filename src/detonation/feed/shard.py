@@ -32,9 +32,8 @@ from detonation.feed.shared_state import (
     show_own,
 )
 from detonation.feed.stream import Joined, Stepped
-from detonation.log.playback import Player
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
-from detonation.log.repeat import repeat_step
+from detonation.log.repeat import Player, repeat_step
 from detonation.log.writer import identity
 
 

@@ -30,8 +30,7 @@ from detonation.train.recipe.tables import to_table
 from detonation.train.run.adapt import Adapter, Followed
 from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
-from detonation.train.run.recorder import Recorder
-from detonation.train.run.recording import Recording
+from detonation.train.run.recorder import Recorder, Recording
 from detonation.train.run.request import Request
 
 
