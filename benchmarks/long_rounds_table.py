@@ -78,7 +78,8 @@ def _reference(name: str, total: int, done: Rows) -> dict[int, float]:
 
 
 def _against(found: dict[int, float], base: dict[int, float]) -> str:
-    if found == base or not set(found) & set(base):
+    common = set(found) & set(base)
+    if not common or all(found[seed] == base[seed] for seed in common):  # nothing, or the reference itself
         return ""
     return percent(*relative(found, base)[:2])
 
