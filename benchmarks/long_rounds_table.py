@@ -119,8 +119,8 @@ def _compute_s(total: int, replicas: int, done: Rows) -> float:
     same = [each for each in own if each["replicas"] == replicas]
     each = [row["cpu_s"] / row["steps"] / row["replicas"] for row in same]
     if each:
-        return statistics.median(each)
-    return statistics.median(row["cpu_s"] / row["steps"] for row in own) / replicas
+        return float(statistics.median(each))
+    return float(statistics.median(row["cpu_s"] / row["steps"] for row in own)) / replicas
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import json
 import pytest
 from benchmarks import long_rounds
 from benchmarks import long_rounds_run as one_run
+from benchmarks import long_rounds_table as tables
 from benchmarks.long_rounds import Cell, Method
 
 STEPS = 6
@@ -97,3 +98,50 @@ def test_a_run_that_another_process_trains_is_left_to_it(tmp_path):
     with long_rounds._claimed(tmp_path, long_rounds.file_name(next(grid({})).tried({})[0])) as mine:
         assert mine
         assert long_rounds.run_missing(grid, tmp_path / "results", tmp_path) == []
+
+
+RATES = 0.005, 0.01, 0.02
+
+
+def made_row(cell, loss):
+    measured = {"num_parameters": 1000, "steps": STEPS, "bytes_sent_per_step": 250.0, "cpu_s": 6.0 * cell.replicas}
+    return {**dataclasses.asdict(cell), "val_loss": loss, **measured}
+
+
+def reference(name, total=8, seeds=3):
+    sets = f"{TRAIN} scheme.name=full optimizer.name={name.split(',')[0]}"
+    return Method("references", name, "recipes/quick-lm.toml", sets, RATES, total, 1, seeds, ("schedule.floor=0.1",))
+
+
+def test_the_table_says_how_many_seeds_stand_behind_a_loss(monkeypatch):
+    monkeypatch.setattr(tables, "reference", reference)
+    sets, outer = f"{TRAIN} {MULOCO}", ("scheme.outer_lr=1.0 scheme.outer_momentum=0.0",)
+    ours = [
+        Method("test", name, "recipes/quick-lm.toml", f"{sets} {more}", RATES, 8, 8, 3, outer)
+        for name, more in (("judged", ""), ("tuned", "scheme.decay=0.5"), ("once", "scheme.decay=0.0"))
+    ]
+    done = {}
+    for method, losses in (
+        (reference(tables.ADAMW), (2.0, 2.0, 2.0, 2.0)),
+        (reference(tables.MUON), (1.0, 1.0, 1.0, 1.0)),
+        (ours[0], (1.3, 1.1, 1.2, 1.1)),
+        (ours[1], (1.5,)),
+        (ours[2], (1.5, 1.2)),
+    ):
+        low, middle, high = method.tried({})
+        judged = [dataclasses.replace(middle, seed=seed) for seed in range(len(losses))]
+        for cell, loss in zip([low, high, *judged], (9.0, 9.0, *losses), strict=True):
+            done[cell.key] = made_row(cell, loss)
+    grid = [reference(tables.ADAMW), reference(tables.MUON), *ours]
+    lines = [line.strip("| ").split(" | ") for line in tables.table(lambda rows: iter(grid), done).splitlines()[2:]]
+    found = {(line[0], line[1]): line for line in lines}
+    assert [found[name, "8"][5] for name in ("judged", "tuned", "once")] == ["3", "tuning", "1"]
+    assert found["judged", "8"][8].startswith("+13.3 [")
+    assert found["judged", "8"][7].startswith("-43.3 [")
+    assert [found[name, "8"][8] for name in ("tuned", "once")] == ["+50.0", "+20.0"], "no interval below three seeds"
+    assert found["judged", "8"][9] == "0.2500"
+    muon = [found["Muon, full", replicas] for replicas in ("1", "2", "8")]
+    assert [line[8] for line in muon] == ["", "", ""], "a reference is not compared with itself"
+    seconds = [[float(each) for each in line[10:]] for line in (*muon, found["judged", "8"])]
+    assert seconds[0] == [6.0] * 6, "one worker waits for nobody"
+    assert seconds[2][1] > seconds[2][0] > seconds[3][0], "100 ms cost more than 5, and each step more than each round"
