@@ -81,9 +81,9 @@ def run_missing(
     """Runs what has no row and is `wanted`, in the order of the grid, until `limit` runs are done; returns them."""
     ran: list[Cell] = []
     while len(ran) < limit:
-        for cell in missing(grid(rows(results)), rows(results)):
+        for cell in filter(wanted, missing(grid(rows(results)), rows(results))):
             with _claimed(scratch, file_name(cell)) as mine:
-                if mine and wanted(cell) and not (results / f"{file_name(cell)}.json").exists():
+                if mine and not (results / f"{file_name(cell)}.json").exists():  # another process may just have ended
                     print(time.strftime("%H:%M:%S"), file_name(cell), flush=True)
                     run(cell, results, scratch)
                     ran.append(cell)
