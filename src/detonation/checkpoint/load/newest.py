@@ -55,8 +55,7 @@ def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicat
 
     Call it after `replicate` and before the first step. In a world of the shape that saved, training goes on bit for
     bit as if it had not stopped. In another world the weights are exact where the replicas agreed, and memories are
-    merged as `detonation.checkpoint.load.elastic` describes. Checkpoints that are not whole are passed over; the log
-    has the reason for each.
+    merged as `detonation.checkpoint.load.elastic` describes. Those that are not whole are passed over, and logged.
 
     Returns:
         The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at all.

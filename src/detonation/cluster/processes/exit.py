@@ -22,8 +22,7 @@ def die_with_parent(parent: int) -> None:
 def die_with_agent(env: Mapping[str, str]) -> None:
     """Applies `die_with_parent` to a rank of torchrun, whose agent leaves its ranks behind when it is killed.
 
-    Not for srun: Linux watches the thread that started a process, and only torchrun is known to start ranks from its
-    main thread.
+    Not for srun: Linux watches the thread that started a process; torchrun alone is known to use its main thread.
     """
     if "TORCHELASTIC_RUN_ID" in env:
         die_with_parent(os.getppid())

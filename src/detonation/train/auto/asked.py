@@ -23,8 +23,7 @@ class Auto:
     """The arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: The part of a step that full synchronisation, or the adapted setting, may spend waiting for the network,
-            between 0 and 1.
+        budget: The part of a step that full synchronisation, or the adapted setting, may wait: between 0 and 1.
         adapt: Let the setting of the chosen scheme follow the link during the run.
 
     Raises:
