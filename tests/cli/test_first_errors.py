@@ -25,6 +25,7 @@ from detonation.cluster.under_launcher import run_under_launcher
 from detonation.train.output import directory
 from detonation.train.output.trackers import check_trackers
 from detonation.train.recipe.resolve import fill_mesh
+from made import made
 from worlds import caught
 
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
@@ -518,6 +519,15 @@ def test_a_mistake_gets_the_value_the_reason_and_the_remedy(mistake):
     assert [words for words in (mistake.first, *mistake.has) if words not in text] == [], text
     assert "Traceback" not in text
     assert text.startswith(" ") or text.rstrip("\n").count("\n") == 0  # tyro's own frames have several lines
+
+
+@pytest.mark.parametrize(
+    ("out", "path"), [("tiny.toml/a.html", "tiny.toml/a-figures"), ("none/a.html", "none/a-figures")]
+)
+def test_a_page_that_cannot_be_written_names_the_flag(out, path, capsys):
+    made(Path("run"))
+    assert run_command(["report", "run", "--out", out]) == 1
+    assert capsys.readouterr().err.endswith(f" directory: {path}: choose another --out\n")
 
 
 @pytest.mark.parametrize(("local", "told"), [("0", False), ("1", True)])
