@@ -17,8 +17,8 @@ from torch import nn
 import detonation as dt
 from commands import Command, free_port, write_recipe
 from detonation.cli.command import run_command
-from detonation.cluster.position import LaunchPosition, launch_position
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.position import LaunchPosition, launch_position
 from detonation.cluster.processes import rendezvous
 from detonation.cluster.processes.failure import WorldError
 from detonation.cluster.under_launcher import run_under_launcher
