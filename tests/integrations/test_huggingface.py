@@ -167,7 +167,8 @@ def trainer_resumes(mesh, folder, scheme, changed):
 @pytest.mark.parametrize(
     ("scheme", "changed"),
     [
-        (dt.diloco(every=3), {}),  # the checkpoint is in the middle of a round
+        # the checkpoint is in the middle of a round
+        pytest.param(dt.diloco(every=3), {}, marks=pytest.mark.long),
         (dt.demo(), {"wrap": SHARDED, "bf16": True, "gradient_accumulation_steps": 2}),
     ],
     ids=["diloco", "demo"],
@@ -338,7 +339,10 @@ def accelerate_resumes(mesh, folder, scheme, settings):
 @pytest.mark.parametrize(
     ("scheme", "settings", "steps"),
     [
-        (dt.demo(), {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "clip": 0.01}, 6),
+        pytest.param(
+            *(dt.demo(), {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "clip": 0.01}, 6),
+            marks=pytest.mark.long,
+        ),
         (dt.diloco(every=3), {"wrap": SHARDED}, 12),
     ],
     ids=["demo", "diloco"],
@@ -564,7 +568,9 @@ def example(mesh, name, folder):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", ["huggingface_trainer.py", "huggingface_accelerate.py"])
+@pytest.mark.parametrize(
+    "name", ["huggingface_accelerate.py", pytest.param("huggingface_trainer.py", marks=pytest.mark.long)]
+)
 def test_an_example_learns_and_its_replicas_end_equal(tmp_path, name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 60
     printed, *_ = worlds.run_alone(example, 2, 2, name, tmp_path)

@@ -446,7 +446,7 @@ def validated(mesh, child):
     return found
 
 
-@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize("child", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_validation_changes_nothing_and_what_thaws_after_it_trains(child):
     for rank in worlds.run_alone(validated, 2, 2, child):
         for name in ("diloco", "ahead"):
