@@ -78,6 +78,12 @@ def test_ranks_that_start_afresh_read_the_recipe_by_themselves(tmp_path, monkeyp
     assert run_command([*train, str(tmp_path / "afresh")]) == 0
     forked, afresh = map(json.loads, capfd.readouterr().out.splitlines())
     assert afresh["fingerprint"] == forked["fingerprint"] and afresh["directory"] == str(tmp_path / "afresh")
+
+
+@pytest.mark.long
+def test_ranks_that_start_afresh_are_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "gpus_for", lambda count: True)
+    monkeypatch.setattr(start, "gpus_for", lambda count: True)
     profile = tmp_path / "profile.json"
     assert run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(profile), "--json"]) == 0
     assert json.loads(profile.read_text())["replicas"] == 2

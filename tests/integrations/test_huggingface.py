@@ -247,6 +247,7 @@ def stopped(mesh, folder):
     return found
 
 
+@pytest.mark.long
 def test_where_a_callback_stops_training_the_last_checkpoint_is_the_agreed_model(tmp_path):
     assert worlds.run(stopped, 2, 2, tmp_path) == [[(4, True, True)] * 2] * 4
 
@@ -401,6 +402,7 @@ def clips_of_two_models(mesh):
     return [worlds.caught(accelerator.clip_grad_norm_, models[0].parameters(), clip)[0] for clip in (1.0, 0.5)]
 
 
+@pytest.mark.long
 def test_two_models_of_one_accelerator_are_clipped_each_by_its_own_norm():
     assert worlds.run(clips_of_two_models, 2, 2) == [["nothing", "ValueError"]] * 4
 
@@ -490,6 +492,7 @@ def rotating_on_own_disks(mesh, scratch):
     return sorted(path.name for path in (scratch / "out").iterdir())
 
 
+@pytest.mark.long
 def test_without_a_shared_file_system_old_checkpoints_and_nothing_else_are_removed_on_every_node(tmp_path):
     outcome = worlds.run_alone(rotating_on_own_disks, 2, 2, own_disks.make(tmp_path))
     assert outcome[:2] == [["checkpoint-5"]] * 2

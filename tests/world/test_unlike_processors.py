@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from limits import LIMIT_S
 
 KINDS = [
@@ -50,6 +52,7 @@ dt.leave()
 """
 
 
+@pytest.mark.long  # two kinds of processor are in test_flipped_bits.py
 def test_signs_of_few_coefficients_train_to_the_last_bit_on_processors_of_three_kinds(tmp_path):
     """AdamW, whose step torch rounds by the kind of processor, is refused there."""
     ranks = []
