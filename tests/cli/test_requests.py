@@ -68,6 +68,7 @@ def test_the_help_knows_every_scheme_of_the_library():
     assert {*SCHEME_NAMES} == SCHEMES.keys()
 
 
+@pytest.mark.long
 def test_ranks_that_start_afresh_read_the_recipe_by_themselves(tmp_path, monkeypatch, capfd):
     """As where each has a GPU: a process of its own, to which JSON travels."""
     recipe = str(write_recipe(tmp_path / "tiny.toml"))

@@ -43,6 +43,7 @@ def torchrun(arguments):
     return 0
 
 
+@pytest.mark.long
 def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(tmp_path, recipe, whole):
     out = tmp_path / "run"
     agent = Command(tmp_path, "-m", "detonation", "train", recipe, "--out", out, *SETS, program=torchrun)
