@@ -1,4 +1,4 @@
-"""What a feed sends, as frames of bounded length with a keyed checksum, and the listener that turns strangers away."""
+"""Frames of bounded length with a keyed checksum, which a feed sends, and the listener that turns strangers away."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""What a rank leaves behind: the cause of its end in one line, or its result, as JSON with the tensors beside it."""
+"""A rank's end in a file: its cause in one line, or its result, as JSON with the tensors beside it, never pickle."""
 
 import json
 import signal

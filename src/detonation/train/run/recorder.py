@@ -1,4 +1,4 @@
-"""What a run writes down of itself: every step's record, the log of its updates and the feed of its weights."""
+"""Records of a run: each step's, the log of its updates, and the feed of its weights."""
 
 import math
 import os
