@@ -11,7 +11,6 @@ from detonation.core.flat.tensors import gradients_to_fill, local, local_gradien
 from detonation.core.flat.weight_hooks import moved
 from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.signsgd import SignSGD
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
@@ -46,7 +45,7 @@ class GradientReplicator(Replicator):
         self._stream: CommStream | None = None
         self._lookahead = LookAhead(parameters, base) if scheme.lookahead else None
         self.acts_after = scheme.lookahead
-        self.moves_by_signs = isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone
+        self.stepped = base.optimizer
 
     def before(self, step: int) -> None:
         if self._lookahead:
