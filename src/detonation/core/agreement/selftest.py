@@ -1,6 +1,8 @@
 """The self-test: a hash of how this process decodes fixed messages, because threads, processors and libraries round
 differently."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -40,8 +42,9 @@ def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> str:
         update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
         received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
         engine_for(scheme.codec, layout, memory, runtime).write(received, [update])
-        alike = base is None or isinstance(base, SignSGD) and base.moves_by_signs_alone
-        return digest([update] if alike else [update, _stepped(update, base)])[:16]
+        if base is None or (isinstance(base, SignSGD) and base.moves_by_signs_alone):
+            return digest([update])[:16]
+        return digest([update, _stepped(update, base)])[:16]
 
 
 def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device) -> Tensor:
@@ -58,13 +61,14 @@ def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None,
     return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
 
 
-def _stepped(update: Tensor, base: Optimizer | None) -> Tensor:
+def _stepped(update: Tensor, base: Optimizer) -> Tensor:
     # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
     before = _ramp(update.numel(), update.device).view(_SHAPE)
-    if type(base) in _PROBED:
+    kind: Any = type(base)
+    if kind in _PROBED:
         some = slice(64 if isinstance(base, Muon) else None)  # whose products take long
         weight = torch.nn.Parameter(before[some])
-        made = type(base)([{**base.param_groups[0], "params": [weight], "lr": 1e-3}])
+        made = kind([{**base.param_groups[0], "params": [weight], "lr": 1e-3}])
         for scale in (1.0, 0.7):  # the first meets states that are zero
             weight.grad = update[some] * scale
             made.step()
