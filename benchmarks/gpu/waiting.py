@@ -14,7 +14,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.codec.message_rows import MessageRows, Sums, numbers
 from detonation.core.codec.precision import Float
-from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 

@@ -19,14 +19,15 @@ from detonation.core.codec.basis import dct_matrix
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.coding import why_not_triton
-from detonation.core.engine.compiled import NativeEngine, engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
 from detonation.core.replicator.outer import OuterSGD
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Outer
+from detonation.engines.native_engine import NativeEngine
+from detonation.engines.triton.coding import why_not_triton
 from detonation.kernels import native
 
 CPU = torch.device("cpu")

@@ -18,17 +18,17 @@ from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
-from detonation.core.engine.accelerated import TritonEngine
-from detonation.core.engine.coding import coding_of, places_of, why_not_triton
-from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
+from detonation.core.integrity.workspace import Workspace
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
 from detonation.core.schemes.gradients import momentum
+from detonation.engines.triton.coding import coding_of, places_of, why_not_triton
+from detonation.engines.triton.engine import TritonEngine
 from detonation.kernels.gpu import launches, launching
 from zoo import SCHEMES, TALKING
 
@@ -233,7 +233,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
         run = launches.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
         found = inspector.inspect(
-            [run], given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows), IDENTITY, 2**40,
+            [run], given, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
             3, 0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
@@ -260,7 +260,7 @@ def test_messages_are_weighed_as_by_ordinary_torch(name):
         mine, other = (launches.Inspector(len(scales), CPU) for _ in range(2))
         other._arrivals += 1  # as if another optimizer's messages were weighed on another stream now
         weights = torch.empty(len(scales))
-        mine.weigh(wanted.source.body, places_of(launches, codec, rows), coding_of(launches, codec), weights)
+        mine.weigh(wanted.source.body, places_of(codec, rows), coding_of(codec), weights)
         assert torch.equal(weights, wanted.aggregation.of_replicas)
 
 

@@ -1,7 +1,7 @@
 """Replicas on processors of different kinds, with and without compiled kernels, train together to the last bit.
 
-One of every kind of arithmetic; `STEPS=200 python -m pytest tests/world/test_unlike_processors.py` trains every scheme of
-the zoo, so many steps under each.
+One of every kind of arithmetic. `STEPS=200 python -m pytest tests/world/test_unlike_processors.py` trains every scheme
+of the zoo, so many steps under each.
 """
 
 import os

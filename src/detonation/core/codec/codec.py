@@ -165,9 +165,10 @@ class Codec:
         else:
             assert run.numbers is not None
             encoded.append(None if values.data_ptr() == run.numbers.data_ptr() else values)
-            targets = [run.numbers, *run.parts[1:]]
+            targets = [run.numbers]
         if indices is not None and not self.selection.shared:
             encoded.append(self.index_coding.encode(indices).view(count, -1))
+            targets += run.parts[len(targets) :]
         if (run.room or run.whole) and (padding := run.padding) is not None:
             targets.append(padding)
             encoded.append(zero_byte(padding.device).expand_as(padding))

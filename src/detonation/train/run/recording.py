@@ -4,7 +4,7 @@ import secrets
 from pathlib import Path
 
 from detonation.checkpoint.files import retention
-from detonation.core.link.tape import Tape
+from detonation.core.integrity.tape import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
 from detonation.log.step_recorder import Tapes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,17 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import Unpackable, narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.integrity.header import HEADER_BYTES
-from detonation.core.link.link import Arriving
+
+
+class Arriving(Protocol):
+    """The messages that one collective carries, in flight."""
+
+    rows: Tensor | None
+    absent: Collection[int]
+
+    def __call__(self) -> Tensor: ...  # waits: [replicas, nbytes] uint8
+
+    def release(self) -> None: ...  # returns the receive buffer
 
 
 @dataclass
@@ -33,12 +43,13 @@ class Message:
         absent: After `wait`, the replicas whose messages did not arrive whole, because they were lost.
         played: What arrives in the place of all collectives: header and bytes.
         reply: Of a stage that owners answer, their answer.
-        kernels: The module `detonation.kernels.gpu.launches`, where it seals and inspects.
+        keeps_buffers: Whether an accelerator keeps receive buffers for the next step: where torch allocates for it,
+            its allocator has others for them until then.
     """
 
     step: int
     codec: Codec
-    kernels: Any = None
+    keeps_buffers: bool = False
     waiting: MessageRows | None = None
     sent: list[MessageRows] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)
@@ -48,14 +59,6 @@ class Message:
     absent: set[int] = field(default_factory=set)
     played: Callable[[], Tensor] | None = None
     reply: Message | None = None
-
-    def leave(self) -> MessageRows:
-        """The run that waits, which leaves now."""
-        run, self.waiting = self.waiting, None
-        assert run is not None
-        self.sent.append(run)
-        self.rows.append((run.first, run.rows))
-        return run
 
     def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
         """Keeps the indices of the rows of the flat from `first` on."""
@@ -74,7 +77,7 @@ class Message:
         return torch.cat([narrow(each) for each in found])
 
     def wait(self) -> list[Tensor]:
-        """Waits for all runs.
+        """Waits for all runs, if nobody has yet.
 
         Shapes: -> of each `[messages of all replicas, bytes]` uint8.
         """
@@ -82,7 +85,7 @@ class Message:
             octets = self.played()
             self.absent = {row for row, header in enumerate(octets[:, :HEADER_BYTES]) if not header.any()}
             return [octets]
-        arrived = [each() for each in self.arriving]
+        arrived = [each() if each.rows is None else each.rows for each in self.arriving]
         for each in self.arriving:
             self.absent.update(each.absent)
         return arrived
@@ -109,9 +112,8 @@ class Message:
         return whole
 
     def release(self) -> None:
-        """Returns the receive buffers. On an accelerator they are kept for the next step only where a step by kernels
-        allocates nothing else: torch's allocator has others for them until then."""
+        """Returns the receive buffers."""
         for each in self.arriving:
-            if self.kernels is not None or (each.rows is not None and each.rows.device.type == "cpu"):
+            if self.keeps_buffers or (each.rows is not None and each.rows.device.type == "cpu"):
                 each.release()
         self.arriving.clear()

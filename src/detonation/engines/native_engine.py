@@ -1,9 +1,7 @@
-"""The native engine, compiled for the CPU, and the choice among engines."""
+"""The native engine, compiled for the CPU."""
 
 import ctypes
-import logging
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,20 +13,13 @@ from detonation.core.codec.indices import PackedIndices
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32
 from detonation.core.codec.selection import TopK
-from detonation.core.compute import kernel_library
-from detonation.core.compute.kernel_library import Library, SignRate
+from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.compute.topk_cpu import TOPK_CHUNKS
-from detonation.core.engine.accelerated import TritonEngine
-from detonation.core.engine.blocked import BlockedEngine
-from detonation.core.engine.coding import why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
-
-_log = logging.getLogger("detonation")
 
 
 class NativeEngine(ReferenceEngine):
@@ -57,8 +48,8 @@ class NativeEngine(ReferenceEngine):
     ) -> Selected:
         if run.owners or self.codec.precision != FP32:
             return super().encode_into(run, signals, step, bad)
-        assert run.numbers is not None
-        return self._encoded(signals, run.numbers, run.parts[-1][0])
+        values, indices = run.parts
+        return self._encoded(signals, values[0].view(torch.float32).view(run.rows, -1), indices[0])
 
     def _encoded(self, signals: Sequence[Tensor | None], values: Tensor, indices: Tensor) -> Selected:
         """Absorbs a signal, and selects into `values` and `indices`."""  # [rows, k] fp32, [nbytes] uint8
@@ -97,59 +88,35 @@ class NativeEngine(ReferenceEngine):
         decoded = list(targets)
         for i in odd:
             decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32, device="cpu")
-        self._decode_into(decoded, received)
+        self.apply_signs(received, decoded, None)
         copy([targets[i] for i in odd], [decoded[i] for i in odd])
 
     def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
         plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
         return plain and isinstance(received.aggregation, Mean | MeanNonzero)
 
-    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        self._decode_into(weights, received, rates)
-
-    def _decode_into(
-        self, tensors: Sequence[Tensor], received: Received, rates: Sequence[SignRate] | None = None
-    ) -> None:
-        whole, nonzero = received.whole(), isinstance(received.aggregation, MeanNonzero)
+    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None) -> None:
+        """Moves `weights` by the signs of the update; without rates they become the update."""
+        whole, nonzero = received.read(0, received.rows), isinstance(received.aggregation, MeanNonzero)
         sent, count = whole.indices, whole.values.shape[0] * whole.values.shape[2]
         few = sent is not None and count <= self._most and not nonzero
         if sent is None:  # owners answer with whole rows
             sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
+        encoded = sent.encoded if isinstance(sent, PackedIndices) else self._coding.encode(sent)
         values = [each.contiguous() for each in whole.values]  # of one message they lie together
-        indices = [each.contiguous() for each in self._coding.encode(sent)]
+        indices = [each.contiguous() for each in encoded]
         chunk, width = self._coding.chunk, self._width
-        self._library.decode(tensors, chunk, values, indices, width, few, nonzero, self._waves, rates)
+        self._library.decode(weights, chunk, values, indices, width, few, nonzero, self._waves, rates)
         # the library writes unseen; a graph that holds old values must not be used
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version(weights)
 
 
-@cache
-def _say(engine: str) -> None:
-    """Logs the choice of an engine, once for each reason."""
-    _log.info("the engine on the accelerator is %s", engine)
-
-
-def engine_for(
-    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
-) -> ReferenceEngine:
-    """The fastest engine that can run `codec`; ordinary torch where kernels are disabled or cannot be built.
-
-    Args:
-        room: The memory that an accelerator may take; that of all rows when left out.
-    """
-    gpu, reason = kernel_library.gpu_kernels(runtime)
-    reason = reason or why_not_triton(codec)
-    if runtime.decides_on_device:
-        _say(f"torch, because {reason}" if reason else "triton, in kernels that have never run on a GPU before")
-    if gpu is not None and not reason:
-        return TritonEngine(gpu, codec, layout, memory, runtime, room)
-    fits = isinstance(codec.basis, DCT) and isinstance(codec.selection, TopK)
-    if memory is None or not fits or runtime.decides_on_device:
-        return ReferenceEngine(codec, layout, memory, runtime, room)
-    known = runtime.kernels and codec.selection.chunk in kernel_library.KERNEL_CHUNKS
-    library = kernel_library.load_library() if known else None
-    if library is not None:
-        return NativeEngine(library, codec, layout, memory, runtime)
-    if codec.selection.chunk in TOPK_CHUNKS:
-        return BlockedEngine(codec, layout, memory, runtime)
-    return ReferenceEngine(codec, layout, memory, runtime, room)
+def native_engine(
+    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
+) -> NativeEngine | None:
+    """The engine for DCT x top-k with memory on a CPU, where g++ can build it; None for all else."""
+    fits = memory is not None and isinstance(codec.basis, DCT) and type(codec.selection) is TopK
+    if not fits or runtime.decides_on_device or not runtime.kernels or codec.selection.chunk not in KERNEL_CHUNKS:
+        return None
+    library = load_library()
+    return NativeEngine(library, codec, layout, memory, runtime) if library and memory else None

@@ -20,12 +20,21 @@ from detonation.core.codec.selection import Random, Rotation, random_start
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.nonfinite import SIGNAL_LIMIT
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.coding import AGGREGATION_NAMES, coding_of, places_of, why_decoded_in_torch, why_not_triton
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout, copy
+from detonation.core.flat.owners import RowOwners
 from detonation.core.memory import Feedback, Memory
 from detonation.core.runtime import Runtime
+from detonation.engines.triton.coding import (
+    AGGREGATION_NAMES,
+    coding_of,
+    places_of,
+    why_decoded_in_torch,
+    why_not_triton,
+)
+from detonation.engines.triton.device_guard import TritonGuard
+from detonation.kernels.gpu import launches
 
 _log = logging.getLogger("detonation")
 OwnerRows = tuple[int, int, int, int, int, int]
@@ -43,15 +52,13 @@ class TritonEngine(ReferenceEngine):
     """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel does.
 
     Args:
-        kernels: The module `detonation.kernels.gpu.launches`.
         of_owner: The owner whose rows these are: its number, and the fields of `RowOwners`.
     """
 
-    name, reads_status = "triton", True
+    name, reads_status, guard = "triton", True, TritonGuard
 
     def __init__(
         self,
-        kernels: Any,
         codec: Codec,
         layout: Layout,
         memory: Memory | None,
@@ -60,14 +67,14 @@ class TritonEngine(ReferenceEngine):
         of_owner: OwnerRows | None = None,
     ) -> None:
         super().__init__(codec, layout, memory, runtime, room)
-        self._kernels, self.needs_own_values = kernels, False
+        self.needs_own_values = False
         # bf16 rounds each value by itself, so that it can leave the memory as it will be read
         rounds = codec.precision == PRECISIONS["bf16"] and not self._exact
         self._releases = "exact" if self._exact else "rounded" if rounds else "read"
-        self.releases_at_once, self._of_owner, self._shared = True, of_owner, runtime.shared
+        self.releases_at_once, self._of_owner, self._runtime = True, of_owner, runtime
         slots = layout.slots
-        self._slots = kernels.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
-        self._signals, self._targets = kernels.Addresses(self.device), kernels.Addresses(self.device)
+        self._slots = launches.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
+        self._signals, self._targets = launches.Addresses(self.device), launches.Addresses(self.device)
         self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
@@ -96,7 +103,7 @@ class TritonEngine(ReferenceEngine):
         key = tuple(numbers)
         if self._scanner[0] != key or self._scanner[1] is None:
             numels = [slot.numel for slot in self.layout.slots]
-            self._scanner = key, self._kernels.Scanner(numels, key, self.device, self._signals)
+            self._scanner = key, launches.Scanner(numels, key, self.device, self._signals)
         status: Tensor = self._scanner[1].scan(signals, SIGNAL_LIMIT, found)
         return status
 
@@ -146,11 +153,11 @@ class TritonEngine(ReferenceEngine):
             return
         if self._rates[0] != tuple(rates):
             numbers = [number for rate in rates for number in rate]
-            self._rates = tuple(rates), self._kernels.uploaded(numbers, torch.float32, self.device)
+            self._rates = tuple(rates), launches.uploaded(numbers, torch.float32, self.device)
         self._decode(received, "signs", weights, rates=self._rates[1])
 
     def _is_writable(self, tensor: Tensor) -> bool:
-        return tensor.dtype in self._kernels.KIND_OF and tensor.is_contiguous()
+        return tensor.dtype in launches.KIND_OF and tensor.is_contiguous()
 
     def reads(self, received: Received) -> bool:
         """True if a kernel decodes these messages; else the log says once why not."""
@@ -163,10 +170,22 @@ class TritonEngine(ReferenceEngine):
         """Encodes the coefficients that the memory holds together with those of an update."""
         source = received.source
         assert isinstance(source, Arrived)
-        coding, places = coding_of(self._kernels, source.codec), places_of(self._kernels, source.codec, source.rows)
+        coding, places = coding_of(source.codec), places_of(source.codec, source.rows)
         name = AGGREGATION_NAMES[type(received.aggregation)]
-        arrivals = self._kernels.Arrivals(source.body, places, coding, len(source.body), name)
+        arrivals = launches.Arrivals(source.body, places, coding, len(source.body), name)
         self._encode(self.codec, [None], step, None, run, arrivals)
+
+    def replier(
+        self, answer: Codec, aggregation: Aggregation, residual: Tensor, owners: RowOwners, owner: int
+    ) -> "TritonEngine | None":
+        if reason := why_not_triton(answer, aggregation):
+            _say(f"answers as an owner in torch, because {reason}")
+            return None
+        codec = replace(answer, basis=Identity())
+        layout = codec.layout({"the rows of an owner": residual.shape})
+        memory = Memory(layout, Feedback(decay=1.0), residual.device, residual)
+        mine = owner, owners.replicas, owners.in_turns, owners.run, owners.owned, owners.rows
+        return TritonEngine(codec, layout, memory, self._runtime, of_owner=mine)
 
     def _encode(
         self,
@@ -185,7 +204,7 @@ class TritonEngine(ReferenceEngine):
             self._signals.update(readable),
             self._fine if bad is None else bad,
             run.octets[:, run.room :],
-            places_of(self._kernels, codec, run.rows, run.owners),
+            places_of(codec, run.rows, run.owners),
             memory.residual if memory else None,
             memory.feedback.decay if memory else 0.0,
             memory.feedback.alpha if memory else 0.0,
@@ -216,13 +235,13 @@ class TritonEngine(ReferenceEngine):
         # kernels write unseen by autograd; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(targets)
         if isinstance(source, Sums):
-            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(self._kernels, codec, received.rows)
+            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(codec, received.rows)
             self._coder(codec).decode(
                 *of_sum, source.replicas, "sum", into, addresses, flat, rates, None, source.runs, source.report
             )
             return
         replicas = 1 if received.owners else len(source.body)
-        places = places_of(self._kernels, source.codec, source.rows, received.owners)
+        places = places_of(source.codec, source.rows, received.owners)
         aggregation = received.aggregation
         name, weights = AGGREGATION_NAMES[type(aggregation)], getattr(aggregation, "of_replicas", None)
         selection = source.codec.selection
@@ -233,7 +252,7 @@ class TritonEngine(ReferenceEngine):
         )
 
     def _readable(self, tensor: Tensor) -> Tensor:
-        return tensor.contiguous() if tensor.dtype in self._kernels.KIND_OF else tensor.float().contiguous()
+        return tensor.contiguous() if tensor.dtype in launches.KIND_OF else tensor.float().contiguous()
 
     def _rotate(self, codec: Codec, step: int) -> None:
         """Makes the coder's rotation that of `step`."""
@@ -248,36 +267,14 @@ class TritonEngine(ReferenceEngine):
     def _coder(self, codec: Codec) -> Any:
         """The launches for `codec`, whose rows are those of this engine."""
         if codec not in self._coders:
-            compiled = coding_of(self._kernels, codec)
+            compiled = coding_of(codec)
             side = codec.selection.chunk if isinstance(codec.basis, DCT) else 1
             matrix, waves = dct_matrix(side, self.device), dct_waves(side, self.device)
             first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
             selecting = replace(compiled, basis="none", precision="fp32", block=1)
-            room = partial(self._kernels.Rotations.room, selecting, self.device)
-            rotations = self._shared(("rotations", selecting), room)  # of all buckets and owners of a step
-            self._coders[codec] = self._kernels.Coder(
-                compiled, self._slots, matrix, waves, rotations, self._shared, first, self._of_owner
+            room = partial(launches.Rotations.room, selecting, self.device)
+            rotations = self._runtime.shared(("rotations", selecting), room)  # of all buckets and owners of a step
+            self._coders[codec] = launches.Coder(
+                compiled, self._slots, matrix, waves, rotations, self._runtime.shared, first, self._of_owner
             )
         return self._coders[codec]
-
-
-def replying_engine(
-    kernels: Any, answer: Codec, aggregation: Aggregation, residual: Tensor, runtime: Runtime, of_owner: OwnerRows
-) -> TritonEngine | None:
-    """The engine of an owner, whose memory of coefficients is `residual`, and whose messages are in the codec `answer`.
-
-    None where no kernel encodes them; the log says once why.
-
-    Args:
-        aggregation: Of the messages that the owner answers.
-        of_owner: See `TritonEngine`.
-
-    Shapes: residual `[owned, chunk]` fp32.
-    """
-    if reason := why_not_triton(answer, aggregation):
-        _say(f"answers as an owner in torch, because {reason}")
-        return None
-    codec = replace(answer, basis=Identity())
-    layout = codec.layout({"the rows of an owner": residual.shape})
-    memory = Memory(layout, Feedback(decay=1.0), residual.device, residual)
-    return TritonEngine(kernels, codec, layout, memory, runtime, of_owner=of_owner)

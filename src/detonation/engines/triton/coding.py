@@ -1,6 +1,6 @@
 """A codec as the Triton kernels see it: which ones they know, and the part that is compiled into a kernel."""
 
-from typing import Any
+from torch import Tensor
 
 from detonation.core.codec.aggregate import Aggregation, MajorityVote, Mean, MeanNonzero, Received, WeightedMean
 from detonation.core.codec.arrived import Arrived
@@ -10,6 +10,8 @@ from detonation.core.codec.message_rows import SharedIndices, Sums
 from detonation.core.codec.precision import PRECISIONS
 from detonation.core.codec.selection import Everything, Random, Slicing, Striding, TopK
 from detonation.core.flat.owners import RowOwners
+from detonation.kernels.gpu.inspection import RowRun
+from detonation.kernels.gpu.launching import Coding, Places
 
 LONGEST_TRANSFORM, LONGEST_ROW, LONGEST_SHARED = 128, 256, 1024
 """The longest rows whose matrix of a basis, and whose coordinates, the registers of a program hold; and those of a
@@ -53,10 +55,10 @@ def why_decoded_in_torch(received: Received) -> str:
     return "" if isinstance(source.shared, SharedIndices) else "it is given indices in the place of their rule"
 
 
-def coding_of(kernels: Any, codec: Codec) -> Any:
-    """The part of `codec` that is compiled into a kernel (`Coding`)."""
+def coding_of(codec: Codec) -> Coding:
+    """The part of `codec` that is compiled into a kernel."""
     selection, coding, sends = codec.selection, codec.index_coding, not codec.selection.shared
-    return kernels.Coding(
+    return Coding(
         selection.chunk,
         selection.k,
         "dct" if isinstance(codec.basis, DCT) else "none",
@@ -68,8 +70,17 @@ def coding_of(kernels: Any, codec: Codec) -> Any:
     )
 
 
-def places_of(kernels: Any, codec: Codec, rows: int, owners: RowOwners | None = None) -> Any:
+def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Places:
     """The bytes of a message of `rows` rows, as kernels read them (`Places`); of one for each owner of rows."""
     lengths = codec.precision.lengths(rows, codec.selection.k)
     dealt = (owners.replicas, owners.in_turns, owners.run) if owners else (1, 0, 1)
-    return kernels.Places(lengths[0], sum(lengths), *dealt, rows)
+    return Places(lengths[0], sum(lengths), *dealt, rows)
+
+
+def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
+    """A run of rows of messages, as kernels read it.
+
+    Shapes: octets `[messages, room + nbytes]` uint8.
+    """
+    lengths = codec.precision.lengths(rows, codec.selection.k)
+    return RowRun(octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths)))
