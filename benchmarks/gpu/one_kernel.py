@@ -43,7 +43,7 @@ SHAPES = [[(257,), ()], [(3, 5, 7), (0, 7), (1,)], [(40, 16), (67, 129), (31,)]]
 SCHEMES = [
     dt.demo(topk=3, chunk=16),
     dt.demo(topk=1, precision="sign", error_feedback=False),
-    dt.random(rate=1 / 8, link="all-gather"),
+    dt.schemes.random(rate=1 / 8, link="all-gather"),
 ]
 """Of messages, by the number of the shapes."""
 Compared = tuple[str, Tensor, Tensor, float]

@@ -49,9 +49,10 @@ MANY = [
     (dt.demo(aggregate="mean_nonzero"), 3), (dt.demo(topk=9, chunk=16, aggregate="majority_vote"), 3),
     (dt.demo(topk=16, aggregate="clipped_mean"), 3), (dt.demo(topk=4, aggregate="rescaled_mean"), 3),
     (dt.demo(topk=6, chunk=8, tiles=True), 2), (dt.demo(topk=40, chunk=32, tiles=True, precision="2bit"), 3),
-    (dt.random(rate=1 / 3, precision="4bit", aggregate="clipped_mean"), 3),
-    (dt.random(rate=1 / 2, precision="int8", aggregate="majority_vote"), 4), (dt.full(), 3),
-    (dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"), 3), (dt.sparseloco(every=2, topk=8, chunk=256), 3),
+    (dt.schemes.random(rate=1 / 3, precision="4bit", aggregate="clipped_mean"), 3),
+    (dt.schemes.random(rate=1 / 2, precision="int8", aggregate="majority_vote"), 4), (dt.full(), 3),
+    (dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"), 3),
+    (dt.schemes.sparseloco(every=2, topk=8, chunk=256), 3),
 ]  # fmt: skip
 """The same where it is anything else."""
 CASES = FEW + MANY

@@ -63,7 +63,7 @@ print("refused", "decode of a test vector" in refused and "engine=" in refused)
 if rank != 1:  # with fused multiply-add
     print("AdamW", train(pair, dt.demo(), torch.optim.AdamW, fused=True)[0])
     print("SGD", train(pair, dt.full(), torch.optim.SGD, momentum=0.9, nesterov=True)[0])
-    print("SignSGD", train(pair, dt.random(rate=1 / 4), dt.SignSGD, momentum=0.9)[0])
+    print("SignSGD", train(pair, dt.schemes.random(rate=1 / 4), dt.SignSGD, momentum=0.9)[0])
 print("kind", torch.backends.cpu.get_cpu_capability())
 dt.leave()
 """

@@ -87,6 +87,8 @@ class Codec:
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
         coefficients = self.basis.forward(flat)
+        if self.dense:
+            return Selected(coefficients, None)
         return self.pick(coefficients, self.shared_indices(len(flat), step, seed, flat.device), out)
 
     def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor | None:

@@ -208,11 +208,12 @@ class ReferenceEngine(Rule):
 
         Shapes: one local shape per parameter.
         """
-        if received.rows <= self._decoded_at_once(received) and not self.layout.tiled:
+        at_once = self._some if self._on_cpu else self._decoded_at_once(received)
+        if received.rows <= at_once and not self.layout.tiled:
             copy(targets, self.layout.views(self.update(received.read(0, received.rows), received.aggregation)))
         elif self.layout.tiled:
-            at_once = None if all(target.is_contiguous() for target in targets) else self.layout.rows
-            for strip, part in self._decoded_tiles(received, at_once):
+            few = None if all(target.is_contiguous() for target in targets) else self.layout.rows
+            for strip, part in self._decoded_tiles(received, few):
                 copy(strip.cut(targets), strip.layout.parts(part))
                 del part  # before the next one is made
         elif not all(target.is_contiguous() for target in targets):

@@ -75,7 +75,8 @@ class Guard:
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
         self._forget = forget
         self._high = 1 + (len(self._names) >> 16)  # statuses have as many highest digits; marks take the rest of 256
-        self._marks, self._first_mark = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
+        marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
+        self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]  # of steps, in turns
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
@@ -182,7 +183,7 @@ class Guard:
 
         Shapes: `[3 * replicas]`, of any content.
         """
-        mark = self._mark(step)
+        mark = self._marks[step % len(self._marks)]
         digits.zero_()
         if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
@@ -218,10 +219,6 @@ class Guard:
         else:
             fine = all(bool(each.isfinite().all()) for each in values)
         return self._report_sum(step, absent, [fine, *digits.tolist()])
-
-    def _mark(self, step: int) -> int:
-        """The mark of a step in the digits of a sum."""
-        return (1 + (self._first_mark + step) % self._marks) * self._high
 
     def _report(
         self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
@@ -259,7 +256,7 @@ class Guard:
         """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
         finite, *digits = found
         replicas, statuses = len(digits) // DIGITS, list[int]()
-        mark = self._mark(step)
+        mark = self._marks[step % len(self._marks)]
         if digits != [0, 0, mark] * replicas:
             statuses = statuses_of_sum(digits, self._replica, mark, self._high, absent)
         statuses = statuses or [0] * replicas

@@ -41,7 +41,7 @@ class Replicated(OptimizerWrapper):
         >>> import detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
         >>> model = nn.Linear(8, 1)
-        >>> optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.random(rate=1))
+        >>> optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.random_sign())
         >>> optimizer.step()
         >>> isinstance(optimizer, dt.Replicated), optimizer.step_count, optimizer.stats.skipped
         (True, 1, 0)

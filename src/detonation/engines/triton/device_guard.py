@@ -84,7 +84,7 @@ class TritonGuard(Guard):
 
     def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
         found = status if isinstance(status, Tensor) else constant(status, digits.device)
-        self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, self._mark(step))
+        self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, self._marks[step % len(self._marks)])
 
     def open_sum(
         self,

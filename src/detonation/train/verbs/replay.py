@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.initial_weights import load_weights
-from detonation.checkpoint.save.async_save import save_checkpoint
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
@@ -15,9 +15,9 @@ from detonation.log.repeat import replay
 from detonation.train.loop.checkpoints import resume
 from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.output import directory, metrics
+from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import from_table, to_table
-from detonation.train.verbs.named_code import require_trust
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
 from detonation.plan.auto import world_link
-from detonation.plan.cost import Network, Work, cost
+from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.search import check_budget, largest_within
-from detonation.plan.spelling import spelled
 from detonation.train.loop.session import Session, scheme_of
 from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Table

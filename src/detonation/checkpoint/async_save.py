@@ -15,8 +15,7 @@ from torch.distributed import distributed_c10d
 
 from detonation.checkpoint.files.retention import checkpoint_name
 from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
-from detonation.checkpoint.save.shard_job import NotSaved, SaveJob, make_save_job
-from detonation.checkpoint.save.shard_saver import ShardSaver
+from detonation.checkpoint.shard_saver import NotSaved, SaveJob, ShardSaver, make_save_job
 from detonation.core.optimizer.replicated import Replicated
 
 _log = logging.getLogger("detonation.checkpoint")

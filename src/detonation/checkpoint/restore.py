@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest
-from detonation.checkpoint.files.reader import CheckpointReader, ReplicaFiles, ShardReader
-from detonation.checkpoint.load.elastic import Elastic, owned_rows
-from detonation.checkpoint.load.shard_residuals import SHARD, merge_shard_state
-from detonation.checkpoint.rank_state import frozen_weights, generators, groups, run_identity, weights
+from detonation.checkpoint.elastic import SHARD, Elastic, merge_shard_state, owned_rows
+from detonation.checkpoint.files.manifest import Manifest
+from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint
+from detonation.checkpoint.snapshot import frozen_weights, generators, groups, run_identity, weights
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
