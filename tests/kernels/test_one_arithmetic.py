@@ -25,7 +25,7 @@ from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
 from detonation.core.replicator.outer import OuterSGD
 from detonation.core.runtime import Runtime
-from detonation.core.schemes.scheme import Outer
+from detonation.core.schemes.scheme import Outer, Scheme
 from detonation.engines.native_engine import NativeEngine
 from detonation.engines.triton.coding import why_not_triton
 from detonation.kernels import native
@@ -68,7 +68,7 @@ KINDS = {
 }
 
 
-def messages(scheme: dt.Scheme, replicas: int, finite: bool = False) -> Received:
+def messages(scheme: Scheme, replicas: int, finite: bool = False) -> Received:
     """What arrives: of many magnitudes, with ties, zeros of both signs, and numbers that are not finite."""
     codec, sent = scheme.codec, []
     layout, topk, chunk = codec.layout(SHAPES), codec.selection.k, codec.selection.chunk
@@ -88,7 +88,7 @@ def messages(scheme: dt.Scheme, replicas: int, finite: bool = False) -> Received
     return codec.received(sent, layout.rows, shared, scheme.aggregation)
 
 
-def decoded(case: tuple[dt.Scheme, int], engine: type[ReferenceEngine] | None, kernels: bool) -> list[torch.Tensor]:
+def decoded(case: tuple[Scheme, int], engine: type[ReferenceEngine] | None, kernels: bool) -> list[torch.Tensor]:
     """The update of each parameter, by `engine`, or else by that of a step."""
     scheme, replicas = case
     layout = scheme.codec.layout(SHAPES)
