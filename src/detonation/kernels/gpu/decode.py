@@ -14,7 +14,7 @@ from detonation.kernels.gpu.parts.addressing import (
     wide,
 )
 from detonation.kernels.gpu.parts.choosing import places_of_row
-from detonation.kernels.gpu.parts.numbers import added, load_packed, load_value, product_of
+from detonation.kernels.gpu.parts.numbers import load_packed, load_value, product_of, sum_of_halves
 
 
 @triton.jit
@@ -234,13 +234,13 @@ def weigh_kernel(
             number = wide(first) * lanes + tl.arange(0, lanes)
             value = load_value(values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED)
             square += value * value
-        of_part = tl.reshape(added(tl.reshape(square, [1, lanes]), LANE_BITS), [1])
+        of_part = tl.reshape(sum_of_halves(tl.reshape(square, [1, lanes]), LANE_BITS), [1])
         tl.store(squares + which * parts + part + tl.arange(0, 1), of_part)
     if is_last(arrivals, replicas * programs):
         number = tl.arange(0, REPLICAS)
         place = number[:, None] * parts + tl.arange(0, parts)[None, :]
         of_parts = tl.load(squares + place, mask=number[:, None] < replicas, other=0.0)
-        norms = tl.sqrt_rn(tl.reshape(added(of_parts, PART_BITS), [REPLICAS]))
+        norms = tl.sqrt_rn(tl.reshape(sum_of_halves(of_parts, PART_BITS), [REPLICAS]))
         size = tl.where(norms > 0, norms, float("inf"))
         earlier = (size[None, :] < size[:, None]) | (
             (size[None, :] == size[:, None]) & (number[None, :] < number[:, None])

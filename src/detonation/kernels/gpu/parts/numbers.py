@@ -16,7 +16,7 @@ def halves_of(numbers):
 
 
 @triton.jit
-def added(numbers, LEVELS: tl.constexpr):
+def sum_of_halves(numbers, LEVELS: tl.constexpr):
     """The sum of each row of 2**LEVELS numbers, in the order of `scatter_sum.added`: `[rows, n]` -> `[rows, 1]`."""
     for _ in tl.static_range(LEVELS):
         first, last = halves_of(numbers)
