@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import detonation as dt
 from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
+from detonation.core.compute import kernel_library
+from detonation.core.compute.scatter_sum import product_in_order
 from detonation.core.engine import reference
 from detonation.core.engine.blocked import BlockedEngine
 from detonation.core.engine.choice import engine_for
@@ -262,3 +264,13 @@ def test_without_a_compiler_ordinary_torch_does_it(monkeypatch):
     layout = Layout.of({"w": (9, 9)}, 64)
     assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU))) is BlockedEngine
     native.load_library.cache_clear()
+
+
+@pytest.mark.parametrize("chunk", native.KERNEL_CHUNKS)
+@pytest.mark.parametrize("rows", [0, 1, 7, 130])
+def test_the_compiled_product_in_order_has_the_bits_of_the_plain_one(chunk, rows, monkeypatch):
+    generator = torch.Generator().manual_seed(chunk + rows)
+    weights, vectors = (torch.randn(n, chunk, generator=generator) for n in (rows, chunk))
+    compiled = product_in_order(weights, vectors)
+    monkeypatch.setattr(kernel_library, "load_library", lambda: None)
+    assert native.load_library() is not None and torch.equal(compiled, product_in_order(weights, vectors))

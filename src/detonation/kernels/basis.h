@@ -79,9 +79,9 @@ template <int N, int ROWS> INLINE void multiply_some(const float *coefficients, 
 }
 
 // rows = coefficients * basis, whose vectors are added in order, from zero on.
-template <int N> void multiply_by_basis(const float *coefficients, int valid, const float *basis, float *rows) {
+template <int N> void multiply_by_basis(const float *coefficients, int64_t valid, const float *basis, float *rows) {
   constexpr int ROWS = LANES / 2;
-  int row = 0;
+  int64_t row = 0;
   for (; row + ROWS <= valid; row += ROWS) multiply_some<N, ROWS>(coefficients + row * N, basis, rows + row * N);
   for (; row < valid; ++row) multiply_some<N, 1>(coefficients + row * N, basis, rows + row * N);
 }

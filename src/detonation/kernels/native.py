@@ -38,6 +38,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P],
     "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _N, _P],
     "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _N, _F, _P, _P, _P],
+    "product": [_P, _I, _N, _P, _P],
     "beyond": [_P, _P, _I, _F],
     "sign_step": [_P, _P, _I, _F, _F],
     "pack": [_P, _I, _N, _P],
@@ -166,6 +167,17 @@ class Library:
             lr,
         )
         assert status == 0
+
+    def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
+        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other.
+
+        Shapes: `[rows, chunk]` and `[chunk, chunk]` fp32, chunk one of `KERNEL_CHUNKS` -> `[rows, chunk]`.
+        """
+        (rows, chunk), out = coefficients.shape, torch.empty_like(coefficients)
+        pointers = basis.data_ptr(), out.data_ptr()
+        status = self._library.detonation_product(coefficients.data_ptr(), rows, chunk, *pointers)
+        assert status == 0
+        return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
         """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none.

@@ -55,6 +55,13 @@ int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows,
 #undef CALL
 }
 
+// out = coefficients * basis, whose vectors are added in order, from zero on: [rows, chunk] each, and [chunk, chunk].
+int detonation_product(const float *coefficients, int64_t rows, int chunk, const float *basis, float *out) {
+#define CALL(N) multiply_by_basis<N>(coefficients, rows, basis, out)
+  FOR_CHUNK(CALL)
+#undef CALL
+}
+
 // The first slot whose tensor holds NaN or a magnitude above `limit`; -1 without one.
 int64_t detonation_beyond(float *const *tensors, const int64_t *numel, int64_t slots, float limit) {
   uint32_t bound;

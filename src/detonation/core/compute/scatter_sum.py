@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from detonation.core.compute import kernel_library
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -130,6 +132,10 @@ def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
 
     Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
     """
+    if weights.device.type == "cpu" and vectors.shape[0] == vectors.shape[1] in kernel_library.KERNEL_CHUNKS:
+        library = kernel_library.load_library()  # exact, so it does not matter which replicas have it
+        if library:
+            return library.product(weights.contiguous(), vectors.contiguous())
     every = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
     return weighted_sum(vectors, weights, every.expand(weights.shape))
 
