@@ -9,11 +9,12 @@ from detonation.report.words import printable
 
 
 def say(verb: Common, line: str) -> None:
-    """Prints a line for people: to stderr where stdout is for a program."""
+    """Prints lines for people: to stderr where stdout is for a program."""
+    line = "\n".join(map(printable, line.splitlines()))
     if verb.json:
-        _to_stderr(printable(line))
+        _to_stderr(line)
     else:
-        print(printable(line))
+        print(line)
 
 
 def explain(verb: Common, error: Exception) -> int:

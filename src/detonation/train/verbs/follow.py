@@ -28,7 +28,7 @@ class Following:
     """A run to follow; the fields are named like the flags of `detonation follow`.
 
     Args:
-        address: Of its feed.
+        source: The address of its feed.
         out: A run directory, new or of an earlier call.
         every: Steps between checkpoints.
         keep: Checkpoints that stay, the newest.
@@ -39,7 +39,7 @@ class Following:
         ValueError: A number is out of range.
     """
 
-    address: str
+    source: str
     out: Path
     every: int = 100
     keep: int = 3
@@ -62,9 +62,9 @@ def follow_run(request: Following) -> Table:
     trained = request.out / directory.METRICS
     if trained.exists() and trained.stat().st_size:
         raise ValueError(f"{request.out} holds a run that has trained: choose another --out")
-    about = _about(request.address)
+    about = _about(request.source)
     if not isinstance(about.get("config"), dict):
-        raise ValueError(f"{request.address} feeds no run of detonation train: follow it with detonation.follow")
+        raise ValueError(f"{request.source} feeds no run of detonation train: follow it with detonation.follow")
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
     found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, config])
@@ -87,10 +87,10 @@ def _about(address: str) -> Table:
 def _follow_on_rank(request: Following, config: Config) -> Table:
     model = build_model(config.model.name, config.model.arguments).to(local_device())
     screen, saved, joins, path = Screen(False, request.to_stderr), -1, 1, Path()
-    with contextlib.closing(directory.RunDirectory(request.out)), follow(model, request.address) as follower:
+    with contextlib.closing(directory.RunDirectory(request.out)), follow(model, request.source) as follower:
         directory.write_text(request.out / directory.CONFIG, tomli_w.dumps(to_table(config)))
         directory.write_text(request.out / directory.METRICS, "")
-        screen.line(f"follows {request.address} from step {follower.step} on")
+        screen.line(f"follows {request.source} from step {follower.step} on")
         while not follower.ended and follower.step != request.to:
             follower.update(request.to, wait_s=1.0)
             if follower.joins > joins:

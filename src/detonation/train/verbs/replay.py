@@ -1,4 +1,4 @@
-"""`detonation replay`: the state of a run after any step that its log of updates has, without training it again."""
+"""`detonation follow DIR`: the state of a run after any step that its log of updates has, without training it again."""
 
 import tomllib
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from detonation.train.verbs.named_code import require_trust
 
 @dataclass(frozen=True)
 class Replaying:
-    """A run to replay; the fields are named like the flags of `detonation replay`.
+    """A run to repeat from its log; the fields are named like the flags of `detonation follow`.
 
     Args:
         to: The number of steps; None for all that the log has.
@@ -43,7 +43,7 @@ def replay_run(request: Replaying) -> Table:
     without a log, and `DamagedLog` where the log ends before `to`.
     """
     config = _config(request.directory)
-    require_trust(request.trust_code, config, "the run", "replay", "model", "data", "optimizer", "scheme")
+    require_trust(request.trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
     if not (request.directory / directory.UPDATES).is_dir():
         raise ValueError(f"{request.directory} has no log of updates: train with --log")
     if request.out is not None and request.out.exists() and any(request.out.iterdir()):
