@@ -53,6 +53,14 @@ class Run:
         """The values of `key`, one per step."""
         return [record[key] for record in self.records]
 
+    def read_on(self, begin: int) -> int:
+        """Reads the lines of the metrics file from byte `begin` on that are whole; returns their length."""
+        with (self.directory / FILES[0]).open("rb") as file:
+            file.seek(begin)
+            lines, end, _ = file.read().rpartition(b"\n")
+        self.records.extend(map(json.loads, lines.splitlines()))
+        return len(lines) + len(end)
+
     def bytes_so_far(self) -> list[float]:
         """Bytes that one replica has sent up to and including each step."""
         return list(accumulate(self.series("bytes_sent")))
@@ -78,6 +86,15 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
     runs = [read_run(directory) for directory in directories]
     names = map(printable, distinct_names([run.directory for run in runs]))
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def read_begun(directory: Path) -> Run:
+    """Reads the run in `directory`, which trains still, without its metrics: `Run.read_on` reads them."""
+    config, path = (directory / "config.toml").read_text(encoding="utf-8", errors="replace"), directory.resolve()
+    settings = _printable(tomllib.loads(config))
+    known = {"steps": settings["train"]["steps"], "data": settings["data"].get("source", settings["data"]["task"])}
+    summary = known | {key: settings["mesh"][key] for key in ("replicas", "shards")}
+    return Run(printable(path.name), path, summary, "\n".join(map(printable, config.splitlines())), settings, [])
 
 
 def read_run(directory: Path) -> Run:

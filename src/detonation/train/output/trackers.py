@@ -1,15 +1,17 @@
-"""Trackers: TensorBoard, trackio, Weights & Biases and your own behind one protocol, besides `metrics.jsonl`."""
+"""Trackers: TensorBoard, trackio, Weights & Biases, a page, your own: behind one protocol, besides `metrics.jsonl`."""
 
 import contextlib
 import importlib.util
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from detonation.choices import imported
 from detonation.train.output.metrics import Record
+from detonation.train.output.web import Web, listener_on, port_of
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import to_table
 
@@ -94,7 +96,7 @@ class Trackio:
             self._trackio.finish()  # the module's finish: after the run's own, trackio finishes again at exit, aloud
 
 
-OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
+OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases, "web": Web}
 """By name; each needs the package of that name. Any other opener is named "package.module:function"."""
 
 
@@ -106,6 +108,11 @@ class Forgiving:
         self._inner: Logger | None = None
         with self._given_up():
             self._inner = open_it()
+
+    @property
+    def said(self) -> str:
+        """What a person should know of the logger; "" for nothing."""
+        return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:
         if self._inner is not None:
@@ -129,14 +136,19 @@ class Forgiving:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a logger that does not exist, or whose package is not installed."""
+    """Raises `ValueError` for a logger that does not exist, whose package is not installed, or whose port is taken."""
     for name in names:
+        if (port := port_of(name)) is not None:
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError(f"logger {name} needs matplotlib: pip install 'detonation-torch[plots]'")
+            listener_on(port).close()
+            continue
         _opener(name)
         if name in OPENERS and importlib.util.find_spec(name) is None:
             raise ValueError(f"logger {name} needs the package {name}: pip install {name}")
 
 
-def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Logger]:
+def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Forgiving]:
     """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that fails."""
 
     def opened(name: str) -> Callable[[], Logger]:
@@ -146,6 +158,8 @@ def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], N
 
 
 def _opener(name: str) -> Opener:
+    if (port := port_of(name)) is not None:
+        return partial(Web, port=port)
     return imported(name) if ":" in name else OPENERS[name]
 
 
@@ -155,6 +169,9 @@ def values(record: Record) -> dict[str, float]:
     for name, value in record.values().items():
         if name == "levels":
             found |= {f"bytes_sent/{axis}": count for axis, count in value.items()}
+        elif name == "waits":
+            rows = enumerate(value["seconds"])
+            found |= {f"waited/{i} for {j}": seconds for i, row in rows for j, seconds in enumerate(row) if i != j}
         elif name not in ("step", "setting"):  # which is text
             found[name] = value
     return found

@@ -10,8 +10,8 @@ from detonation.wire.wire import ShardWire
 
 Table = dict[str, Any]
 
-LOGGERS = ("tensorboard", "trackio", "wandb")
-"""Valid names in `train.loggers`, besides "package.module:function"; `output/trackers.py` opens them."""
+LOGGERS = ("tensorboard", "trackio", "wandb", "web")
+"""Valid names in `train.loggers`, besides "web:PORT" and "package.module:function"; `output/trackers.py` opens them."""
 
 
 def require(holds: bool, setting: str, value: object, allowed: str) -> None:
