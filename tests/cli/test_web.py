@@ -40,7 +40,7 @@ def children(pid):
 def test_a_port_that_is_taken_is_said_before_training(tmp_path, monkeypatch, capsys, flags):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr("detonation.train.output.web.PORT", port)
+        monkeypatch.setattr("detonation.train.output.trackers.PORT", port)
         flags = [flag.replace("8000", str(port)) for flag in flags]
         recipe = write_recipe(tmp_path / "tiny.toml")
         assert run_command(["train", str(recipe), *flags, "--out", str(tmp_path / "run")]) == 2

@@ -8,66 +8,50 @@ from typing import Annotated, Any, Union
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from detonation.cli.flags import (
-    Address,
-    Common,
-    Directory,
-    File,
-    Flag,
-    Integer,
-    Overrides,
-    Processes,
-    Rate,
-    Run,
-    Sets,
-    Shortcuts,
-    Text,
-    shown,
-    verb,
-)  # fmt: skip
+from detonation.cli import flags as of
 
 
-@verb("recipe", "scheme", "steps", "replicas", "shards", "out", "web")
-class Train(Shortcuts, Processes):
+@of.verb("recipe", "scheme", "steps", "replicas", "shards", "out", "web")
+class Train(of.Shortcuts, of.Processes):
     """Train the model of a recipe; without one, list recipes, schemes and models.
 
     Example: detonation train quick-lm --steps 100 --out runs/first
     """
 
-    out: Directory = None
+    out: of.Directory = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
-    web: Flag = False
+    web: of.Flag = False
     """Show the run at http://127.0.0.1:8000 while it trains."""
-    print: Flag = False
+    print: of.Flag = False
     """Print the recipe instead, as the start of your own."""
-    resume: Flag = False
+    resume: of.Flag = False
     """Continue the run in --out from its newest whole checkpoint."""
-    checkpoint_every: Integer = None
+    checkpoint_every: of.Integer = None
     """Steps between checkpoints; only at the end when left out."""
-    keep: Integer = None
+    keep: of.Integer = None
     """Checkpoints to keep, the newest; 3 when left out."""
-    stop_after: Integer = None
+    stop_after: of.Integer = None
     """Stop after so many steps with the state saved."""
-    logger: Annotated[UseAppendAction[tuple[str, ...]], shown("NAME")] = ()
+    logger: Annotated[UseAppendAction[tuple[str, ...]], of.shown("NAME")] = ()
     """Send steps to tensorboard, trackio, wandb, web:PORT or module:function."""
-    log: Flag = False
+    log: of.Flag = False
     """Keep the updates since the last checkpoints, for detonation follow."""
-    publish: Address = None
+    publish: of.Address = None
     """Serve the weights for detonation follow; needs DETONATION_TOKEN."""
-    elastic: Flag = False
+    elastic: of.Flag = False
     """Train on when a replica is lost, down to mesh.min_replicas."""
-    meet: Address = None
+    meet: of.Address = None
     """Store of an elastic run (detonation meet); here when left out."""
-    replica: Integer = None
+    replica: of.Integer = None
     """Run this replica alone; it meets the others at --meet."""
-    join: Address = None
+    join: of.Address = None
     """Join the elastic run whose store is there; needs DETONATION_TOKEN."""
-    interface: Annotated[str, shown("NAME")] = ""
+    interface: Annotated[str, of.shown("NAME")] = ""
     """Network interface of the sockets, such as wg0."""
 
 
-@verb("recipe", "scheme", "steps", "replicas", "out", "profile")
-class Simulate(Shortcuts):
+@of.verb("recipe", "scheme", "steps", "replicas", "out", "profile")
+class Simulate(of.Shortcuts):
     """Train many virtual replicas in this one process, to try a scheme with 64 of them.
 
     Loss and bytes are those of a real run of replicas of one shard; the seconds are not.
@@ -75,18 +59,18 @@ class Simulate(Shortcuts):
     Example: detonation simulate quick-lm --replicas 64
     """
 
-    replicas: Integer = None
+    replicas: of.Integer = None
     """Copies of the model; the recipe's when left out."""
-    total_batch: Integer = None
+    total_batch: of.Integer = None
     """Examples per step of all replicas; train.batch_size each when left out."""
-    profile: File = None
+    profile: of.File = None
     """Result of detonation probe, to predict the seconds of a step on that cluster."""
-    out: Directory = None
+    out: of.Directory = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
-@verb("recipe", "schemes", "vary", "replicas", "shards", "out")
-class Compare(Processes):
+@of.verb("recipe", "schemes", "vary", "replicas", "shards", "out")
+class Compare(of.Processes):
     """Train a recipe under several schemes or settings, and write one page.
 
     Finished runs in --out are kept, stopped ones continue.
@@ -98,16 +82,16 @@ class Compare(Processes):
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
     """The recipe; each scheme has the settings that it is tuned to there."""
-    schemes: Annotated[str, shown("NAME,NAME,...")] = ""
+    schemes: Annotated[str, of.shown("NAME,NAME,...")] = ""
     """Schemes to compare, such as full,demo,random,diloco; detonation train lists all."""
-    vary: Sets = ()
+    vary: of.Sets = ()
     """Try each of these values; several keys give every combination."""
-    out: Directory = None
+    out: of.Directory = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
 
-@verb("recipe", "replicas", "shards", "out")
-class Probe(Processes):
+@of.verb("recipe", "replicas", "shards", "out")
+class Probe(of.Processes):
     """Measure the links between nodes and inside them, and a step without them.
 
     Starts 2 x 2 processes unless told otherwise, or joins those of torchrun or srun.
@@ -115,16 +99,16 @@ class Probe(Processes):
     Example: detonation probe quick-lm
     """
 
-    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
+    recipe: Positional[Annotated[Path | None, of.shown("[RECIPE]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
-    slow_backend: Annotated[str | None, shown("gloo")] = None
+    slow_backend: Annotated[str | None, of.shown("gloo")] = None
     """Measure the axis between replicas over gloo, like mesh.slow_backend."""
 
 
-@verb("recipe", "link", "profile", "replicas", "parameters", "step_time")
-class Plan(Overrides):
+@of.verb("recipe", "link", "profile", "replicas", "parameters", "step_time")
+class Plan(of.Overrides):
     """Say which scheme and optimizer reach a loss first on a cluster.
 
     Takes a recipe or --parameters, and --profile or --link.
@@ -134,32 +118,32 @@ class Plan(Overrides):
     Example: detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
-    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
+    recipe: Positional[Annotated[Path | None, of.shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
-    profile: File = None
+    profile: of.File = None
     """Links and steps as detonation probe measured them."""
-    link: Rate = None
+    link: of.Rate = None
     """Links of this speed, such as 100mbit,20ms, instead of a profile."""
-    step_time: Annotated[float | None, shown("SECONDS")] = None
+    step_time: Annotated[float | None, of.shown("SECONDS")] = None
     """Forward and backward of one step; the profile's when left out."""
-    replicas: Integer = None
+    replicas: of.Integer = None
     """Copies of the model; of the recipe or the profile, or 2, when left out."""
-    shards: Integer = None
+    shards: of.Integer = None
     """Accelerators in a node; of the recipe or the profile, or 1, when left out."""
-    parameters: Annotated[str | None, shown("COUNT")] = None
+    parameters: Annotated[str | None, of.shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
-    shard_nodes: Integer = None
+    shard_nodes: of.Integer = None
     """Nodes that the shards of one copy lie on; adds the traffic between them."""
-    optimizer: Text = None
+    optimizer: of.Text = None
     """Keep this optimizer, such as AdamW, and compare with its full synchronisation."""
-    steps: Integer = None
+    steps: of.Integer = None
     """Steps in which the baseline reaches its loss; the recipe's or 1000 when left out."""
-    all: Flag = False
+    all: of.Flag = False
     """Show every scheme with all that is known of it."""
 
 
-@verb()
-class Report(Common):
+@of.verb()
+class Report(of.Common):
     """Write a page that shows a run or compares several, and each figure as PNG.
 
     Example: detonation report runs/first
@@ -167,36 +151,36 @@ class Report(Common):
     Example: detonation report runs/slow/*/ --out slow.html
     """
 
-    directories: Positional[Annotated[tuple[Path, ...], shown("DIR...")]]
+    directories: Positional[Annotated[tuple[Path, ...], of.shown("DIR...")]]
     """Run directories."""
-    out: File = None
+    out: of.File = None
     """The page; DIR/report.html for one run and report.html for several when left out."""
-    plan: File = None
+    plan: of.File = None
     """Show this plan too, as detonation plan --json printed it."""
 
 
-@verb()
-class Verify(Common):
+@of.verb()
+class Verify(of.Common):
     """Check that checkpoints are whole and that replicas agree in them."""
 
-    directory: Run
+    directory: of.Run
     """A run directory, or one checkpoint."""
 
 
-@verb("directory", "out")
-class Export(Common):
+@of.verb("directory", "out")
+class Export(of.Common):
     """Write the model of a run's newest whole checkpoint for from_pretrained."""
 
-    directory: Run
+    directory: of.Run
     """A run directory, or one checkpoint."""
     out: Annotated[Path, arg(metavar="DIR")]
     """The directory for the model, new or empty."""
-    trust_code: Flag = False
+    trust_code: of.Flag = False
     """Run the code of a model that the checkpoint names as package.module:function."""
 
 
-@verb("source", "out", "to")
-class Follow(Common):
+@of.verb("source", "out", "to")
+class Follow(of.Common):
     """Repeat a run from its updates, bit for bit: live, or from its log.
 
     Live it needs DETONATION_TOKEN; it sends nothing, and training does not wait for it.
@@ -208,31 +192,31 @@ class Follow(Common):
 
     source: Positional[Annotated[str, arg(metavar="SOURCE")]]
     """HOST:PORT of train --publish, one for each shard; or DIR of train --log."""
-    out: Directory = None
+    out: of.Directory = None
     """A run directory for checkpoints of one replica; a log needs none."""
-    to: Integer = None
+    to: of.Integer = None
     """Stop at this step; at the end of the run or of its log when left out."""
-    every: Integer = None
+    every: of.Integer = None
     """Steps between checkpoints of a live run; 100 when left out."""
-    keep: Integer = None
+    keep: of.Integer = None
     """Checkpoints of a live run to keep, the newest; 3 when left out."""
-    trust_code: Flag = False
+    trust_code: of.Flag = False
     """Run the code that the run names as package.module:function."""
 
 
-@verb()
-class Meet(Common):
+@of.verb()
+class Meet(of.Common):
     """Serve the store of an elastic run on several machines, until ended."""
 
     address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
     """Where it listens; each train --elastic --replica gives it as --meet."""
 
 
-@verb()
-class Fetch(Common):
+@of.verb()
+class Fetch(of.Common):
     """Download data sets to this machine; detonation train alone lists them."""
 
-    names: Positional[Annotated[tuple[str, ...], shown("NAME...")]]
+    names: Positional[Annotated[tuple[str, ...], of.shown("NAME...")]]
     """Data sets, such as fashion-mnist, cifar10, sotu, shakespeare, bible-en-es."""
 
 

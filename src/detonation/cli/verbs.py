@@ -11,7 +11,6 @@ from textwrap import fill
 from types import ModuleType
 from typing import Any, TypeVar
 
-from detonation.choices import entry_points, unknown
 from detonation.cli import arguments as of
 from detonation.cli.answers import explain, say
 from detonation.cli.flags import Common
@@ -66,6 +65,7 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
 
 def _print_recipe(verb: of.Train) -> dict[str, Any]:
     """Prints the text of a recipe of the package, or the names of all that a run can be made of."""
+    from detonation.choices import unknown
     from detonation.train.recipe.shipped import headline, shipped_recipes
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
@@ -85,6 +85,7 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
 
 
 def _names() -> dict[str, list[str]]:
+    from detonation.choices import entry_points
     from detonation.core.schemes.registry import SCHEMES
     from detonation.data import SOURCES
     from detonation.models import MODELS
@@ -212,26 +213,19 @@ def _export(verb: of.Export) -> dict[str, Any]:
 
 
 def _follow(verb: of.Follow) -> dict[str, Any]:
+    from detonation.train.verbs.follow import Following, Replaying, follow_run, replay_run
+
     if ":" not in verb.source or Path(verb.source).is_dir():
-        return _repeat(verb)
-    from detonation.train.verbs.follow import Following, follow_run
-
-    if verb.out is None:
+        if ignored := next((name for name in ("every", "keep") if getattr(verb, name) is not None), ""):
+            raise ValueError(f"--{ignored} is of a live run, HOST:PORT, and {verb.source} is a directory: leave it out")
+        found = replay_run(Replaying(Path(verb.source), verb.to, verb.out, verb.trust_code))
+    elif verb.out is None:
         raise ValueError(f"--out is missing: give a run directory for the checkpoints of {verb.source}")
-    found = follow_run(requested(Following, verb))
-    say(verb, f"step {found['step']}, fingerprint {found['fingerprint'][:16]}, checkpoint: {found['checkpoint']}")
-    return found
-
-
-def _repeat(verb: of.Follow) -> dict[str, Any]:
-    from detonation.train.verbs.replay import Replaying, replay_run
-
-    if ignored := next((name for name in ("every", "keep") if getattr(verb, name) is not None), ""):
-        raise ValueError(f"--{ignored} is of a live run, HOST:PORT, and {verb.source} is a directory: leave it out")
-    found = replay_run(Replaying(Path(verb.source), verb.to, verb.out, verb.trust_code))
-    say(verb, f"step {found['step']}, {found['replayed']} steps replayed, fingerprint {found['fingerprint'][:16]}")
-    if "checkpoint" in found:
-        say(verb, f"checkpoint: {found['checkpoint']}")
+    else:
+        found = follow_run(requested(Following, verb))
+    steps = f", {found['replayed']} steps replayed" if "replayed" in found else ""
+    saved = f", checkpoint: {found['checkpoint']}" if "checkpoint" in found else ""
+    say(verb, f"step {found['step']}{steps}, fingerprint {found['fingerprint'][:16]}{saved}")
     return found
 
 

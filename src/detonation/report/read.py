@@ -53,14 +53,6 @@ class Run:
         """The values of `key`, one per step."""
         return [record[key] for record in self.records]
 
-    def read_on(self, begin: int) -> int:
-        """Reads the lines of the metrics file from byte `begin` on that are whole; returns their length."""
-        with (self.directory / FILES[0]).open("rb") as file:
-            file.seek(begin)
-            lines, end, _ = file.read().rpartition(b"\n")
-        self.records.extend(map(json.loads, lines.splitlines()))
-        return len(lines) + len(end)
-
     def bytes_so_far(self) -> list[float]:
         """Bytes that one replica has sent up to and including each step."""
         return list(accumulate(self.series("bytes_sent")))
@@ -89,7 +81,7 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
 
 
 def read_begun(directory: Path) -> Run:
-    """Reads the run in `directory`, which trains still, without its metrics: `Run.read_on` reads them."""
+    """Reads the configuration of the run in `directory`, which trains still."""
     config, path = (directory / "config.toml").read_text(encoding="utf-8", errors="replace"), directory.resolve()
     settings = _printable(tomllib.loads(config))
     known = {"steps": settings["train"]["steps"], "data": settings["data"].get("source", settings["data"]["task"])}
