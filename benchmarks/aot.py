@@ -32,7 +32,7 @@ from triton.runtime.jit import MockTensor
 import detonation as dt
 from detonation.kernels.gpu import inspection, launches
 
-CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
+CONFIGURATIONS: dict[str, tuple[dt.schemes.Scheme, int]] = {
     "demo 4/64": (dt.demo(), 2),
     "demo 4/64, owners": (dt.demo(), 8),
     "demo 4/64 bf16": (dt.demo(precision="bf16"), 2),
@@ -46,15 +46,15 @@ CONFIGURATIONS: dict[str, tuple[dt.Scheme, int]] = {
     "demo 32/64": (dt.demo(topk=32), 2),
     "demo 8/128": (dt.demo(topk=8, chunk=128), 2),
     "loco 4bit": (dt.loco(), 2),
-    "random 1/16": (dt.random(), 2),
-    "random 1/16 bf16": (dt.random(precision="bf16"), 2),
-    "random 1/16 int8": (dt.random(precision="int8"), 2),
-    "random 1/16 4bit": (dt.random(precision="4bit"), 2),
+    "random 1/16": (dt.schemes.random(), 2),
+    "random 1/16 bf16": (dt.schemes.random(precision="bf16"), 2),
+    "random 1/16 int8": (dt.schemes.random(precision="int8"), 2),
+    "random 1/16 4bit": (dt.schemes.random(precision="4bit"), 2),
     "random_sign 1/8": (dt.random_sign(), 2),
     "random_sign 1/8, owners": (dt.random_sign(), 8),
-    "striding 1/16": (dt.striding(), 2),
-    "slicing 1/16": (dt.slicing(), 2),
-    "slicing 1/64": (dt.slicing(rate=1 / 64), 2),
+    "striding 1/16": (dt.schemes.striding(), 2),
+    "slicing 1/16": (dt.schemes.slicing(), 2),
+    "slicing 1/64": (dt.schemes.slicing(rate=1 / 64), 2),
     "full": (dt.full(), 2),
 }
 GPU = FakeGPU(90).activate()
@@ -97,7 +97,7 @@ def instead_of_launches(act: Callable[..., None]) -> AbstractContextManager[Any]
 
 
 def step(
-    scheme: dt.Scheme,
+    scheme: dt.schemes.Scheme,
     replicas: int,
     shapes: Sequence[tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.bfloat16,

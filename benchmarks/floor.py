@@ -76,7 +76,9 @@ def copying(gradient: torch.Tensor) -> Callable[[], Any]:
     return lambda: other.copy_(gradient)
 
 
-def stepping(gradient: torch.Tensor, scheme: dt.Scheme | None = None, kernels: bool = False) -> Callable[[], Any]:
+def stepping(
+    gradient: torch.Tensor, scheme: dt.schemes.Scheme | None = None, kernels: bool = False
+) -> Callable[[], Any]:
     """Makes a step of `scheme` for one parameter of the gradient's shape; without a scheme, a step of AdamW alone."""
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros_like(gradient))

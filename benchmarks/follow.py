@@ -49,7 +49,7 @@ def made() -> torch.nn.Module:
     return build_model("olmo2", {"hidden_size": 128, "layers": 2, "heads": 4, "feed_forward": 512})
 
 
-def train(communicator: SimulatedCommunicator, scheme: dt.Scheme, address: str, steps: int, out: Path) -> None:
+def train(communicator: SimulatedCommunicator, scheme: dt.schemes.Scheme, address: str, steps: int, out: Path) -> None:
     """Trains `steps` steps after a follower has come, and writes the hash of the weights after each."""
     model = made()
     optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, communicator, scheme)
@@ -177,7 +177,7 @@ def in_node(cluster: NamespaceCluster, node: int, act: Callable[[], object]) -> 
 
 
 def run(
-    name: str, scheme: dt.Scheme, speed: LinkSpeed, steps: int, alone: bool
+    name: str, scheme: dt.schemes.Scheme, speed: LinkSpeed, steps: int, alone: bool
 ) -> tuple[dict[str, Any], list[str], int]:
     """What the follower found, the hashes of training, and the bytes that the kernel counted, without headers."""
     with namespace_cluster(2, speed) as cluster, tempfile.TemporaryDirectory() as folder:

@@ -103,7 +103,7 @@ def exported(modules: dict[str, Module]) -> dict[str, tuple[str, bool]]:
     face = [node for node in ast.walk(modules["detonation"].tree) if isinstance(node, ast.ImportFrom)]
     home = {alias.asname or alias.name: node.module for node in face for alias in node.names}
     found = {}
-    for name in set(detonation.__all__) - {"__version__"}:
+    for name in set(detonation.__all__) - {"__version__", "errors", "schemes"}:
         places = [(path, module) for path, module in modules.items() if name in module.public]
         if not places:
             found[name] = (f"{name} is not defined", False)

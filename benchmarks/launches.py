@@ -27,7 +27,7 @@ SCHEMES = {
     "demo, all-gather": dt.demo(link="all-gather"),
     "demo, owner": dt.demo(link="owner"),
     "demo, owner, sign": dt.demo(link="owner", precision="sign", error_feedback=False),
-    "random": dt.random(),
+    "random": dt.schemes.random(),
     "random_sign": dt.random_sign(),
     "full": dt.full(),
 }
@@ -85,7 +85,7 @@ class Recycling(Mirror):
 
 
 def operations(
-    scheme: dt.Scheme, replicas: int, overlap: bool, kernels: bool = False
+    scheme: dt.schemes.Scheme, replicas: int, overlap: bool, kernels: bool = False
 ) -> tuple[Channel, list[str], int]:
     """The channel, the operations of its third step, and its allocations.
 

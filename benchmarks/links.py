@@ -31,12 +31,12 @@ RESULTS = Path("benchmarks/results/2026-11-22-links.jsonl")
 STEPS, BATCH = 300, 16
 
 SIGNS = {"decay": 0.95, "precision": "sign", "error_feedback": False}
-CASES: dict[str, tuple[dt.Scheme, str, float]] = {
+CASES: dict[str, tuple[dt.schemes.Scheme, str, float]] = {
     "demo 1/64 sign": (dt.demo(topk=1, **SIGNS), "SignSGD", 2e-3),
     "demo 4/64 fp32": (dt.demo(), "SignSGD", 2e-3),
-    "decoupled_adamw 4/64 fp32": (dt.decoupled_adamw(), "AdamW", 3e-3),
+    "decoupled_adamw 4/64 fp32": (dt.schemes.decoupled_adamw(), "AdamW", 3e-3),
     "demo 4/64 sign": (dt.demo(**SIGNS), "SignSGD", 2e-3),
-    "demo_diloco 10": (dt.demo_diloco(every=10, outer_lr=1.0, outer_momentum=0.0), "AdamW", 3e-3),
+    "demo_diloco 10": (dt.schemes.demo_diloco(every=10, outer_lr=1.0, outer_momentum=0.0), "AdamW", 3e-3),
     "random_sign 1/8": (dt.random_sign(decay=0.9, cycle=True), "SignSGD", 4e-3),
 }
 """Scheme, base optimizer and its learning rate for `teacher`."""
@@ -74,7 +74,7 @@ def grid() -> Iterator[Cell]:
                     yield Cell("quick-lm", case, form, replicas, seed)
 
 
-def scheme_of(cell: Cell) -> dt.Scheme:
+def scheme_of(cell: Cell) -> dt.schemes.Scheme:
     """The scheme of a run, with its form of exchange."""
     scheme = CASES[cell.case][0]
     if cell.form == "all-gather":

@@ -42,7 +42,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
 
 
-CASES: dict[str, tuple[dt.Scheme, Base, torch.dtype]] = {
+CASES: dict[str, tuple[dt.schemes.Scheme, Base, torch.dtype]] = {
     "none + AdamW (FSDP alone)": (dt.none(), adamw, torch.float32),
     "none + SignSGD": (dt.none(), signs, torch.float32),
     "full + AdamW": (dt.full(), adamw, torch.float32),
@@ -54,22 +54,22 @@ CASES: dict[str, tuple[dt.Scheme, Base, torch.dtype]] = {
         dt.demo(precision="sign", error_feedback=False), signs, torch.float32),
     "demo 32/64 + SignSGD": (dt.demo(topk=32), signs, torch.float32),
     "demo tiles 32/4096": (dt.demo(topk=32, tiles=True), signs, torch.float32),
-    "decoupled_adamw 4/64 + AdamW": (dt.decoupled_adamw(), adamw, torch.float32),
-    "distro + SignSGD": (dt.distro(), signs, torch.float32),
-    "random 1/16 + SignSGD": (dt.random(), signs, torch.float32),
-    "random, look-ahead": (dt.random(delay=1), signs, torch.float32),
+    "decoupled_adamw 4/64 + AdamW": (dt.schemes.decoupled_adamw(), adamw, torch.float32),
+    "distro + SignSGD": (dt.schemes.distro(), signs, torch.float32),
+    "random 1/16 + SignSGD": (dt.schemes.random(), signs, torch.float32),
+    "random, look-ahead": (dt.schemes.random(delay=1), signs, torch.float32),
     "random_sign 1/8 + SignSGD": (dt.random_sign(), signs, torch.float32),
-    "striding + SignSGD": (dt.striding(), signs, torch.float32),
-    "slicing + SignSGD": (dt.slicing(), signs, torch.float32),
+    "striding + SignSGD": (dt.schemes.striding(), signs, torch.float32),
+    "slicing + SignSGD": (dt.schemes.slicing(), signs, torch.float32),
     "diloco + AdamW": (dt.diloco(every=4), adamw, torch.float32),
     "diloco int8 + AdamW": (dt.diloco(every=4, precision="int8"), adamw, torch.float32),
-    "local_sgd + AdamW": (dt.local_sgd(every=4), adamw, torch.float32),
-    "streaming_diloco 4bit + AdamW": (dt.streaming_diloco(every=8, fragments=4, delay=1), adamw, torch.float32),
-    "demo_diloco + AdamW": (dt.demo_diloco(every=4), adamw, torch.float32),
-    "eager_diloco + AdamW": (dt.eager_diloco(every=4), adamw, torch.float32),
+    "local_sgd + AdamW": (dt.schemes.local_sgd(every=4), adamw, torch.float32),
+    "streaming_diloco 4bit + AdamW": (dt.schemes.streaming_diloco(every=8, fragments=4, delay=1), adamw, torch.float32),
+    "demo_diloco + AdamW": (dt.schemes.demo_diloco(every=4), adamw, torch.float32),
+    "eager_diloco + AdamW": (dt.schemes.eager_diloco(every=4), adamw, torch.float32),
     "muloco 4bit + AdamW": (dt.muloco(every=4), adamw, torch.float32),
-    "sparta 1/200 + AdamW": (dt.sparta(), adamw, torch.float32),
-    "sparseloco + AdamW": (dt.sparseloco(every=4), adamw, torch.float32),
+    "sparta 1/200 + AdamW": (dt.schemes.sparta(), adamw, torch.float32),
+    "sparseloco + AdamW": (dt.schemes.sparseloco(every=4), adamw, torch.float32),
 }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def accelerator() -> Iterator[None]:
 
 
 def measured(
-    scheme: dt.Scheme,
+    scheme: dt.schemes.Scheme,
     base: Base,
     dtype: torch.dtype,
     shapes: list[tuple[int, ...]],

@@ -67,7 +67,7 @@ def percent(cost: float, interval: tuple[float, float] | None) -> str:
     return f"{100 * cost:+.1f}" + f" [{', '.join(ends)}]" * bool(ends)
 
 
-def scheme_of(sets: Sequence[str]) -> dt.Scheme | None:
+def scheme_of(sets: Sequence[str]) -> dt.schemes.Scheme | None:
     """The scheme of a run with nothing but settings of scheme and optimizer, else None."""
     values = dict(each.split("=", 1) for each in sets)
     if any(not key.startswith(("scheme.", "optimizer.")) for key in values):
@@ -84,7 +84,7 @@ def _value(text: str) -> Any:
         return text
 
 
-Measured = tuple[dt.Scheme, str, int, dict[int, Row], str, str]
+Measured = tuple[dt.schemes.Scheme, str, int, dict[int, Row], str, str]
 """A scheme, its recipe and replicas, its runs by seed, their study, and the page that tells it."""
 
 

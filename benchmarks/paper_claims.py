@@ -104,7 +104,10 @@ def bandwidth(done: Rows) -> str:
 def sharded(_: Rows) -> str:
     """R replicas of S shards send less, and wait less, than R x S replicas of one shard, as in DeMo."""
     lines = head(["scheme", "nodes", "ranks", "MB, R x S", "MB, RS x 1", "times", "s at 100 Mbit/s", "s, RS x 1"])
-    for name, scheme in {"demo 4/64": dt.demo(link="all-gather"), "random 1/32": dt.random(rate=1 / 32)}.items():
+    for name, scheme in {
+        "demo 4/64": dt.demo(link="all-gather"),
+        "random 1/32": dt.schemes.random(rate=1 / 32),
+    }.items():
         for nodes, ranks in ((2, 4), (2, 8), (8, 8)):
             ours = ranks * sent_by_a_rank(scheme, nodes, ranks)
             # On a ring through all ranks, one rank of each node sends to the next node all that a rank sends.
@@ -120,7 +123,7 @@ def many_nodes(_: Rows) -> str:
     schemes = {
         "demo 2/64, all-gather": dt.demo(topk=2, link="all-gather"),
         "demo 2/64, owners": dt.demo(topk=2, link="owner"),
-        "random 1/32": dt.random(rate=1 / 32),
+        "random 1/32": dt.schemes.random(rate=1 / 32),
         "full": dt.full(),
     }
     counts = (2, 4, 8, 16, 32, 64)
@@ -131,7 +134,7 @@ def many_nodes(_: Rows) -> str:
     return "\n".join(["Arithmetic:", "", *lines])
 
 
-def sent_by_a_rank(scheme: dt.Scheme, replicas: int, local_ranks: int = 1) -> int:
+def sent_by_a_rank(scheme: dt.schemes.Scheme, replicas: int, local_ranks: int = 1) -> int:
     """Bytes per step that one rank sends, of a model of `NUMEL` parameters."""
     kind = "all-reduce" if scheme.link == "auto" else scheme.link
     return exchange_bytes(kind, scheme, NUMEL // scheme.codec.selection.chunk, replicas, local_ranks)

@@ -23,7 +23,8 @@ from detonation.core.link.link import Link
 from detonation.core.replicator import channel
 
 SCHEMES = [dt.demo(link="all-gather"), dt.demo(topk=32, link="all-gather"),
-           dt.demo(precision="sign", error_feedback=False), dt.random(), dt.random_sign(), dt.full()]  # fmt: skip
+           dt.demo(precision="sign", error_feedback=False), dt.schemes.random(), dt.random_sign(),
+           dt.full()]  # fmt: skip
 GUARDED: dict[str, Any] = {
     "first_nonfinite": channel,
     "open": Codec,
@@ -49,7 +50,7 @@ def main() -> None:
     print(f"\nfingerprint: {statistics.median(times) * 1e3 / args.parameters * 1e6:.3f} ms per million parameters")
 
 
-def row(scheme: dt.Scheme, parameters: int, replicas: int, rounds: int) -> None:
+def row(scheme: dt.schemes.Scheme, parameters: int, replicas: int, rounds: int) -> None:
     model = torch.nn.Linear(parameters // 1024, 1024, bias=False)
     optimizer = dt.replicate(dt.SignSGD(model.parameters(), lr=1e-3), model, LoopbackCommunicator(replicas), scheme)
     spent: dict[str, float] = dict.fromkeys(GUARDED, 0.0)

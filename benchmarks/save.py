@@ -17,7 +17,7 @@ import torch
 
 import detonation as dt
 from detonation import models
-from detonation.checkpoint.save.snapshot import take_snapshot
+from detonation.checkpoint.snapshot import take_snapshot
 from detonation.cluster.launch import run_local
 
 

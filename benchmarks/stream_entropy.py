@@ -30,7 +30,7 @@ class Seen:
 
     plays = False
 
-    def __init__(self, scheme: dt.Scheme, rows: int, after: int) -> None:
+    def __init__(self, scheme: dt.schemes.Scheme, rows: int, after: int) -> None:
         self.scheme, self.rows, self.after = scheme, rows, after
         self.single, self.pair, self.agreeing, self.total = Counter[Any](), Counter[Any](), 0, 0
 

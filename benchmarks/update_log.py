@@ -44,7 +44,7 @@ def main() -> None:
         print(row(name, SCHEMES[name], args.rounds, args.replicas), flush=True)
 
 
-def row(name: str, scheme: dt.Scheme, rounds: int, replicas: int) -> str:
+def row(name: str, scheme: dt.schemes.Scheme, rounds: int, replicas: int) -> str:
     torch.manual_seed(0)
     model = build_model("olmo2", {"hidden_size": 256, "layers": 4, "feed_forward": 1024})
     ids = torch.randint(0, 256, (8, 128))

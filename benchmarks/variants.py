@@ -72,7 +72,7 @@ class InOneMessage(GradientScheme):
         return False
 
 
-def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.Scheme:
+def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.schemes.Scheme:
     """`demo` in signs by an all-gather, with one support for all replicas; the bytes of indices are still sent."""
     scheme = dt.demo(topk=topk, decay=decay, precision="sign", error_feedback=False, link="all-gather")
     codec = OneSupport(scheme.codec.basis, Guided(topk, scheme.codec.selection.chunk), scheme.codec.precision, of_mean)

@@ -16,8 +16,9 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 
 import detonation as dt
-from detonation.feed.connection.token import read_token
+from detonation.feed.follower import Follower
 from detonation.feed.stream import read_about
+from detonation.feed.token import read_token
 from detonation.models import build_model
 
 
@@ -28,7 +29,7 @@ def text(model: Any, prompt: str, length: int = 80) -> str:
     return bytes(byte for byte in made[0].tolist() if byte < 256).decode(errors="replace")
 
 
-def server(follower: dt.Follower, port: int) -> ThreadingHTTPServer:
+def server(follower: Follower, port: int) -> ThreadingHTTPServer:
     """Answers GET /?prompt=TEXT with the step of training and the text, on loopback."""
     using = threading.Lock()  # the model changes within `update` alone
 

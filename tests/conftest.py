@@ -18,7 +18,7 @@ import pytest
 import torch
 from benchmarks import lab
 
-from detonation.cluster.processes import heartbeat, heartbeat_board
+from detonation.cluster.processes import heartbeat
 
 torch.set_num_threads(1)
 # torch takes a traceback for each operation that is new to DTensor, and Python would look on the disk each time whether
@@ -67,4 +67,4 @@ def lasting_worlds() -> Iterator[None]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for a sign of a rank waits less, in the commands too, which are forks; the gate has the real times."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.15)
-    monkeypatch.setattr(heartbeat_board, "_READING_S", 1.0)
+    monkeypatch.setattr(heartbeat, "_READING_S", 1.0)

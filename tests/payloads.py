@@ -23,9 +23,9 @@ SCHEMES = {
     "list-sign": dt.demo(topk=4, chunk=64, precision="sign"),
     "bitmap-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
     "bitmap-odd": dt.demo(topk=5, chunk=10, precision="bf16"),
-    "shared": dt.random(rate=1 / 4),
-    "int8": dt.random(rate=1 / 4, precision="int8"),
-    "4bit": dt.random(rate=1 / 4, precision="4bit"),
+    "shared": dt.schemes.random(rate=1 / 4),
+    "int8": dt.schemes.random(rate=1 / 4, precision="int8"),
+    "4bit": dt.schemes.random(rate=1 / 4, precision="4bit"),
 }
 FLOATS, CODES = ("list", "bitmap-odd", "shared"), ("list-sign", "bitmap-2bit", "int8", "4bit")
 SIGNED, BITMAPS = ("list-sign", "bitmap-2bit", "4bit"), ("bitmap-2bit", "bitmap-odd")
@@ -261,7 +261,7 @@ class Seen(FaultCounts):
         pass  # a thousand lines that nobody reads
 
 
-def guard(scheme: dt.Scheme, replica: int, ledger: FaultCounts | None = None, late: bool = False) -> Guard:
+def guard(scheme: dt.schemes.Scheme, replica: int, ledger: FaultCounts | None = None, late: bool = False) -> Guard:
     return Guard(["w"], SCHEMA, 0, replica, 0, ledger or Seen(replica), late)
 
 
@@ -285,7 +285,7 @@ def sealed(header: Header, content: Parts) -> Parts:
     return [message[0, :HEADER_BYTES].clone().view(torch.int64), *content]
 
 
-def opened(scheme: dt.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int) -> Received:
+def opened(scheme: dt.schemes.Scheme, guard: Guard, arrived: list[Parts], shared: Tensor | None, step: int) -> Received:
     """The messages of all replicas as an exchange opens them."""
     lines = torch.stack([line_of(parts) for parts in arrived])
     messages = joined([[lines[:, HEADER_BYTES:]]], HEADER_BYTES, lines[:, :HEADER_BYTES])
@@ -353,7 +353,7 @@ def _try(result: Result, function: Bad, name: str, random: torch.Generator, late
 
 
 def _received(
-    scheme: dt.Scheme, replica: int, arrived: list[Parts], shared: Tensor | None, late: bool
+    scheme: dt.schemes.Scheme, replica: int, arrived: list[Parts], shared: Tensor | None, late: bool
 ) -> tuple[list, list, Tensor]:
     """Whom `replica` refuses and why, and the update that it would apply."""
     ledger = Seen(replica)

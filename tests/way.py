@@ -50,9 +50,9 @@ CEILINGS = {
 SIZES = {
     "lines of core": 13_161,
     "files of core": 106,
-    "lines of src": 39_786,
-    "files of src": 316,
-    "public names": 57,
+    "lines of src": 39_513,
+    "files of src": 278,
+    "public names": 40,
     "verbs": 11,
     "recipe keys": 121,
     "words of README": 846,
@@ -106,7 +106,7 @@ def _walk(mesh: DeviceMesh, scheme: str, adamw: bool, arguments: Mapping[str, An
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
     base = torch.optim.AdamW(model.parameters()) if adamw else dt.SignSGD(model.parameters(), lr=1e-3)
-    optimizer = dt.replicate(base, model, mesh["replicate"], getattr(dt, scheme)(**arguments))
+    optimizer = dt.replicate(base, model, mesh["replicate"], dt.scheme(scheme, arguments))
     calls: list[tuple[str, str]] = []
     for step in range(3):  # the first one builds the levels, the second one fills caches
         torch.manual_seed(10 * step + dist.get_rank())

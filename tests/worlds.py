@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
 import detonation.core.optimizer.replicated
-from detonation.cluster.processes.exit import die_with_parent
+from detonation.cluster.processes.signals import die_with_parent
 from limits import LIMIT_S
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")

@@ -21,36 +21,36 @@ SCHEMES = {
     "demo": dt.demo(topk=4, chunk=16),
     "demo-senders-bf16": dt.demo(topk=2, chunk=64, precision="bf16", aggregate="mean_nonzero"),
     "demo-alpha": dt.demo(topk=3, chunk=10, decay=0.9, alpha=0.2),
-    "demo-published": dt.demo_published(topk=6, chunk=8),
+    "demo-published": dt.schemes.demo_published(topk=6, chunk=8),
     "demo-whole": dt.demo(topk=1, chunk=1000),
-    "random": dt.random(rate=1 / 4),
-    "random-odd": dt.random(rate=0.3, decay=0.95, precision="bf16"),
+    "random": dt.schemes.random(rate=1 / 4),
+    "random-odd": dt.schemes.random(rate=0.3, decay=0.95, precision="bf16"),
     "demo-sign": dt.demo(topk=4, chunk=64, precision="sign", error_feedback=False),
     "demo-bitmap-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
-    "random-int8-clipped": dt.random(rate=1 / 2, precision="int8", aggregate="clipped_mean"),
-    "random-majority": dt.random(rate=1 / 2, precision="4bit", aggregate="majority_vote"),
+    "random-int8-clipped": dt.schemes.random(rate=1 / 2, precision="int8", aggregate="clipped_mean"),
+    "random-majority": dt.schemes.random(rate=1 / 2, precision="4bit", aggregate="majority_vote"),
     "random-sign": dt.random_sign(rate=1 / 8),
     "demo-tiles": dt.demo(topk=6, chunk=8, tiles=True),
     "demo-tiles-64-sign": dt.demo(topk=40, chunk=64, tiles=True, precision="sign", link="owner"),
     "demo-owner": dt.demo(topk=4, chunk=64, link="owner"),
     "random-sign-owner": dt.random_sign(rate=1 / 2, error_feedback=True, link="owner"),
-    "random-late": dt.random(rate=1 / 4, delay=2, lookahead=False),
-    "striding": dt.striding(rate=1 / 16),
-    "slicing": dt.slicing(rate=1 / 8),
+    "random-late": dt.schemes.random(rate=1 / 4, delay=2, lookahead=False),
+    "striding": dt.schemes.striding(rate=1 / 16),
+    "slicing": dt.schemes.slicing(rate=1 / 8),
     "diloco": dt.diloco(every=3),
-    "streaming": dt.streaming_diloco(every=4, fragments=3, delay=1, precision="fp32"),
-    "local-sgd": dt.local_sgd(every=2, precision="int8"),
-    "sparseloco": dt.sparseloco(every=2, topk=8, chunk=256),
-    "demo-diloco": dt.demo_diloco(every=3, outer_momentum=0.5),
-    "decoupled-adamw": dt.decoupled_adamw(topk=4, chunk=16, decay=0.9),
-    "eager": dt.eager_diloco(every=2),
-    "eager-int8": dt.eager_diloco(every=3, outer_momentum=0.0, precision="int8"),
+    "streaming": dt.schemes.streaming_diloco(every=4, fragments=3, delay=1, precision="fp32"),
+    "local-sgd": dt.schemes.local_sgd(every=2, precision="int8"),
+    "sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=256),
+    "demo-diloco": dt.schemes.demo_diloco(every=3, outer_momentum=0.5),
+    "decoupled-adamw": dt.schemes.decoupled_adamw(topk=4, chunk=16, decay=0.9),
+    "eager": dt.schemes.eager_diloco(every=2),
+    "eager-int8": dt.schemes.eager_diloco(every=3, outer_momentum=0.0, precision="int8"),
     "muloco": dt.muloco(every=3),
     "muloco-2bit": dt.muloco(every=2, precision="2bit", decay=0.9),
     # not in 2 bits, which have no zero: the zeros of two replicas cancel in a mean, but have a length
     "muloco-rescaled": dt.muloco(2, 1.0, 0.0, "int8", aggregate="rescaled_mean"),
     "demo-rescaled": dt.demo(topk=9, chunk=16, precision="bf16", aggregate="rescaled_mean", link="owner"),
-    "sparta": dt.sparta(rate=1 / 4),
+    "sparta": dt.schemes.sparta(rate=1 / 4),
     "diloco-bf16": dt.diloco(every=2, precision="bf16"),
 }
 """The table of laws: a new scheme is one line here."""
@@ -117,7 +117,7 @@ class Padded(Plain):
         return super().forward(x + self.words((x > 0).sum(1)))
 
 
-def encode(scheme: dt.Scheme, flat: Tensor, step: int, seed: int) -> Tensor:
+def encode(scheme: dt.schemes.Scheme, flat: Tensor, step: int, seed: int) -> Tensor:
     return scheme.codec.encode(scheme.codec.select(flat, step, seed))
 
 

@@ -187,7 +187,7 @@ class Stepper:
 def stepper(
     shapes: Sequence[tuple[int, ...]],
     device: torch.device,
-    scheme: dt.Scheme | None,
+    scheme: dt.schemes.Scheme | None,
     engine: str = "torch",
     dtype: torch.dtype = torch.float32,
     base: Callable[[Any], torch.optim.Optimizer] | None = None,

@@ -9,13 +9,13 @@ from benchmarks.gpu.common import ENGINES, SIZES, Job, copy_bandwidth, median_s,
 import detonation as dt
 
 TITLE = "A step beside the speed of the memory"
-SCHEMES: dict[str, dt.Scheme] = {
+SCHEMES: dict[str, dt.schemes.Scheme] = {
     "demo 4/64, sign": dt.demo(precision="sign", error_feedback=False),
     "demo 4/64": dt.demo(),
     "demo 1/64, sign": dt.demo(topk=1, precision="sign", error_feedback=False),
     "demo 32/64": dt.demo(topk=32),
     "random_sign 1/8": dt.random_sign(),
-    "random 1/8": dt.random(rate=1 / 8),
+    "random 1/8": dt.schemes.random(rate=1 / 8),
 }
 FLOOR_BYTES = {"ours": 20, "AdamW": 28}
 """Bytes per fp32 parameter: the gradient is read; weight and momentum (two for AdamW) are read and written."""
@@ -58,7 +58,7 @@ def _adamw(job: Job, shapes: list[tuple[int, ...]]) -> Callable[[], Any] | None:
     return made.step if made else None
 
 
-def _ours(job: Job, shapes: list[tuple[int, ...]], scheme: dt.Scheme, engine: str) -> Callable[[], Any] | None:
+def _ours(job: Job, shapes: list[tuple[int, ...]], scheme: dt.schemes.Scheme, engine: str) -> Callable[[], Any] | None:
     made = job.attempt(f"{engine} is built", lambda: stepper(shapes, job.device, scheme, engine))
     return made.step if made else None
 

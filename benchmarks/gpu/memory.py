@@ -11,7 +11,7 @@ from benchmarks.memory import Watch
 import detonation as dt
 
 TITLE = "Memory of a step"
-SCHEMES: dict[str, dt.Scheme | None] = {
+SCHEMES: dict[str, dt.schemes.Scheme | None] = {
     "AdamW": None,
     "full": dt.full(),
     "demo 4/64": dt.demo(),
@@ -44,7 +44,7 @@ def measure(job: Job) -> None:
         job.headline(f"{name}: {most:.1f} bytes per parameter at the peak, AdamW {peaks['AdamW, torch']:.1f}")
 
 
-def peak(job: Job, size: str, name: str, scheme: dt.Scheme | None, engine: str) -> tuple[float, float] | None:
+def peak(job: Job, size: str, name: str, scheme: dt.schemes.Scheme | None, engine: str) -> tuple[float, float] | None:
     """Bytes per parameter that stay between two steps, and at the peak of a step; None where `engine` is another."""
     base: Callable[[Any], torch.optim.Optimizer] = partial(dt.SignSGD, lr=1e-4)
     if name in ADAMW:

@@ -24,17 +24,17 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.aggregate import ClippedMean
-from detonation.core.codec.message_rows import MessageRows, row_run
+from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.selection import Random, Slicing, Striding, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
-from detonation.core.engine.accelerated import TritonEngine
-from detonation.core.engine.coding import coding_of, places_of
-from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from detonation.engines.triton.coding import coding_of, places_of, row_run
+from detonation.engines.triton.engine import TritonEngine
 from detonation.kernels.gpu import inspection, launches, launching
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ SHAPES = [[(257,), ()], [(3, 5, 7), (0, 7), (1,)], [(40, 16), (67, 129), (31,)]]
 SCHEMES = [
     dt.demo(topk=3, chunk=16),
     dt.demo(topk=1, precision="sign", error_feedback=False),
-    dt.random(rate=1 / 8, link="all-gather"),
+    dt.schemes.random(rate=1 / 8, link="all-gather"),
 ]
 """Of messages, by the number of the shapes."""
 Compared = tuple[str, Tensor, Tensor, float]
@@ -199,8 +199,8 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     octets = messages[:, : HEADER_BYTES + nbytes].to(device).contiguous()
     joined = torch.zeros_like(messages, device=device)
     found = launches.Inspector(replicas, device).inspect(
-        [row_run(launches, codec, octets, HEADER_BYTES, rows)], joined, nbytes, coding_of(launches, codec),
-        places_of(launches, codec, rows), IDENTITY, schema, 3, 0, 6, mine, True,
+        [row_run(codec, octets, HEADER_BYTES, rows)], joined, nbytes, coding_of(codec),
+        places_of(codec, rows), IDENTITY, schema, 3, 0, 6, mine, True,
         launches.Limits(LIMIT, LOUDER, FORGET),
     ).cpu()  # fmt: skip
     norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
@@ -225,7 +225,7 @@ def weigh(device: torch.device, number: int) -> list[Compared]:
     )
     weights, message = torch.empty(len(scales), device=device), wanted.source.body.to(device)
     inspector = launches.Inspector(len(scales), device)
-    inspector.weigh(message, places_of(launches, codec, rows), coding_of(launches, codec), weights)
+    inspector.weigh(message, places_of(codec, rows), coding_of(codec), weights)
     return [("weights", weights, wanted.aggregation.of_replicas, 1e-6)]
 
 

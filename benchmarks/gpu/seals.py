@@ -16,11 +16,10 @@ import torch
 from benchmarks.gpu.children import stacks_at_the_end
 
 import detonation as dt
-from detonation.core.codec.message_rows import row_run
 from detonation.core.compute.nonfinite import LIMIT
-from detonation.core.engine.coding import coding_of, places_of
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
 from detonation.core.integrity.validate import FORGET, LOUDER
+from detonation.engines.triton.coding import coding_of, places_of, row_run
 from detonation.kernels.gpu import launches
 
 MESSAGES = 3
@@ -52,7 +51,7 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
     inspector = launches.Inspector(MESSAGES, device)
     usual, status = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     first = torch.full((3,), -1, dtype=torch.int64, device=device)
-    coding, limits = coding_of(launches, codec), launches.Limits(LIMIT, LOUDER, FORGET)
+    coding, limits = coding_of(codec), launches.Limits(LIMIT, LOUDER, FORGET)
     side = torch.cuda.Stream() if device.type == "cuda" else None
     heavy = torch.zeros(2, 2**26 if side else 1, device=device)
     done = 0
@@ -68,15 +67,15 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
         nbytes, at = codec.nbytes(rows), chance.randrange(width)
         sealed[:, HEADER_BYTES : HEADER_BYTES + nbytes].copy_(pool[:, at : at + nbytes])
         header = Header(2**40, number, 0, 0)
-        own = row_run(launches, codec, sealed, HEADER_BYTES, rows)
+        own = row_run(codec, sealed, HEADER_BYTES, rows)
         inspector.seal([own], nbytes, IDENTITY, header.schema, number, header.origin, status, 0)
         arrived = sealed[:, : HEADER_BYTES + nbytes].contiguous()  # the rows of it begin at any address
         damaged = number % 10 == 9
         if damaged:
             arrived[-1, HEADER_BYTES + chance.randrange(nbytes)].bitwise_xor_(1 << chance.randrange(8))
         table = inspector.inspect(
-            [row_run(launches, codec, arrived, HEADER_BYTES, rows)], joined, nbytes, coding,
-            places_of(launches, codec, rows), IDENTITY, header.schema, number, 0, 6, usual, True, limits,
+            [row_run(codec, arrived, HEADER_BYTES, rows)], joined, nbytes, coding,
+            places_of(codec, rows), IDENTITY, header.schema, number, 0, 6, usual, True, limits,
         )  # fmt: skip
         agree = table[:, STATED] == table[:, ADDED]
         _note(first[0], agree[: -1 if damaged else None].logical_not().any(), number)

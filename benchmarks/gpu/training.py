@@ -7,7 +7,7 @@ from benchmarks.gpu.common import Job, median_s
 from benchmarks.gpu.olmo2 import SHAPES, OLMo2
 
 import detonation as dt
-from detonation.cluster.machine.usage import peak_flops
+from detonation.cluster.devices import peak_flops
 from detonation.cluster.network.loopback import LoopbackCommunicator
 
 TITLE = "A whole training step"

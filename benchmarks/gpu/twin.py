@@ -15,7 +15,7 @@ from detonation.cluster.network.simulated import SimulatedCommunicator, simulate
 
 TITLE = "A twin run"
 STEPS, BATCH, LENGTH = 2000, 16, 256
-CASES: dict[str, tuple[dt.Scheme, Any]] = {
+CASES: dict[str, tuple[dt.schemes.Scheme, Any]] = {
     "AdamW, full": (dt.full(), partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)),
     "demo 1/64, sign": (
         dt.demo(topk=1, decay=0.95, precision="sign", error_feedback=False),
@@ -57,7 +57,7 @@ def corpus() -> Tensor:
 
 
 def trained(
-    job: Job, text: Tensor, scheme: dt.Scheme, base: Any, steps: int, budget_s: float
+    job: Job, text: Tensor, scheme: dt.schemes.Scheme, base: Any, steps: int, budget_s: float
 ) -> tuple[int, float, float, int, int]:
     """Steps taken, validation loss, seconds, bytes that a replica sent, and parameters."""
     length = 16 if job.tiny else LENGTH

@@ -14,7 +14,7 @@ import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.codec.message_rows import MessageRows, Sums, numbers
 from detonation.core.codec.precision import Float
-from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
@@ -22,7 +22,7 @@ TITLE = "The host waits for nothing"
 PROFILED = {
     "demo": dt.demo(),
     "demo, sign": dt.demo(precision="sign", error_feedback=False),
-    "random": dt.random(),
+    "random": dt.schemes.random(),
     "random_sign": dt.random_sign(),
     "full": dt.full(),
     "none": dt.none(),
@@ -50,7 +50,7 @@ def measure(job: Job) -> None:
     job.headline(f"{good} of {job.findings.checks} schemes, graphs and profiles without a wait of the host")
 
 
-def ten_steps(job: Job, scheme: dt.Scheme, shapes: list[tuple[int, ...]]) -> None:
+def ten_steps(job: Job, scheme: dt.schemes.Scheme, shapes: list[tuple[int, ...]]) -> None:
     """Ten steps after a first round, which may wait: it builds the levels."""
     made = stepper(shapes, job.device, scheme, "triton" if job.on_gpu else "torch") or stepper(
         shapes, job.device, scheme
@@ -66,7 +66,7 @@ def ten_steps(job: Job, scheme: dt.Scheme, shapes: list[tuple[int, ...]]) -> Non
             made.renew()
 
 
-def ten_overlapped(job: Job, scheme: dt.Scheme) -> None:
+def ten_overlapped(job: Job, scheme: dt.schemes.Scheme) -> None:
     """Ten steps whose gradients leave while backward still runs, on a stream of their own."""
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]).to(job.device)
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -86,7 +86,7 @@ def ten_overlapped(job: Job, scheme: dt.Scheme) -> None:
             step()
 
 
-def graphs(job: Job, scheme: dt.Scheme) -> None:
+def graphs(job: Job, scheme: dt.schemes.Scheme) -> None:
     """Captures encode and decode in a CUDA graph each, plays both, and compares the bits with those of launches.
 
     A graph refuses to capture what allocates outside of its pool, or waits for the host. Where there is no GPU, plain
@@ -134,7 +134,7 @@ def played(act: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def profiled(job: Job, name: str, scheme: dt.Scheme, engine: str) -> None:
+def profiled(job: Job, name: str, scheme: dt.schemes.Scheme, engine: str) -> None:
     """Adds a row: kernels launched, time of the host, time of the device, and the gaps between kernels."""
     size = "tiny" if job.tiny else "125M"
     made = stepper(SIZES[size], job.device, scheme, engine)

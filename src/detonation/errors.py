@@ -1,8 +1,8 @@
 """The errors that this library names. A face, like `detonation` itself: nothing inside the package imports it."""
 
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
-from detonation.checkpoint.load.newest import NoCheckpoint
-from detonation.checkpoint.save.shard_job import NotSaved
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint
+from detonation.checkpoint.newest import NoCheckpoint
+from detonation.checkpoint.shard_saver import NotSaved
 from detonation.cluster.survive.agreement import ReplicaLost
 from detonation.core.agreement.consensus import HalfStep
 from detonation.core.base_error import DetonationError
@@ -11,7 +11,7 @@ from detonation.core.link.elastic_communicator import PeerLost
 from detonation.core.link.handshake import Mismatch
 from detonation.core.replicator.overlap import OverlapError
 from detonation.core.schemes.traffic import LargerThanDense
-from detonation.feed.connection.token import LostFeed
+from detonation.feed.token import LostFeed
 from detonation.log.records import DamagedLog
 
 __all__ = [

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import detonation as dt
 import worlds
-from detonation.checkpoint.load.elastic import memory_sources
+from detonation.checkpoint.elastic import memory_sources
 from detonation.checkpoint.verify import verify
 from detonation.core.flat.tensors import local
 from worlds import caught

@@ -15,8 +15,8 @@ BASES = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
 AHEAD = {
-    "random-ahead": dt.random(rate=1 / 4, delay=2),
-    "distro": dt.distro(topk=4, chunk=16, delay=2),
+    "random-ahead": dt.schemes.random(rate=1 / 4, delay=2),
+    "distro": dt.schemes.distro(topk=4, chunk=16, delay=2),
 }
 """Schemes with look-ahead, which needs an optimizer without state."""
 

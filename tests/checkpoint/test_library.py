@@ -14,10 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import detonation as dt
 import worlds
+from detonation.checkpoint import restore, snapshot
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.load import restore
-from detonation.checkpoint.rank_state import weights
-from detonation.checkpoint.save import snapshot
+from detonation.checkpoint.snapshot import weights
 from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 
@@ -187,7 +186,7 @@ def test_a_synchronized_round_stays_synchronized(tmp_path):
 def several_levels(mesh, folder):
     """Two levels on one axis, and a model whose own buffers differ between replicas."""
     axis = mesh["replicate"]
-    levels = [(axis, dt.random(rate=1 / 2)), (axis, dt.local_sgd(every=3))]
+    levels = [(axis, dt.schemes.random(rate=1 / 2)), (axis, dt.schemes.local_sgd(every=3))]
 
     def begun():
         torch.manual_seed(0)

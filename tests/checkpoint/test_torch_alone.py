@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
-from detonation.checkpoint.files.shard_file import DTYPES, write_shard
-from detonation.checkpoint.files.tensor_file import TensorFile
+from detonation.checkpoint.files.shard_file import DTYPES, CorruptCheckpoint, TensorFile, write_shard
 
 OTHERS = (
     *("safetensors", "numpy", "transformers", "huggingface_hub", "tokenizers", "datasets", "tyro", "rich", "tomli_w"),

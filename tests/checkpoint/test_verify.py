@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import manifest
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
 from detonation.checkpoint.files.reader import ShardReader
-from detonation.checkpoint.files.shard_file import shard_fault
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 from detonation.checkpoint.verify import checkpoints, verify
 from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built
@@ -63,7 +62,7 @@ def test_a_file_is_what_safetensors_reads(whole):
 LEVELS = {
     "replicas equal in 8 tensors a shard": (dt.full(), dt.diloco(every=3)),
     "not compared, because replicas of these levels agree within a tier of the network only": (
-        dt.local_sgd(every=2),
+        dt.schemes.local_sgd(every=2),
         dt.diloco(every=3),
     ),
     "replicas train alone": (dt.none(), dt.none()),

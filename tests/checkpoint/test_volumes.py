@@ -10,10 +10,9 @@ from test_exact import BASES, advance, everything, start
 import detonation as dt
 import worlds
 from detonation.checkpoint.files import disk
-from detonation.checkpoint.gather import Texts, device_of
+from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
 from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.verify import verify
-from detonation.checkpoint.volumes import Volumes, survey
 from zoo import Plain, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")

@@ -13,10 +13,10 @@ from test_exact import BASES, advance, everything, start
 
 import detonation as dt
 import worlds
+from detonation.checkpoint import async_save
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.files.manifest import MOST_BYTES
-from detonation.checkpoint.save import async_save
-from detonation.checkpoint.save.shard_job import NotSaved, SaveJob
+from detonation.checkpoint.shard_saver import NotSaved, SaveJob
 from limits import LIMIT_S
 
 DEMO = dt.demo(topk=4, chunk=16)

@@ -14,9 +14,9 @@ import detonation as dt
 from commands import RECIPE, Command, launched, listening, write_recipe
 from detonation.cli.command import run_command
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Choice
 from detonation.train.recipe.tables import from_table
-from detonation.train.verbs.named_code import require_trust
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as /proc/net writes it, plain and mapped
 

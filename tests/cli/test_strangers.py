@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import commands
 from commands import launched, listening, write_recipe
-from detonation.cluster.processes.heartbeat_board import StoreBoard
+from detonation.cluster.processes.heartbeat import StoreBoard
 
 pytestmark = pytest.mark.usefixtures("soon")
 

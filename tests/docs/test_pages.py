@@ -63,7 +63,9 @@ def test_the_reference_has_every_public_name_once():
     modules = {"integrations.huggingface", "integrations.lightning", "integrations.fabric", "extend", "testing"}
     modules |= {f"feed.weights.{name}" for name in ("weight_feed", "weight_follower", "folders")}
     modules |= {f"errors.{name}" for name in detonation.errors.__all__} | {"extend.register"}
-    assert Counter(names) == Counter([*detonation.__all__, *modules]) - Counter(["__version__", "errors"])
+    modules |= {f"schemes.{name}" for name in {*detonation.schemes.__all__} - {*detonation.__all__}}
+    modules |= {f"{place}.{name}" for name, place in detonation._RETURNED.items()}
+    assert Counter(names) == Counter([*detonation.__all__, *modules]) - Counter(["__version__", "errors", "schemes"])
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import detonation as dt
 GOLDEN = Path(__file__).with_name("messages.json")
 SCHEMES = {
     "demo": dt.demo(topk=2, chunk=16),
-    "random": dt.random(rate=1 / 16),
-    "striding": dt.striding(rate=1 / 16),
-    "slicing": dt.slicing(rate=1 / 4),
+    "random": dt.schemes.random(rate=1 / 16),
+    "striding": dt.schemes.striding(rate=1 / 16),
+    "slicing": dt.schemes.slicing(rate=1 / 4),
     "full": dt.full(precision="bf16"),
     "demo-2bit": dt.demo(topk=9, chunk=16, precision="2bit"),
     "random-sign": dt.random_sign(rate=1 / 4),
@@ -24,7 +24,7 @@ SCHEMES = {
 }
 
 
-def message(scheme: dt.Scheme) -> dict[str, list]:
+def message(scheme: dt.schemes.Scheme) -> dict[str, list]:
     """What is told of a small ramp at step 5: values rounded to what every CPU agrees on, and the columns."""
     layout = scheme.codec.layout({"w": (5, 9), "b": (3,)})
     ramp = [torch.arange(45.0).view(5, 9).sub(20), torch.tensor([0.5, -8.0, 3.0])]

@@ -17,11 +17,12 @@ from detonation.core.codec.aggregate import Received
 from detonation.core.codec.basis import dct_matrix
 from detonation.core.codec.codec import Selected
 from detonation.core.compute.scatter_sum import most_summed
-from detonation.core.engine.compiled import NativeEngine, engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from detonation.engines.native_engine import NativeEngine
 from detonation.kernels import native
 
 CPU = torch.device("cpu")

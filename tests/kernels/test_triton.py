@@ -18,17 +18,17 @@ from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT, first_nonfinite
-from detonation.core.engine.accelerated import TritonEngine
-from detonation.core.engine.coding import coding_of, places_of, why_not_triton
-from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
-from detonation.core.exchange.workspace import Workspace
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header, unsealed
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected, Facts, decide_usable
+from detonation.core.integrity.workspace import Workspace
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 from detonation.core.schemes import buckets
 from detonation.core.schemes.gradients import momentum
+from detonation.engines.triton.coding import coding_of, places_of, why_not_triton
+from detonation.engines.triton.engine import TritonEngine
 from detonation.kernels.gpu import launches, launching
 from zoo import SCHEMES, TALKING
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 SHAPES = {"matrix": (40, 16), "odd": (257,), "scalar": (), "empty": (0, 7), "kernel": (3, 5, 7), "last": (0,)}
 RUN = {name: scheme for name, scheme in TALKING.items() if not why_not_triton(scheme.codec)}
 RUN["demo-128"] = dt.demo(topk=5, chunk=128)  # whose rows are transformed in quarters
-RUN["int8"] = dt.random(rate=1 / 2, precision="int8", link="owner")
+RUN["int8"] = dt.schemes.random(rate=1 / 2, precision="int8", link="owner")
 RUN["demo-int8"] = dt.demo(topk=3, chunk=16, precision="int8")
 RUN["demo-clipped-2bit"] = dt.demo(topk=3, chunk=16, precision="2bit", aggregate="clipped_mean")
 COMPARED = [
@@ -233,7 +233,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
         run = launches.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
         found = inspector.inspect(
-            [run], given, nbytes, coding_of(launches, codec), places_of(launches, codec, rows), IDENTITY, 2**40,
+            [run], given, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
             3, 0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
@@ -260,7 +260,7 @@ def test_messages_are_weighed_as_by_ordinary_torch(name):
         mine, other = (launches.Inspector(len(scales), CPU) for _ in range(2))
         other._arrivals += 1  # as if another optimizer's messages were weighed on another stream now
         weights = torch.empty(len(scales))
-        mine.weigh(wanted.source.body, places_of(launches, codec, rows), coding_of(launches, codec), weights)
+        mine.weigh(wanted.source.body, places_of(codec, rows), coding_of(codec), weights)
         torch.testing.assert_close(weights, wanted.aggregation.of_replicas, rtol=1e-6, atol=0)
 
 
@@ -276,7 +276,7 @@ def test_two_optimizers_share_no_memory_that_kernels_write():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
-    scheme = dt.random(rate=1 / 4, precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    scheme = dt.schemes.random(rate=1 / 4, precision="bf16" if dtype == torch.bfloat16 else "fp32")
     engine, _ = engines(scheme)
     rows, k = engine.layout.rows, scheme.codec.selection.k
     shared = SharedIndices(scheme.codec.selection, rows, 1, 3, CPU)
@@ -346,8 +346,8 @@ def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
 
 
 SUMS = {name: SCHEMES[name] for name in ("random-odd", "striding", "full-bf16")}
-SUMS["slicing, in rows of 1024"] = dt.slicing(rate=1 / 64)
-SUMS |= {"random, look-ahead": dt.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
+SUMS["slicing, in rows of 1024"] = dt.schemes.slicing(rate=1 / 64)
+SUMS |= {"random, look-ahead": dt.schemes.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -363,7 +363,7 @@ def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.distro(chunk=16), dt.random_sign(rate=1 / 4, delay=2)],
+    [dt.schemes.distro(chunk=16), dt.random_sign(rate=1 / 4, delay=2)],
     ids=["distro", "random_sign, two late"],
 )
 def test_a_look_ahead_reads_what_was_sent_where_it_lies(scheme, monkeypatch):
@@ -378,7 +378,7 @@ def test_a_look_ahead_reads_what_was_sent_where_it_lies(scheme, monkeypatch):
     [
         dt.demo(topk=4, chunk=16, precision="2bit"),
         dt.random_sign(rate=1 / 4, error_feedback=True, link="owner"),
-        dt.random(rate=1 / 4, precision="bf16"),
+        dt.schemes.random(rate=1 / 4, precision="bf16"),
         dt.full(),
     ],
     ids=["all-gather", "owners", "all-reduce", "all-reduce of everything"],

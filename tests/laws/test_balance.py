@@ -97,7 +97,7 @@ def test_law_2_slow_replicas_sit_steps_out_and_all_agree(name, clock):
 def test_the_mean_is_weighted_by_local_steps(clock):
     """A plain reference: each replica alone with SGD, and the mean of its movements by tokens."""
     every, slowness = 4, [1.0, 2.0, 4.0]
-    scheme = dt.local_sgd(every=every)
+    scheme = dt.schemes.local_sgd(every=every)
 
     def act(communicator):
         model, optimizer = started(communicator, scheme, base=torch.optim.SGD)
@@ -232,7 +232,7 @@ def test_other_lengths_of_rounds_begin_with_equal_steps(clock):
         (dt.demo(), "needs one level of rounds"),
         (dt.none(), "needs one level of rounds"),
         (dt.diloco(every=1), "rounds of several steps"),
-        (replace(dt.sparta(), round=Round(every=2)), "follow what was sent"),
+        (replace(dt.schemes.sparta(), round=Round(every=2)), "follow what was sent"),
     ],
 )
 def test_schemes_that_step_together_are_refused(scheme, said):

@@ -32,7 +32,7 @@ each_gradient_scheme = pytest.mark.parametrize("scheme", GRADIENT.values(), ids=
 laws = settings(max_examples=25, deadline=None)
 
 
-def layout_of(shapes: list[tuple[int, ...]], scheme: dt.Scheme) -> Layout:
+def layout_of(shapes: list[tuple[int, ...]], scheme: dt.schemes.Scheme) -> Layout:
     return scheme.codec.layout({f"p{i}": shape for i, shape in enumerate(shapes)})
 
 
@@ -115,7 +115,7 @@ def test_law_1_nothing_is_lost(scheme, shapes, steps):
 @given(shapes=SHAPES, replicas=st.integers(1, 4))
 @laws
 def test_law_1_dropping_the_error_takes_out_the_coefficients_themselves(shapes, replicas):
-    scheme = dt.random(rate=1 / 4, precision="sign", error_feedback=False)
+    scheme = dt.schemes.random(rate=1 / 4, precision="sign", error_feedback=False)
     layout = layout_of(shapes, scheme)
     flat = layout.flatten(signals_of(layout, 0), CPU)
     selected = scheme.codec.select(flat, 0, seed=0)
@@ -157,7 +157,7 @@ def test_law_2_the_same_messages_decode_to_the_same_bits(scheme, shapes, replica
 
 
 @pytest.mark.parametrize("rate", [1, 1 / 2, 1 / 3, 0.3, 0.75, 1 / 4, 1 / 16, 1 / 32, 0.1, 1 / 49, 1 / 100, 0.011])
-@pytest.mark.parametrize("make", [dt.random, dt.striding, dt.slicing])
+@pytest.mark.parametrize("make", [dt.schemes.random, dt.schemes.striding, dt.schemes.slicing])
 @given(shapes=SHAPES, seed=st.integers(0, 9), start=st.integers(0, 3))
 @settings(max_examples=5, deadline=None)
 def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start):
@@ -173,7 +173,7 @@ def test_law_3_everyone_is_heard_once_in_a_cycle(make, rate, shapes, seed, start
 
 
 def test_random_subsets_are_fresh_in_every_cycle_and_differ_between_rows_and_seeds():
-    subset = dt.random(rate=1 / 8).codec.selection
+    subset = dt.schemes.random(rate=1 / 8).codec.selection
     flat = torch.zeros(50, subset.chunk)
     first, next_cycle = subset.indices(flat, 0, 0), subset.indices(flat, subset.period, 0)
     assert not torch.equal(first, next_cycle)
@@ -351,7 +351,7 @@ def test_dct_is_orthonormal_and_the_one_of_the_textbook(size):
 
 
 def test_every_rotation_declares_equal_messages():
-    for make in (dt.random, dt.striding, dt.slicing):
+    for make in (dt.schemes.random, dt.schemes.striding, dt.schemes.slicing):
         for rate in (1.0, 0.7, 0.5, 1 / 3, 1 / 64, 1 / 100):
             selection = make(rate).codec.selection
             assert isinstance(selection, Rotation) and selection.k * selection.period == selection.chunk

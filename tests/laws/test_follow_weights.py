@@ -19,8 +19,7 @@ import detonation as dt
 from detonation.core.flat.tensors import digest
 from detonation.feed.weights import folders
 from detonation.feed.weights.differences import changes, decode_difference, encode_difference, move, patterns_of
-from detonation.feed.weights.folders import LocalFolder, RemoteFolder
-from detonation.feed.weights.weight_files import WeightFile
+from detonation.feed.weights.folders import LocalFolder, RemoteFolder, WeightFile
 from worlds import run
 
 BF16 = torch.bfloat16

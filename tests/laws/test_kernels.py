@@ -13,11 +13,12 @@ from detonation.core.codec.aggregate import AGGREGATIONS
 from detonation.core.codec.indices import narrow
 from detonation.core.engine import reference
 from detonation.core.engine.blocked import BlockedEngine
-from detonation.core.engine.compiled import NativeEngine, engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
+from detonation.engines.native_engine import NativeEngine
 from detonation.kernels import native
 from zoo import TALKING
 

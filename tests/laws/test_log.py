@@ -141,7 +141,7 @@ def test_damage_is_told_of(log):
 
 def test_a_log_of_another_run_is_refused(log):
     path, _ = log
-    for other, named in ((dt.demo(topk=2), "arguments"), (dt.random(), "scheme")):
+    for other, named in ((dt.demo(topk=2), "arguments"), (dt.schemes.random(), "scheme")):
         _, optimizer = started(LoopbackCommunicator(2), other)
         with pytest.raises(ValueError, match=f"was written with {named}"):
             dt.replay(path.parent, optimizer)

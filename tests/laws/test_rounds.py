@@ -79,7 +79,7 @@ def test_the_names_of_units_are_checked_and_more_fragments_than_units_are_empty(
     layout = Layout.of({"0.weight": (8, 8), "0.bias": (8,)}, chunk=4)
     assert [fragment.rows for fragment in layout.fragments(3, "block")] == [18, 0, 0]
     with pytest.raises(ValueError, match="unit is 'layer', must be one of parameter, block"):
-        dt.streaming_diloco(unit="layer")
+        dt.schemes.streaming_diloco(unit="layer")
 
 
 @pytest.mark.parametrize("every", [1, 4, 7, 100])
@@ -89,9 +89,9 @@ def test_fragments_land_as_in_torchft(every, fragments, delay):
     """Fragment f (from 1) lands when f / fragments of a round are over and leaves `delay` steps before."""
     if fragments > every or delay >= every:
         with pytest.raises(ValueError, match="must be"):
-            dt.streaming_diloco(every=every, fragments=fragments, delay=delay)
+            dt.schemes.streaming_diloco(every=every, fragments=fragments, delay=delay)
         return
-    scheme = dt.streaming_diloco(every=every, fragments=fragments, delay=delay)
+    scheme = dt.schemes.streaming_diloco(every=every, fragments=fragments, delay=delay)
     for turn, round in enumerate(scheme.rounds, 1):
         lands = [step for step in range(4 * every) if round.sends(step - delay)]
         first = turn * every // fragments - 1
@@ -105,12 +105,12 @@ def test_a_message_with_a_whole_round_leaves_at_its_end():
 @pytest.mark.parametrize("keep", [-0.1, 1.1])
 def test_keep_is_a_share(keep):
     with pytest.raises(ValueError, match="must be from 0 to 1"):
-        dt.streaming_diloco(keep=keep)
-    assert dt.streaming_diloco(keep=1.0).keep == 1
+        dt.schemes.streaming_diloco(keep=keep)
+    assert dt.schemes.streaming_diloco(keep=1.0).keep == 1
 
 
 ROUNDS = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal == "parameters"} | {
-    "streaming-late": dt.streaming_diloco(every=6, fragments=2, delay=3, keep=0.25),
+    "streaming-late": dt.schemes.streaming_diloco(every=6, fragments=2, delay=3, keep=0.25),
 }
 SHAPES = [(600, 140), (140,), (300, 280), (1,)]
 STEPS = 9

@@ -29,7 +29,7 @@ def depends_on_the_number(scheme):
     return getattr(scheme, "resume_from", "") == "own_share"
 
 
-SLOW = {"streaming-slow": dt.streaming_diloco(every=6, fragments=2, delay=3, precision="fp32")}
+SLOW = {"streaming-slow": dt.schemes.streaming_diloco(every=6, fragments=2, delay=3, precision="fp32")}
 AS_THEY_ARE = {name: scheme for name, scheme in (TALKING | SLOW).items() if not depends_on_the_number(scheme)}
 LAW = {name: without_owners(scheme) for name, scheme in AS_THEY_ARE.items()}
 FORGETFUL = [name for name, scheme in LAW.items() if scheme.feedback is None and scheme is AS_THEY_ARE[name]]

@@ -129,7 +129,7 @@ def test_old_refusals_no_longer_count(caplog):
         counts.refuse(1, "does not add up", step)
         assert not counts.fatal
         for _ in range(FORGIVEN):
-            counts.accept(1, 0)
+            counts.accept([1], 0)
     for step in range(STRIKES):
         assert not counts.fatal
         counts.refuse(1, "does not add up", step)

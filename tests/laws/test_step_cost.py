@@ -12,7 +12,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.compute import kernel_library, sign_step
 from detonation.core.compute.checksum import checksums
 from detonation.core.compute.nonfinite import first_nonfinite
-from detonation.core.engine.compiled import engine_for
+from detonation.core.engine.choice import engine_for
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.rows import Bucket
 from detonation.core.memory import Memory
@@ -170,13 +170,16 @@ def test_strips_of_tiles_are_the_whole(rows):
 ROUNDS = {
     "diloco": (dt.diloco(every=2), 2),  # and how many flats are kept beside the weights
     "diloco-int8": (dt.diloco(every=2, precision="int8"), 2),
-    "local-sgd": (dt.local_sgd(every=2), 1),
-    "streaming": (dt.streaming_diloco(every=2, fragments=1, delay=1), 2 + 1 / 8 * 3),  # messages of three in flight
+    "local-sgd": (dt.schemes.local_sgd(every=2), 1),
+    "streaming": (
+        dt.schemes.streaming_diloco(every=2, fragments=1, delay=1),
+        2 + 1 / 8 * 3,
+    ),  # messages of three in flight
     "muloco": (dt.muloco(every=2), 3),
-    "demo-diloco": (dt.demo_diloco(every=2), 3),
-    "eager": (dt.eager_diloco(every=2), 5),
-    "sparta": (dt.sparta(rate=1 / 4), 1),
-    "sparseloco": (dt.sparseloco(every=2, topk=8, chunk=512), 2),
+    "demo-diloco": (dt.schemes.demo_diloco(every=2), 3),
+    "eager": (dt.schemes.eager_diloco(every=2), 5),
+    "sparta": (dt.schemes.sparta(rate=1 / 4), 1),
+    "sparseloco": (dt.schemes.sparseloco(every=2, topk=8, chunk=512), 2),
 }
 
 

@@ -14,7 +14,7 @@ from zoo import KINDS, SCHEMES, Plain, batch, built
 FROZEN = {0: ["layers.0"], 2: ["layers.0.bias"], 4: ["layers.1.bias", "layers.0.bias"], 5: ["layers.1"], 7: []}
 """By step, the prefixes of what is frozen from then on: some joins, some leaves, and both at once."""
 STEPS = 9
-AHEAD = {"ahead": dt.random(rate=1 / 4, delay=2), "distro": dt.distro(topk=4, chunk=16)}
+AHEAD = {"ahead": dt.schemes.random(rate=1 / 4, delay=2), "distro": dt.schemes.distro(topk=4, chunk=16)}
 BASES = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
     "SignSGD": lambda params: dt.SignSGD(params, lr=1e-3, weight_decay=0.1),

@@ -16,17 +16,15 @@ from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
-from detonation.wire.all_gather import DifferenceGather
-from detonation.wire.integers import BlockIntegers
-from detonation.wire.moves import WEIGHT_MOVES
-from detonation.wire.reduce_scatter import ErrorFeedbackReduce
+from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
+from detonation.wire.reduce_scatter import BlockIntegers, ErrorFeedbackReduce
 from zoo import TALKING
 
 STEPS = 4
 SCHEMES = TALKING | {
-    "ahead": dt.random(rate=1 / 4, delay=2),
-    "ahead-sign": dt.distro(chunk=16),
-    "ahead-owner": dt.distro(chunk=16, link="owner"),
+    "ahead": dt.schemes.random(rate=1 / 4, delay=2),
+    "ahead-sign": dt.schemes.distro(chunk=16),
+    "ahead-owner": dt.schemes.distro(chunk=16, link="owner"),
 }
 SOMETIMES = {"aten.nanmedian.default", "aten.fill_.Tensor", "aten.repeat_interleave.Tensor", "aten.bincount.default"}
 """What reads on the host inside torch, on some devices or in some versions."""

@@ -29,14 +29,14 @@ def gradient_schemes(precision, error_feedback):
     common = {"precision": precision, "error_feedback": error_feedback, "decay": 0.9, "link": "all-gather"}
     return {
         "demo": dt.demo(topk=4, chunk=64, **common),
-        "random": dt.random(rate=1 / 2, **common),
-        "vote": dt.striding(rate=1 / 2, aggregate="majority_vote", **common),
-        "senders": dt.slicing(rate=1 / 2, aggregate="mean_nonzero", **common),
+        "random": dt.schemes.random(rate=1 / 2, **common),
+        "vote": dt.schemes.striding(rate=1 / 2, aggregate="majority_vote", **common),
+        "senders": dt.schemes.slicing(rate=1 / 2, aggregate="mean_nonzero", **common),
     }
 
 
 def parameter_schemes(precision, error_feedback):
-    made = {"sparseloco": dt.sparseloco(every=2, topk=8, chunk=64, precision=precision)}
+    made = {"sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=64, precision=precision)}
     if error_feedback:
         return made | {"muloco": dt.muloco(every=4, precision=precision)}
     return {"diloco": dt.diloco(every=2, precision=precision)}
@@ -159,7 +159,7 @@ OPTIMIZERS = {
 def test_law_11_rows_that_no_replica_uses_stay_where_they_are(optimizer, replicas):
     """The whole way, from the gradient to the weight, where drift was seen: 40 times lr in 40 steps."""
     schemes = [
-        dt.distro(),
+        dt.schemes.distro(),
         dt.demo(topk=1, precision="sign", error_feedback=False, decay=0.95),
         dt.random_sign(rate=1 / 2, cycle=True),
         dt.random_sign(rate=1 / 2, cycle=True, link="owner"),
@@ -236,7 +236,10 @@ def padding_after(scheme, replicas, tied=False):
 @pytest.mark.parametrize("name", [*TALKING, "eager-2bit", "diloco-owner"])
 def test_the_padding_row_of_an_embedding_stays_exactly_where_it_is(name, replicas):
     """Though chunks cross rows, and one bit has no zero."""
-    more = {"eager-2bit": dt.eager_diloco(2, precision="2bit"), "diloco-owner": dt.muloco(every=2, link="owner")}
+    more = {
+        "eager-2bit": dt.schemes.eager_diloco(2, precision="2bit"),
+        "diloco-owner": dt.muloco(every=2, link="owner"),
+    }
     for padding, beside in padding_after((TALKING | more)[name], replicas):
         assert torch.equal(padding, torch.arange(32) / 10) and beside.any()
 

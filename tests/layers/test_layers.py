@@ -1,6 +1,8 @@
 """Who may import whom: one line per folder, held to the source."""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import detonation
+from detonation.core.schemes.registry import SCHEMES
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
@@ -40,24 +43,23 @@ HOUSE = {
     "core/agreement": ("core/replicator", DTENSOR),
     "core/optimizer": ("core/agreement", ANY),
     "core": ("core/optimizer", NONE),
+    "engines/triton": ("core kernels", NONE),
+    "engines": ("core kernels", NONE),
     "wire": ("core", ANY),
-    "cluster/machine": ("core", NONE),
-    "cluster/processes": ("cluster/machine core", ANY),
+    "cluster/position": ("core", NONE),
+    "cluster/devices": ("cluster/position core", NONE),
+    "cluster/processes": ("cluster/devices core", ANY),
     "cluster/init": ("cluster/processes core", ANY),
     "cluster/network": ("cluster/init core", ANY),
     "cluster/survive": ("cluster/init core", ANY),
     "cluster": ("cluster/network cluster/survive wire core", ANY),
     "checkpoint/files": ("core", DTENSOR),
-    "checkpoint/gather": ("core", ANY),
-    "checkpoint/rank_state": ("core", ANY),
-    "checkpoint/volumes": ("checkpoint/files core", NONE),
-    "checkpoint/save": ("checkpoint/volumes checkpoint/gather checkpoint/rank_state wire core", ANY),
-    "checkpoint/load": ("checkpoint/save wire core", ANY),
-    "checkpoint": ("checkpoint/load core", NONE),
+    "checkpoint": ("checkpoint/files wire core", ANY),
     "log": ("core", NONE),
-    "feed/connection": ("log cluster/machine core", NONE),
-    "feed/weights": ("feed/connection checkpoint core", DTENSOR),
-    "feed": ("feed/weights feed/connection log checkpoint cluster core", DTENSOR),
+    "feed/token": ("core", NONE),
+    "feed/frames": ("feed/token log cluster/position core", NONE),
+    "feed/weights": ("feed/token checkpoint core", DTENSOR),
+    "feed": ("feed/weights feed/frames log checkpoint cluster core", DTENSOR),
     "models": ("", NONE),
     "data": ("", NONE),
     "report/words": ("", NONE),
@@ -71,10 +73,10 @@ HOUSE = {
     "train/recipe": ("cluster/init wire core models data", NONE),
     "train/output": ("train/recipe cluster data report", NONE),
     "train/loop": ("train/output checkpoint cluster wire core data models", ANY),
-    "train/auto": ("train/loop plan cluster core", ANY),
-    "train/run": ("train/auto plan checkpoint log feed cluster core", ANY),
+    "train/run": ("train/loop plan checkpoint log feed cluster core", ANY),
     "train/verbs": ("train/run plan checkpoint log feed cluster core data models report", ANY),
     "train": ("train/verbs", NONE),
+    "schemes": ("core", NONE),
     "extend": ("core", NONE),
     "errors": ("feed checkpoint log cluster core", NONE),
     "testing": ("cluster/network core", NONE),
@@ -82,6 +84,7 @@ HOUSE = {
     "__main__": ("cli", NONE),
 }
 KERNELS_THROUGH = "core/compute/kernel_library.py"
+"""The only file of core that imports kernels; the rooms of `engines` are made of them."""
 
 MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 400, 20
 SHORT = {
@@ -175,7 +178,7 @@ def test_core_imports_no_room(path):
 
 
 def test_the_kernels_have_one_door():
-    through = {path for path in INSIDE if "kernels" in ours(path) and not path.startswith("kernels/")}
+    through = {path for path in INSIDE if "kernels" in ours(path) and not path.startswith(("kernels/", "engines/"))}
     assert through == {KERNELS_THROUGH}
 
 
@@ -246,8 +249,40 @@ def test_every_public_name_is_there():
     assert all(getattr(detonation, name) is not None for name in detonation.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'demi'$"):
         _ = detonation.demi
-    with pytest.raises(AttributeError, match=r"no attribute 'PeerLost': take detonation\.errors\.PeerLost$"):
-        _ = detonation.PeerLost
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("PeerLost", "detonation.errors"),
+        ("sparta", "detonation.schemes"),
+        ("random", "detonation.schemes"),
+        ("Scheme", "detonation.schemes"),
+        ("Coordinates", "detonation.core.link.coordinates"),
+        ("Loaded", "detonation.checkpoint.newest"),
+        ("CommHook", "detonation.integrations.ddp"),
+        ("ShardWire", "detonation.wire.wire"),
+        ("Follower", "detonation.feed.follower"),
+    ],
+)
+def test_a_name_that_moved_says_where_it_is(name, place):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': take {re.escape(place)}\.{name}$"):
+        getattr(detonation, name)
+    assert getattr(importlib.import_module(place), name).__name__ == name
+
+
+def test_every_scheme_is_in_its_face():
+    assert {*detonation.schemes.__all__} == {"Scheme", *SCHEMES}
+    assert all(getattr(detonation, name, SCHEMES[name]) is SCHEMES[name] for name in SCHEMES)
+
+
+def test_every_public_name_has_an_example_that_runs():
+    """pytest runs the doctests of the package, so an example is one."""
+    named = {name: getattr(detonation, name) for name in detonation.__all__}
+    named |= {name: getattr(detonation.schemes, name) for name in detonation.schemes.__all__}
+    things = {name: thing for name, thing in named.items() if isinstance(thing, type) or callable(thing)}
+    assert things.keys() == named.keys() - {"__version__", "errors", "schemes"}
+    assert [name for name, thing in things.items() if ">>> " not in (thing.__doc__ or "")] == []
 
 
 def test_every_error_of_the_library_is_public_and_has_one_base():

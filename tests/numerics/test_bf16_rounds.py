@@ -78,18 +78,24 @@ def test_eager_diloco_is_the_papers_rule_on_bf16_weights():
             start.grad = (fresh[replica] + stale.sum(0) - stale[replica]) / REPLICAS
         outer.step()
         stale = fresh
-    for replica, ((_, start, _), *_) in enumerate(trained(dt.eager_diloco(every=EVERY, outer_momentum=0.5))):
+    for replica, ((_, start, _), *_) in enumerate(trained(dt.schemes.eager_diloco(every=EVERY, outer_momentum=0.5))):
         torch.testing.assert_close(start, starts[replica].detach(), atol=1e-5, rtol=0)
 
 
 STILL = {
     "diloco": (dt.diloco(every=2, outer_momentum=0.0), 0),
     "diloco-int8": (dt.diloco(every=2, outer_momentum=0.0, precision="int8"), 0),
-    "streaming": (dt.streaming_diloco(4, fragments=1, delay=1, keep=0.0, outer_momentum=0.0, precision="fp32"), 4),
-    "eager": (dt.eager_diloco(every=2, outer_momentum=0.0), 4),
+    "streaming": (
+        dt.schemes.streaming_diloco(4, fragments=1, delay=1, keep=0.0, outer_momentum=0.0, precision="fp32"),
+        4,
+    ),
+    "eager": (dt.schemes.eager_diloco(every=2, outer_momentum=0.0), 4),
     "muloco": (dt.muloco(every=2, outer_momentum=0.0, precision="int8"), 40),
-    "sparseloco": (dt.sparseloco(every=2, topk=32, chunk=64, aggregate="mean", outer_lr=0.7, precision="int8"), 80),
-    "sparta": (dt.sparta(rate=1 / 4), 4),
+    "sparseloco": (
+        dt.schemes.sparseloco(every=2, topk=32, chunk=64, aggregate="mean", outer_lr=0.7, precision="int8"),
+        80,
+    ),
+    "sparta": (dt.schemes.sparta(rate=1 / 4), 4),
 }
 """Each with the steps in which all that the replicas did arrives."""
 
@@ -104,6 +110,6 @@ def test_law_11_where_no_replica_moves_the_rounding_is_no_signal(name):
 
 def test_law_11_replicas_that_keep_an_ulp_of_their_own_do_not_drift():
     """An ulp that a replica keeps of its own rounds to an ulp again, and is sent again: to and fro."""
-    scheme = dt.streaming_diloco(4, fragments=1, delay=1, keep=0.5, outer_momentum=0.0, precision="fp32")
+    scheme = dt.schemes.streaming_diloco(4, fragments=1, delay=1, keep=0.5, outer_momentum=0.0, precision="fp32")
     for early, late in zip(trained(scheme, 8), trained(scheme, 120), strict=True):
         assert (late[2][0] - early[1][0]).abs().max() <= ULP

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("size", [96, 100, 4096, 6144])
 @pytest.mark.parametrize("rate", [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 0.1])
-@pytest.mark.parametrize("make", [dt.striding, dt.slicing])
+@pytest.mark.parametrize("make", [dt.schemes.striding, dt.schemes.slicing])
 def test_striding_and_slicing_reach_every_coordinate(make, rate, size):
     """Published: the same rows for ever at power-of-two rates; 4 of 48 row groups at size 96; slicing sends zeros."""
     scheme = make(rate=rate)
@@ -34,7 +34,7 @@ def test_striding_and_slicing_reach_every_coordinate(make, rate, size):
 
 def test_the_rotation_advances_by_step_not_by_tensor():
     """Published: the counter moved once a tensor, so what was sent depended on how many tensors a model has."""
-    scheme = dt.striding(rate=1 / 4)
+    scheme = dt.schemes.striding(rate=1 / 4)
     one = scheme.codec.layout({"w": (64,)})
     many = scheme.codec.layout({f"p{i}": (64,) for i in range(7)})
     for step in range(5):
@@ -99,7 +99,7 @@ def test_awkward_lengths_keep_their_compression(size):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 63), (1,), (4, 3, 3), (8, 4, 3, 3)])
-@pytest.mark.parametrize("make", [dt.demo, dt.random, dt.striding, dt.slicing])
+@pytest.mark.parametrize("make", [dt.demo, dt.schemes.random, dt.schemes.striding, dt.schemes.slicing])
 def test_scalars_empty_shards_and_kernels_are_parameters_too(make, shape):
     """Published: IndexError for a scalar, RuntimeError for an empty shard, EinopsError for a kernel."""
     scheme = make()
@@ -112,7 +112,7 @@ def test_scalars_empty_shards_and_kernels_are_parameters_too(make, shape):
 
 def test_a_step_is_a_pure_function_of_seed_and_step():
     """Published: a hidden counter and a generator, both missing from state_dict. Here there is nothing to save."""
-    for scheme in (dt.random(), dt.striding(), dt.slicing()):
+    for scheme in (dt.schemes.random(), dt.schemes.striding(), dt.schemes.slicing()):
         flat = torch.randn(20, scheme.codec.selection.chunk, generator=torch.Generator().manual_seed(0))
         straight = [encode(scheme, flat, step, 3) for step in range(40)]
         assert torch.equal(encode(scheme, flat, 37, 3), straight[37])
@@ -144,7 +144,7 @@ def chained(mesh):
     for axis in (mesh["shard"], mesh["replicate"]):
         dt.same_weights(model, axis)
     before = local(model.weight).detach().clone()
-    levels = [(mesh["replicate"], dt.full()), (mesh["shard"], dt.random(rate=1, decay=0))]
+    levels = [(mesh["replicate"], dt.full()), (mesh["shard"], dt.schemes.random(rate=1, decay=0))]
     optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=1.0), model, levels=levels)
     model.weight.grad = torch.full((8, 8), float(2 ** mesh.get_rank()))
     optimizer.step()

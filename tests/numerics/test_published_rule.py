@@ -61,7 +61,7 @@ def published(replicas):
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_demo_published_is_the_rule_of_the_package(replicas):
-    scheme = dt.demo_published(topk=TOPK, chunk=SIDE, decay=DECAY)
+    scheme = dt.schemes.demo_published(topk=TOPK, chunk=SIDE, decay=DECAY)
     theirs = published(replicas)
     for mine, plain in zip(weights_of(scheme, replicas), theirs, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-4)

@@ -88,14 +88,14 @@ def one_replica(mesh):
     """With one node every lossless scheme is the plain optimizer, by the same code."""
     plain = train(mesh, dt.none(), adamw)
     close(train(mesh, dt.full(), adamw), plain, atol=0, rtol=0)
-    close(train(mesh, dt.random(rate=1, decay=0), adamw), plain, atol=0, rtol=0)
+    close(train(mesh, dt.schemes.random(rate=1, decay=0), adamw), plain, atol=0, rtol=0)
     close(train(mesh, dt.diloco(every=2, outer_lr=1, outer_momentum=0), adamw), plain, atol=1e-6, rtol=1e-6)
 
 
 def one_replica_ahead(mesh):
     """What one replica expects is what happens: with look-ahead its gradients are those without a delay."""
     for delay in (1, 3):
-        late = train(mesh, dt.random(rate=1, decay=0, delay=delay), sgd, settle=True)
+        late = train(mesh, dt.schemes.random(rate=1, decay=0, delay=delay), sgd, settle=True)
         close(late, train(mesh, dt.none(), sgd), atol=1e-6, rtol=1e-6)
 
 
@@ -187,16 +187,16 @@ def slicing_block(rows, step):
 
 
 def test_striding_is_a_comb_that_moves():
-    worlds.run(rotating_against_plain, 2, 1, dt.striding(rate=1 / 4, decay=0.9), striding_comb)
+    worlds.run(rotating_against_plain, 2, 1, dt.schemes.striding(rate=1 / 4, decay=0.9), striding_comb)
 
 
 def test_slicing_is_a_block_that_moves():
-    worlds.run(rotating_against_plain, 2, 1, dt.slicing(rate=1 / 4, decay=0.9), slicing_block)
+    worlds.run(rotating_against_plain, 2, 1, dt.schemes.slicing(rate=1 / 4, decay=0.9), slicing_block)
 
 
 def random_against_plain(mesh):
     """The subset depends on the place of a parameter in the flat: rows of 64, one parameter after the other."""
-    scheme = dt.random(rate=1 / 4, decay=0.9)
+    scheme = dt.schemes.random(rate=1 / 4, decay=0.9)
     sizes = {name: p.numel() for name, p in built(Plain).named_parameters()}
     rows = {name: -(-size // 64) for name, size in sizes.items()}
 
@@ -214,7 +214,7 @@ def test_random_sends_the_same_fresh_subset_everywhere():
 
 def lookahead_against_plain(mesh):
     """One step of delay: the gradient is taken where one's own message alone would have led, the mean lands later."""
-    scheme = dt.random(rate=1, decay=0, delay=1)
+    scheme = dt.schemes.random(rate=1, decay=0, delay=1)
     mine = train(mesh, scheme, sgd, settle=True)
     model, here = built(Plain), {n: p.detach().clone() for n, p in built(Plain).named_parameters()}
     sent = [{n: torch.zeros_like(p) for n, p in here.items()} for _ in range(mesh.size())]
@@ -257,7 +257,7 @@ def test_diloco_is_the_papers_rule():
 
 def sparseloco_against_plain(mesh):
     """Top-k of error feedback + what moved, its mean taken off the anchor; fp32 so that only the rule is compared."""
-    scheme = dt.sparseloco(every=4, topk=3, chunk=32, decay=0.9, precision="fp32", aggregate="mean")
+    scheme = dt.schemes.sparseloco(every=4, topk=3, chunk=32, decay=0.9, precision="fp32", aggregate="mean")
     mine = train(mesh, scheme, sgd, steps=12)
     models, anchor = [built(Plain) for _ in range(mesh.size())], dict(built(Plain).named_parameters())
     inner = [sgd(model.parameters()) for model in models]
@@ -288,7 +288,7 @@ def test_sparseloco_is_the_papers_rule():
 def streaming_against_plain(mesh, keep):
     """torchft's schedule: every 6 / 2 steps the next of two layers lands, which left a step earlier."""
     outer = {"outer_lr": 0.5, "outer_momentum": 0.9, "precision": "fp32", "unit": "block"}
-    mine = train(mesh, dt.streaming_diloco(6, fragments=2, delay=1, keep=keep, **outer), sgd, steps=16)
+    mine = train(mesh, dt.schemes.streaming_diloco(6, fragments=2, delay=1, keep=keep, **outer), sgd, steps=16)
     models, anchor = [built(Plain) for _ in range(mesh.size())], built(Plain).state_dict()
     weights, inner = [dict(model.named_parameters()) for model in models], [sgd(m.parameters()) for m in models]
     outer = {n: torch.optim.SGD([p], lr=0.5, momentum=0.9, nesterov=True) for n, p in anchor.items()}
@@ -317,7 +317,7 @@ def test_streaming_diloco_has_torchfts_schedule(keep):
 
 def eager_against_plain(mesh):
     """Each replica's own outer optimizer takes its fresh part and the others' part of the round before."""
-    mine = train(mesh, dt.eager_diloco(every=3, outer_lr=0.7, outer_momentum=0.5), sgd, steps=12)
+    mine = train(mesh, dt.schemes.eager_diloco(every=3, outer_lr=0.7, outer_momentum=0.5), sgd, steps=12)
     starts, models = [built(Plain) for _ in range(2)], [built(Plain) for _ in range(2)]
     inner = [sgd(model.parameters()) for model in models]
     outer = [torch.optim.SGD(m.parameters(), lr=0.7, momentum=0.5, nesterov=True) for m in starts]
@@ -344,7 +344,7 @@ def test_eager_diloco_is_the_papers_rule():
 
 def sparta_against_plain(mesh):
     """After every local step the columns that are due are averaged, of rows of 64, one parameter after the other."""
-    scheme = dt.sparta(rate=1 / 4)
+    scheme = dt.schemes.sparta(rate=1 / 4)
     mine = train(mesh, scheme, adamw, steps=6)
     models = [built(Plain) for _ in range(2)]
     inner, shapes = [adamw(m.parameters()) for m in models], [p.shape for p in models[0].parameters()]
@@ -404,9 +404,9 @@ def outer_degenerate_cases(mesh):
     """Alone, a replica's own share is the whole outer step, and averaging with nobody changes nothing."""
     outer = {"every": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
     diloco = train(mesh, dt.diloco(**outer), adamw, steps=12)
-    close(train(mesh, dt.eager_diloco(**outer), adamw, steps=12), diloco, atol=1e-6, rtol=1e-5)
+    close(train(mesh, dt.schemes.eager_diloco(**outer), adamw, steps=12), diloco, atol=1e-6, rtol=1e-5)
     close(train(mesh, dt.muloco(**outer, precision="fp32"), adamw, steps=12), diloco, atol=0, rtol=0)
-    close(train(mesh, dt.sparta(), adamw), train(mesh, dt.none(), adamw), atol=1e-6, rtol=1e-6)
+    close(train(mesh, dt.schemes.sparta(), adamw), train(mesh, dt.none(), adamw), atol=1e-6, rtol=1e-6)
 
 
 def test_law_6_one_replica_of_eager_muloco_and_sparta():
@@ -414,7 +414,7 @@ def test_law_6_one_replica_of_eager_muloco_and_sparta():
 
 
 def sparta_of_everything(mesh):
-    close(train(mesh, dt.sparta(rate=1), sgd), train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)
+    close(train(mesh, dt.schemes.sparta(rate=1), sgd), train(mesh, dt.full(), sgd), atol=1e-6, rtol=1e-6)
 
 
 def test_law_6_sparta_of_everything_is_synchronous_sgd():
@@ -466,7 +466,9 @@ def lr_means_one_thing(mesh, scheme):
 
 
 @pytest.mark.parametrize(
-    "scheme", [dt.full(), dt.demo(), dt.random(rate=1 / 4), dt.striding(), dt.slicing()], ids=lambda s: s.name
+    "scheme",
+    [dt.full(), dt.demo(), dt.schemes.random(rate=1 / 4), dt.schemes.striding(), dt.schemes.slicing()],
+    ids=lambda s: s.name,
 )
 def test_law_7_the_step_is_linear_in_lr(scheme):
     worlds.run(lr_means_one_thing, 2, 1, scheme)

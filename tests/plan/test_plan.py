@@ -48,7 +48,14 @@ def sends(mesh, scheme):
 
 
 WIDE = {"w": (600, 140), "b": (140,), "scale": (1,)}
-PLANNED = [dt.full(), dt.demo(), dt.demo(link="owner"), dt.random_sign(), dt.diloco(4), dt.streaming_diloco(8, 2)]
+PLANNED = [
+    dt.full(),
+    dt.demo(),
+    dt.demo(link="owner"),
+    dt.random_sign(),
+    dt.diloco(4),
+    dt.schemes.streaming_diloco(8, 2),
+]
 
 
 @pytest.mark.parametrize("scheme", PLANNED)
@@ -137,7 +144,7 @@ def registered():
     @register
     def half_the_values(rate: float = 0.5, decay: float = 0.9) -> GradientScheme:
         """Half of the momentum, drawn at random."""
-        return dt.random(rate, decay)
+        return dt.schemes.random(rate, decay)
 
     yield half_the_values
     del SCHEMES["half_the_values"]
@@ -148,7 +155,7 @@ def test_a_registered_scheme_is_ranked_and_its_loss_is_unknown(registered):
     option, *others = [o for o in ranked if o.cost.scheme.name == "half_the_values"]
     assert not others and option.cost.scheme == registered() and option.cost.scheme.arguments["rate"] == 0.5
     assert option.estimate is None and option.seconds(GOAL) is None
-    assert option.cost.bytes_sent == pytest.approx(cost(dt.random(0.5, 0.9), WORK, SLOW).bytes_sent)
+    assert option.cost.bytes_sent == pytest.approx(cost(dt.schemes.random(0.5, 0.9), WORK, SLOW).bytes_sent)
     described = row(option, GOAL)
     assert described["spelled"] == "half_the_values()" and described["loss_source"] == "not measured"
     assert plan_rows({"options": [described]})[0][5] == "not measured"

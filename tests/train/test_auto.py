@@ -12,14 +12,13 @@ from commands import RECIPE, launched
 from detonation.cli.command import run_command
 from detonation.cluster.network.profile import Operation
 from detonation.core.schemes import buckets
-from detonation.plan.cost import Network, Work, cost
+from detonation.plan.cost import Network, Work, cost, spelled
 from detonation.plan.losses import loss_table
 from detonation.plan.search import candidate_settings
-from detonation.plan.spelling import spelled
-from detonation.train.auto import asked, decide
 from detonation.train.recipe.resolve import Layers, parse_sets, resolve
 from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.recipe.tables import from_table
+from detonation.train.run import decide
 
 SLOW = ("--link", "1mbit,1ms", "--set", "scheme.name=auto")
 TUNED = {name: {"optimizer": {"name": "AdamW", "lr": 0.0125}} for name in ("demo", "random_sign", "diloco", "random")}
@@ -100,7 +99,7 @@ SIGNS = {"name": "demo", "topk": 2, "chunk": 32, "decay": 0.5, "precision": "sig
 
 
 def test_what_was_measured_is_considered_as_it_was_over_a_recipe_with_other_settings():
-    candidates = asked.Asked(asked.Auto(), Layers({**RECIPE, "scheme": SIGNS}, {})).candidates()
+    candidates = decide.Asked(decide.Auto(), Layers({**RECIPE, "scheme": SIGNS}, {})).candidates()
     measured = {spelled(dt.scheme(loss.scheme, loss.arguments)) for loss in loss_table() if loss.scheme != "none"}
     assert measured <= candidates.keys() and spelled(made(SIGNS)) in candidates
 
@@ -109,7 +108,7 @@ def test_the_settings_of_an_option_make_it_of_a_recipe_with_other_settings():
     tuned = {"muloco": {"scheme": {"every": 3, "precision": "sign"}}}
     layers = Layers({**RECIPE, "scheme": SIGNS, "tuned": tuned}, {})
     for option in candidate_settings():
-        config = layers.under(option.name, asked.settings_in(layers, option))
+        config = layers.under(option.name, decide.settings_in(layers, option))
         assert made({"name": option.name, **config.scheme.arguments}).arguments == option.arguments
 
 
@@ -120,7 +119,7 @@ def made(table):
 
 def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
     tables = {**RECIPE, "scheme": {"name": "auto"}, "tuned": {"demo": {"scheme": {"chunk": 8}}}}
-    found = asked.Asked(asked.Auto(), Layers(tables, {})).candidates()
+    found = decide.Asked(decide.Auto(), Layers(tables, {})).candidates()
     demos = [config.scheme.arguments for name, config in found.items() if name.startswith("demo(")]
     assert {arguments["chunk"] for arguments in demos} == {8, 32, 64, 128}  # these three were measured as they are
     own = [arguments for arguments in demos if arguments["chunk"] == 8]
@@ -130,16 +129,16 @@ def test_settings_that_do_not_go_with_the_recipes_own_are_left_out():
 @pytest.mark.parametrize("setting", [{"log_updates": True}, {"publish": "127.0.0.1:0"}])
 def test_a_run_whose_replicas_must_agree_is_not_offered_those_that_never_do(setting):
     tables = {**RECIPE, "scheme": {"name": "auto"}, "train": {**RECIPE["train"], **setting}}
-    found = asked.Asked(asked.Auto(), Layers(tables, {}))
-    free = asked.Asked(asked.Auto(), Layers({**tables, "train": RECIPE["train"]}, {}))
+    found = decide.Asked(decide.Auto(), Layers(tables, {}))
+    free = decide.Asked(decide.Auto(), Layers({**tables, "train": RECIPE["train"]}, {}))
     assert free.candidates().keys() - found.candidates().keys() == {"none()"}
     assert found.check().scheme.name == "full"
 
 
 def test_what_hides_a_message_is_the_last_micro_batch_of_the_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 2**10)  # also in the ranks, which are forks
-    monkeypatch.setattr(asked, "schemes", lambda: {"full": dt.full})
-    monkeypatch.setattr(asked, "settings", lambda name: [{}])
+    monkeypatch.setattr(decide, "schemes", lambda: {"full": dt.full})
+    monkeypatch.setattr(decide, "settings", lambda name: [{}])
     sets = ["--set", "scheme.name=auto", "train.accumulate=4", "train.batch_size=1", "train.steps=2"]
     out = tmp_path / "run"
     assert run_command(["train", str(recipe), "--link", "20mbit,1ms", *sets, "--out", str(out)]) == 0

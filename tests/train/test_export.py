@@ -50,7 +50,7 @@ def test_in_mid_round_it_is_the_mean_and_replicas_that_never_agree_have_none(tra
 
 
 def test_code_that_a_checkpoint_names_is_run_on_request_alone(train, tiny_recipe, tmp_path, capsys, monkeypatch):
-    (tmp_path / "own_model.py").write_text("from detonation.models.gpt import olmo2 as build\n")
+    (tmp_path / "own_model.py").write_text("from detonation.models.built_in import olmo2 as build\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     train("own", "train.steps=1", tables={"model": {**tiny_recipe["model"], "name": "own_model:build"}})
     assert run_command(["export", str(tmp_path / "own"), "--out", str(tmp_path / "model")]) == 2

@@ -12,8 +12,8 @@ from commands import outliving
 from detonation.cluster import launch
 from detonation.cluster.init import LaunchPosition, launch_position
 from detonation.cluster.launch import run_local
-from detonation.cluster.processes.exit import die_with_agent
 from detonation.cluster.processes.failure import WorldError
+from detonation.cluster.processes.signals import die_with_agent
 from detonation.train.run.request import Request, configure
 from limits import LIMIT_S
 

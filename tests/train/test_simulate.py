@@ -18,9 +18,9 @@ from detonation.core.link.handshake import Mismatch
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
 from detonation.plan.cost import Network
-from detonation.train.auto.predict import among, predict
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import metrics
+from detonation.train.run.decide import among, predict
 from detonation.train.verbs.simulate import Simulation, batch_share, configured, simulate, train_virtual, virtual
 
 EXACT = {

@@ -16,7 +16,7 @@ from detonation.train.loop import fit as fitting
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import start_session
 from detonation.train.loop.summary import summarise
-from detonation.train.loop.waits import Waits
+from detonation.train.loop.world import Waits
 from detonation.train.verbs.simulate import virtual
 
 ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")

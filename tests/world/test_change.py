@@ -18,7 +18,7 @@ ALL = {"decay": 1.0, "alpha": 1.0}
 CHANGES = {
     "topk": [dt.demo(4, 16, **ALL), dt.demo(1, 16, **ALL), dt.demo(8, 16, **ALL)],
     "topk-late": [dt.demo(k, 16, delay=2, lookahead=False, **ALL) for k in (2, 5)],
-    "rate": [dt.random(rate, **ALL) for rate in (1 / 4, 1 / 16, 1 / 3)],
+    "rate": [dt.schemes.random(rate, **ALL) for rate in (1 / 4, 1 / 16, 1 / 3)],
     "owners-stay": [dt.demo(k, 16, link="owner", **ALL) for k in (4, 2)],
     "links": [dt.demo(4, 16, link=link, **ALL) for link in ("all-gather", "owner", "all-gather")],
     "owners-move": [dt.demo(k, 16, precision="sign", link="owner", **ALL) for k in (4, 3, 1, 4)],
@@ -113,9 +113,12 @@ def advance(model, optimizer, steps):
 SETTINGS = {
     "demo": [dt.demo(4, 16), dt.demo(1, 16)],
     "diloco": [dt.diloco(every=2), dt.diloco(every=5)],
-    "streaming": [dt.streaming_diloco(4, 2, 1, precision="fp32"), dt.streaming_diloco(6, 2, 1, precision="fp32")],
-    "eager": [dt.eager_diloco(every=2), dt.eager_diloco(every=3)],
-    "sparseloco": [dt.sparseloco(2, 8, 256), dt.sparseloco(3, 2, 256)],
+    "streaming": [
+        dt.schemes.streaming_diloco(4, 2, 1, precision="fp32"),
+        dt.schemes.streaming_diloco(6, 2, 1, precision="fp32"),
+    ],
+    "eager": [dt.schemes.eager_diloco(every=2), dt.schemes.eager_diloco(every=3)],
+    "sparseloco": [dt.schemes.sparseloco(2, 8, 256), dt.schemes.sparseloco(3, 2, 256)],
 }
 
 
@@ -224,7 +227,8 @@ def refused(mesh):
     advance(model, optimizer, range(2))
     before = digest(model.parameters())
     errors = [
-        caught(optimizer.reconfigure, scheme) for scheme in (dt.random(), dt.demo(16, 16), dt.demo(4, 16, delay=1))
+        caught(optimizer.reconfigure, scheme)
+        for scheme in (dt.schemes.random(), dt.demo(16, 16), dt.demo(4, 16, delay=1))
     ]
     advance(model, optimizer, range(2, 3))
     plain, other = start(mesh, dt.demo(4, 16))

@@ -206,7 +206,7 @@ def test_a_sign_is_a_sign_clipped_or_not(delay):
 
 def test_updates_in_flight_are_clipped_when_they_land_at_the_end():
     """`synchronize` applies them by the same step as training."""
-    scheme = dt.random(rate=1 / 2, delay=2, lookahead=False)
+    scheme = dt.schemes.random(rate=1 / 2, delay=2, lookahead=False)
     ends = []
     for settle in (False, True):
 

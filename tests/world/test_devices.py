@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
 import worlds
 from commands import free_port
+from detonation.cluster import devices
+from detonation.cluster.devices import GPUs, choose_device, require_gpu_each, require_own_devices
 from detonation.cluster.init import gpus_for, launch_position
-from detonation.cluster.machine import devices
-from detonation.cluster.machine.devices import GPUs, choose_device, require_gpu_each, require_own_devices
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.core.agreement.selftest import selftest_conditions
 from detonation.train.recipe.resolve import fill_mesh

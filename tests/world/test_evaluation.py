@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import detonation as dt
 import worlds
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.snapshot import weights
 from detonation.core.flat.tensors import digest
 from steps import bases
 from zoo import DEVICE, SCHEMES, Menagerie, Plain, batch, built
@@ -18,7 +18,10 @@ from zoo import DEVICE, SCHEMES, Menagerie, Plain, batch, built
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 STEPS = 8
-ALL = SCHEMES | {"random-ahead": dt.random(rate=1 / 4, delay=2), "demo-ahead": dt.demo(topk=4, chunk=16, delay=1)}
+ALL = SCHEMES | {
+    "random-ahead": dt.schemes.random(rate=1 / 4, delay=2),
+    "demo-ahead": dt.demo(topk=4, chunk=16, delay=1),
+}
 
 
 @torch.no_grad()

@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from detonation.cli.command import run_command
 from detonation.core.codec.aggregate import AGGREGATIONS
+from detonation.core.codec.indices import narrow
 from detonation.core.codec.precision import PRECISIONS
+from detonation.core.engine.choice import engine_for
+from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
 from detonation.core.schemes.registry import SCHEMES
+from detonation.engines.triton.coding import why_not_triton
+from detonation.testing import check_scheme
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|toml)\n# (\S+\.(?:py|toml))\n(.*?)```", PAGE, re.DOTALL))
@@ -19,13 +26,18 @@ FILES = dict(re.findall(r"```(?:python|toml)\n# (\S+\.(?:py|toml))\n(.*?)```", P
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
     """A directory with the files of the page, as a user has them; its registrations are undone."""
-    for name in ("mine.py", "mine.toml", "test_mine.py"):
+    for name in ("mine.py", "rule.py", "mine.toml", "test_mine.py"):
         (tmp_path / name).write_text(FILES[name])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    sys.modules.pop("mine", None)
-    for table, names in ((SCHEMES, ("largest", "haar")), (PRECISIONS, ("3bit",)), (AGGREGATIONS, ("median",))):
+    for module in ("mine", "rule"):
+        sys.modules.pop(module, None)
+    for table, names in (
+        (SCHEMES, ("largest", "haar", "halved")),
+        (PRECISIONS, ("3bit",)),
+        (AGGREGATIONS, ("median",)),
+    ):
         for name in names:
             table.pop(name, None)
 
@@ -49,3 +61,18 @@ def test_a_registered_scheme_is_offered_by_name(beside, capsys):
     with pytest.raises(SystemExit):
         run_command(["compare", "--help"])
     assert "largest" in re.sub(r"\W+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_every_engine_follows_another_rule_of_selection_or_leaves_it_to_torch(beside, kernels):
+    from rule import halved
+
+    codec = halved().codec
+    layout = codec.layout({"weight": (40, 64)})
+    memory = Memory(layout, halved().feedback, torch.device("cpu"))
+    engine = engine_for(codec, layout, memory, Runtime(torch.device("cpu"), 0, kernels))
+    selected = engine.encode([torch.randn(40, 64, generator=torch.Generator().manual_seed(0))], 0)
+    indices = narrow(selected.indices)
+    assert ((indices < 32).sum(1) == 2).all() and ((indices >= 32).sum(1) == 2).all()
+    assert why_not_triton(codec) == "no kernel selects by Halves"
+    check_scheme(halved())

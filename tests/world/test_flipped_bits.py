@@ -19,7 +19,7 @@ SCHEMES = {
     "demo": dt.demo(topk=4, chunk=16, link="all-gather"),
     "owner": dt.demo(topk=4, chunk=16, precision="sign", link="owner"),
     "diloco": dt.diloco(every=3),
-    "sparseloco": dt.sparseloco(every=2, topk=8, chunk=256, link="all-gather"),
+    "sparseloco": dt.schemes.sparseloco(every=2, topk=8, chunk=256, link="all-gather"),
 }
 LOW, HIGH = 3, 30
 """The eighth of a unit in the last place, and the exponent: 0.1 becomes 3e37."""

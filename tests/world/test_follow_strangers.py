@@ -13,9 +13,8 @@ from torch._C._distributed_c10d import HashStore
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.feed import publisher, subscription
-from detonation.feed.connection.frames import ABOUT, STATE, WANT, BadFrame, FrameSocket, encoded
-from detonation.feed.connection.listener import MOST_STRANGERS, host_and_port
-from detonation.feed.connection.token import prove_to_feed, prove_to_follower, read_token
+from detonation.feed.frames import ABOUT, MOST_STRANGERS, STATE, WANT, BadFrame, FrameSocket, encoded, host_and_port
+from detonation.feed.token import prove_to_feed, prove_to_follower, read_token
 from limits import LIMIT_S
 
 TOKEN = b"a token for tests only"

@@ -20,13 +20,13 @@ from zoo import Menagerie, Plain, batch, built
 STEPS = 4
 SCHEMES = {
     "all-reduce": dt.full(),
-    "all-reduce-shared": dt.random(rate=1 / 4, precision="bf16"),
+    "all-reduce-shared": dt.schemes.random(rate=1 / 4, precision="bf16"),
     "all-gather": dt.demo(topk=4, chunk=16),
     "all-gather-sign": dt.random_sign(rate=1 / 4),
     "owner": dt.demo(topk=3, chunk=16, precision="2bit", link="owner"),
     "parameters": dt.diloco(every=2),
-    "parameters-late": dt.streaming_diloco(every=3, fragments=2, delay=1),
-    "late": dt.random(rate=1 / 4, delay=2),
+    "parameters-late": dt.schemes.streaming_diloco(every=3, fragments=2, delay=1),
+    "late": dt.schemes.random(rate=1 / 4, delay=2),
 }
 
 

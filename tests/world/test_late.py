@@ -25,7 +25,7 @@ KINDS = (
     *("full", "full-bf16", "demo", "demo-tiles", "demo-sign", "demo-bitmap-2bit", "demo-owner", "random-late"),
     *("random-int8-clipped", "diloco", "streaming", "eager-int8", "sparta"),
 )
-SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.distro(chunk=16, link="owner")}
+SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.schemes.distro(chunk=16, link="owner")}
 
 
 @pytest.fixture(autouse=True)

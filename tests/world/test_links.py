@@ -148,8 +148,8 @@ OWN_SELECTION = {
     name: scheme for name, scheme in TALKING.items() if not scheme.codec.selection.shared and scheme.link == "auto"
 }
 EXACT = {
-    "nonzero": dt.random(rate=1 / 4, aggregate="mean_nonzero"),
-    "votes": dt.striding(rate=1 / 4, aggregate="majority_vote"),
+    "nonzero": dt.schemes.random(rate=1 / 4, aggregate="mean_nonzero"),
+    "votes": dt.schemes.striding(rate=1 / 4, aggregate="majority_vote"),
 }
 """Shared selections in fp32: an owner aggregates the same numbers in the same order, and nothing is rounded."""
 
@@ -215,10 +215,12 @@ class ByWholeMessages:
 
 def test_an_aggregation_of_whole_messages_says_how_it_weighs_them():
     with pytest.raises(TypeError, match="ByWholeMessages is not rowwise: it needs `weights`, see NormWeighing"):
-        replace(dt.random(), aggregation=ByWholeMessages())
+        replace(dt.schemes.random(), aggregation=ByWholeMessages())
 
 
-@pytest.mark.parametrize("scheme", [dt.random(rate=1 / 4, aggregate="clipped_mean"), dt.sparseloco(every=2)])
+@pytest.mark.parametrize(
+    "scheme", [dt.schemes.random(rate=1 / 4, aggregate="clipped_mean"), dt.schemes.sparseloco(every=2)]
+)
 def test_clipping_takes_the_norms_of_whole_messages(scheme):
     """An owner sees some rows of each message, and their norm is not that of the message."""
     assert ends(scheme, "auto", 4) == ends(scheme, "all-gather", 4)

@@ -176,9 +176,9 @@ def looking_ahead(mesh):
     errors, axis = [], mesh["replicate"]
     for base in (torch.optim.AdamW, torch.optim.Adagrad, dt.Muon, BASES["SGD"], BASES["SignSGD"]):
         model = built(Plain)
-        errors.append(caught(dt.replicate, base(model.parameters()), model, axis, dt.distro()))
+        errors.append(caught(dt.replicate, base(model.parameters()), model, axis, dt.schemes.distro()))
     model = built(Plain)
-    optimizer, before = dt.replicate(Counting(model.parameters()), model, axis, dt.distro()), weights(model)
+    optimizer, before = dt.replicate(Counting(model.parameters()), model, axis, dt.schemes.distro()), weights(model)
     outcome = caught(advance, model, optimizer, range(1))
     return [*errors, outcome], before == weights(model)
 
@@ -268,7 +268,7 @@ def test_law_9_private_state_resumes_exactly(shards, names):
 
 def ahead(mesh):
     """With look-ahead the weights between steps are private guesses; within settled() and after settle() they agree."""
-    model, optimizer = start(mesh, dt.random(rate=1 / 2, delay=2), "SignSGD-plain")
+    model, optimizer = start(mesh, dt.schemes.random(rate=1 / 2, delay=2), "SignSGD-plain")
     advance(model, optimizer, range(3))
     guesses = dt.fingerprint(model, mesh)[1]
     with optimizer.agreed_weights():
@@ -276,7 +276,7 @@ def ahead(mesh):
         saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "own": dt.replica_state(optimizer)}
     with optimizer.agreed_weights():
         assert dt.fingerprint(model, mesh) == (agreed, before)
-    other, again = start(mesh, dt.random(rate=1 / 2, delay=2), "SignSGD-plain")
+    other, again = start(mesh, dt.schemes.random(rate=1 / 2, delay=2), "SignSGD-plain")
     other.load_state_dict(saved["model"])
     dt.load_replica_state(again, saved["own"])
     for m, o in ((model, optimizer), (other, again)):
@@ -316,7 +316,7 @@ def test_looking_and_resuming_after_settling_leave_no_trace():
         def made():
             model = built(Plain)
             base = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-            return model, dt.replicate(base, model, communicator, dt.random(rate=1 / 2, delay=1))
+            return model, dt.replicate(base, model, communicator, dt.schemes.random(rate=1 / 2, delay=1))
 
         model, optimizer = made()
         for step in range(6):
@@ -356,7 +356,10 @@ def test_settling_twice_is_settling_once():
 def settled_on_the_way(mesh):
     """What has just left is told once: settling lands it, and tells nothing of it again."""
     outer = {"outer_lr": 0.5, "outer_momentum": 0.5}
-    late = [dt.streaming_diloco(every=3, fragments=1, delay=1, precision="fp32", **outer), dt.eager_diloco(2, **outer)]
+    late = [
+        dt.schemes.streaming_diloco(every=3, fragments=1, delay=1, precision="fp32", **outer),
+        dt.schemes.eager_diloco(2, **outer),
+    ]
     found = []
     for scheme in (dt.diloco(2, **outer), *late):
         model, optimizer = start(mesh, scheme)

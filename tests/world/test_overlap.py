@@ -23,9 +23,9 @@ STEPS = 2
 SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding", "slicing"}  # by the network
 KINDS = {"full", "demo", "demo-bitmap-2bit", "random-odd", "random-majority", "demo-owner", "random-sign-owner"}
 AHEAD = {
-    "ahead": dt.random(rate=1 / 4, delay=2),
-    "ahead-sign": dt.distro(chunk=16),
-    "ahead-owner": dt.distro(chunk=16, link="owner"),
+    "ahead": dt.schemes.random(rate=1 / 4, delay=2),
+    "ahead-sign": dt.schemes.distro(chunk=16),
+    "ahead-owner": dt.schemes.distro(chunk=16, link="owner"),
 }
 
 
@@ -364,7 +364,7 @@ def not_finite(mesh):
     """A gradient that is not finite ends in an error of the step, and no part of it is in the memory."""
     results = []
     for name in ("wide.1.weight", "wide.0.weight"):  # in the bucket that leaves first, and in a later one
-        model, optimizer = start(mesh, dt.random(rate=1 / 4))
+        model, optimizer = start(mesh, dt.schemes.random(rate=1 / 4))
         model.get_parameter(name).register_hook(lambda g: g * torch.nan)
         with optimizer.overlap():
             model(batch(mesh.get_rank(), 0, 257)).mean().backward()

@@ -102,7 +102,7 @@ def every_step(mesh, scheme):
     return equal
 
 
-@pytest.mark.parametrize("scheme", [dt.demo(), dt.random(), dt.full()], ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", [dt.demo(), dt.schemes.random(), dt.full()], ids=lambda s: s.name)
 def test_law_2_replicas_are_bitwise_equal_after_every_step(scheme):
     assert worlds.run(every_step, 2, 2, scheme)[0] == [True] * 6
 
@@ -112,13 +112,15 @@ def test_law_2_diloco_is_bitwise_equal_after_every_round_and_not_between():
 
 
 def test_law_2_sparta_is_bitwise_equal_once_settled_and_never_between():
-    assert worlds.run(every_step, 2, 2, dt.sparta(rate=1 / 4))[0] == [False] * 6
+    assert worlds.run(every_step, 2, 2, dt.schemes.sparta(rate=1 / 4))[0] == [False] * 6
 
 
 def sparta_under_diloco(mesh):
     model = built(Plain)
     axis = mesh["replicate"]
-    optimizer = dt.replicate(sgd(model), model, levels=[(axis, dt.sparta(rate=1 / 4)), (axis, dt.diloco(every=2))])
+    optimizer = dt.replicate(
+        sgd(model), model, levels=[(axis, dt.schemes.sparta(rate=1 / 4)), (axis, dt.diloco(every=2))]
+    )
     equal = []
     for step in range(4):
         train(model, optimizer, mesh.get_rank() + 100 * step, steps=1, width=32)
@@ -200,7 +202,7 @@ def ahead_in_lanes(mesh):
     found = []
     for inside, lanes in (mesh["shard"], mesh["shard"]), (init_single(), None):
         model = Projections(inside)
-        base, scheme = torch.optim.SGD(model.parameters(), lr=0.1), dt.random(rate=1, decay=0, delay=1)
+        base, scheme = torch.optim.SGD(model.parameters(), lr=0.1), dt.schemes.random(rate=1, decay=0, delay=1)
         optimizer = dt.replicate(base, model, mesh["replicate"], scheme, intra_node=lanes)
         train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
         optimizer.synchronize()
@@ -254,10 +256,10 @@ def test_law_8_full_in_the_rack_and_something_else_across(outer):
     assert all(equal for (_, equal), *_ in results)
 
 
-INNER = {"local-sgd": dt.local_sgd(every=2), "sparta": dt.sparta(rate=1 / 4)}
+INNER = {"local-sgd": dt.schemes.local_sgd(every=2), "sparta": dt.schemes.sparta(rate=1 / 4)}
 OUTER = {
     "diloco": dt.diloco(every=4, outer_momentum=0.0),
-    "late": dt.streaming_diloco(4, fragments=1, delay=2, keep=0.0, outer_momentum=0.0, precision="fp32"),
+    "late": dt.schemes.streaming_diloco(4, fragments=1, delay=2, keep=0.0, outer_momentum=0.0, precision="fp32"),
 }
 
 
@@ -293,7 +295,8 @@ def test_law_8_what_an_outer_round_agreed_on_stays(inner, outer, still):
 
 
 @pytest.mark.parametrize(
-    "inner", [dt.diloco(every=2), dt.diloco(2, outer_momentum=0.0), dt.local_sgd(2, "int8"), dt.sparseloco(2)]
+    "inner",
+    [dt.diloco(every=2), dt.diloco(2, outer_momentum=0.0), dt.schemes.local_sgd(2, "int8"), dt.schemes.sparseloco(2)],
 )
 def test_rounds_that_would_undo_the_rounds_around_them_are_refused(inner):
     model = built(Plain)

@@ -234,7 +234,7 @@ def rounding(mesh):
     if mesh.get_rank() == 1:
         decoded = ReferenceEngine._decoded
         ReferenceEngine._decoded = lambda self, *arguments: decoded(self, *arguments).mul(1 + 2**-23)
-    model, optimizer = start(mesh, dt.random())
+    model, optimizer = start(mesh, dt.schemes.random())
     return caught(advance, mesh, model, optimizer, range(1))
 
 

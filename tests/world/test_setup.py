@@ -403,7 +403,7 @@ def test_a_loaded_state_without_that_of_the_replica_is_warned_of(scheme):
     ("base", "scheme", "own"),
     [
         (torch.optim.AdamW, dt.demo(), "AdamW (betas[0] is 0.9)"),
-        (partial(torch.optim.SGD, momentum=0.5), dt.random(rate=1 / 2), "SGD (momentum is 0.5)"),
+        (partial(torch.optim.SGD, momentum=0.5), dt.schemes.random(rate=1 / 2), "SGD (momentum is 0.5)"),
         (partial(dt.Muon, momentum=0.5), dt.demo(), "Muon (momentum is 0.5)"),
         (partial(dt.Muon, momentum=0), dt.demo(), None),
         (partial(torch.optim.AdamW, betas=(0.0, 0.95)), dt.demo(), None),
@@ -443,7 +443,7 @@ without_momentum = partial(torch.optim.AdamW, betas=(0.0, 0.95))
     ("base", "scheme", "own"),
     [
         (without_momentum, dt.demo(), "AdamW (betas[0] is 0.9"),
-        (dt.SignSGD, dt.random(rate=1 / 2), "SignSGD (momentum is 0.9"),
+        (dt.SignSGD, dt.schemes.random(rate=1 / 2), "SignSGD (momentum is 0.9"),
         (without_momentum, dt.loco(), None),
     ],
 )
@@ -460,10 +460,10 @@ def test_a_scheduler_that_sets_a_momentum_is_warned_of_once(base, scheme, own, a
         (dt.demo(precision="sign"), True),
         (dt.demo(precision="sign", error_feedback=False), False),
         (dt.demo(precision="2bit"), False),
-        (dt.random(precision="sign"), False),
+        (dt.schemes.random(precision="sign"), False),
         (dt.random_sign(error_feedback=True), False),
         (dt.loco(precision="sign"), False),
-        (dt.distro(), False),
+        (dt.schemes.distro(), False),
     ],
 )
 def test_errors_of_selected_signs_that_stay_are_warned_of_once(scheme, kept):
@@ -522,7 +522,10 @@ def test_fp64_parameters_are_looked_through_as_others_are(bad):
     assert simulate_replicas(act, 2) == [(int(bad), True)] * 2
 
 
-@pytest.mark.parametrize("scheme", [dt.demo(), dt.distro(), dt.diloco(every=2), dt.eager_diloco(every=2), dt.sparta()])
+@pytest.mark.parametrize(
+    "scheme",
+    [dt.demo(), dt.schemes.distro(), dt.diloco(every=2), dt.schemes.eager_diloco(every=2), dt.schemes.sparta()],
+)
 def test_a_state_without_that_of_the_replica_leaves_the_loaded_weights_alone(scheme):
     """An anchor, or the agreed weights of look-ahead, would put the weights of before back."""
 
@@ -607,7 +610,7 @@ def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
         "kernels is 'no'": replicated(kernels="no"),
         "balance is 'no'": replicated(balance="no"),
         "clip is True": replicated(clip=True),
-        "rate is 5e-324": partial(dt.random, rate=5e-324),
+        "rate is 5e-324": partial(dt.schemes.random, rate=5e-324),
         "rate is 1e-12": partial(dt.random_sign, rate=1e-12),
         "no error to feed back": partial(dt.loco, "fp32"),
         "pass its .item()": partial(dt.demo, topk=torch.tensor(3)),

@@ -15,7 +15,7 @@ import detonation as dt
 import worlds
 from detonation.core.flat.tensors import digest, local
 from detonation.wire.units import mend_references, shard_units
-from detonation.wire.wire_bytes import gradient_bytes, weight_bytes
+from detonation.wire.wire import gradient_bytes, weight_bytes
 from zoo import Menagerie, Plain, batch, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
@@ -190,7 +190,7 @@ def moved(mesh):
     after = model(batch(0, 1, 32)).mean().item()
     ahead = dt.shard(built(Plain), mesh, wire=dt.shard_wire(nodes=2))
     base = dt.SignSGD(ahead.parameters(), lr=1e-3)
-    optimizer = dt.replicate(base, ahead, mesh["replicate"], dt.random(rate=1 / 4, delay=2))
+    optimizer = dt.replicate(base, ahead, mesh["replicate"], dt.schemes.random(rate=1 / 4, delay=2))
     advance(ahead, optimizer, range(4))
     found = []
     for _ in range(2):

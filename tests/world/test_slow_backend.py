@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import detonation as dt
 import worlds
-from detonation.cluster import slow_axis
+from detonation.cluster import mesh as meshes
+from detonation.cluster.mesh import slow_axis_backend
 from detonation.cluster.network.measure import probe_axis
-from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.core.flat.tensors import digest
 from detonation.core.link.staging import HostStaging
 from zoo import DEVICE, KINDS, SCHEMES, Plain, batch, built
@@ -115,7 +115,7 @@ def test_nccl_gets_a_communicator_of_its_own_with_priority_where_it_carries_the_
         get_backend=lambda: dist.Backend("gloo"),
         ProcessGroupNCCL=SimpleNamespace(Options=Options),
     )
-    monkeypatch.setattr(slow_axis, "dist", standin)
+    monkeypatch.setattr(meshes, "dist", standin)
     assert slow_axis_backend("replicate", "cpu", None) is None
     assert slow_axis_backend("replicate", "cuda", "gloo") == {"replicate": "gloo"}
     found = slow_axis_backend("replicate", "cuda", None)

@@ -20,7 +20,7 @@ rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1 + rank % 2)
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
 mesh, ends = dt.init_mesh(replicas=3, shards=1, device="cpu"), []
-schemes = [dt.demo(), dt.demo(topk=8, precision="sign", decay=0.95), dt.random_sign(), dt.random(rate=1 / 4)]
+schemes = [dt.demo(), dt.demo(topk=8, precision="sign", decay=0.95), dt.random_sign(), dt.schemes.random(rate=1 / 4)]
 for number, scheme in enumerate([*schemes, dt.full()]):
     model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.ReLU(), torch.nn.Linear(130, 64))
     with torch.no_grad():

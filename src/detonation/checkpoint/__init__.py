@@ -1,5 +1,5 @@
 """Checkpoints: the state of a run on disk, whole or absent, checked on reading, for the same world or another.
 
-`files` is the format, `save` writes and `load` reads with it; the two do not know each other.
-Imports go `files <- gather, rank_state, volumes, verify <- save, load`; users, `train` and `cli` call it.
+`files` is the format; `async_save` holds the calls that save, `newest` the call that loads, and `elastic` the algebra
+for another number of replicas or shards. Saving and loading do not know each other.
 """

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.files.reader import CheckpointReader
-from detonation.checkpoint.files.tensor_file import TensorFile
-from detonation.checkpoint.load.elastic import Elastic
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.elastic import Elastic
+from detonation.checkpoint.files.reader import Box, CheckpointReader
+from detonation.checkpoint.files.shard_file import TensorFile
+from detonation.checkpoint.snapshot import weights
 from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from detonation.checkpoint.files import manifest, retention
-from detonation.checkpoint.files.manifest import CorruptCheckpoint, Manifest, file_name
+from detonation.checkpoint.files.manifest import Manifest, file_name
 from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
-from detonation.checkpoint.files.shard_file import shard_fault
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 
 _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.(?P<parameter>.+)")
 

@@ -76,7 +76,7 @@ def _command(arguments: list[str]) -> int:
         sys.path.append("")
     code = _run(verb)
     if isinstance(verb, Train | Probe) and _under_launcher():
-        from detonation.cluster.processes.exit import end_now
+        from detonation.cluster.processes.signals import end_now
 
         end_now(code)
     return code
@@ -136,6 +136,6 @@ def _quiet() -> int:
 
 
 def _under_launcher() -> bool:
-    from detonation.cluster.machine.position import launch_position  # without torch
+    from detonation.cluster.position import launch_position  # without torch
 
     return launch_position(os.environ) is not None

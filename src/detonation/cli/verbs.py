@@ -185,7 +185,7 @@ def _report(verb: of.Report) -> dict[str, Any]:
 
 def _verify(verb: of.Verify) -> dict[str, Any]:
     from detonation.checkpoint.verify import checkpoints, verify
-    from detonation.log.playback import log_files
+    from detonation.log.repeat import log_files
     from detonation.train.output.directory import UPDATES
 
     checked = [verify(path) for path in checkpoints(verb.directory)]

@@ -15,18 +15,17 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from detonation.cluster.machine.devices import choose_device, look_for_gpus, require_gpu_each
-from detonation.cluster.machine.position import LaunchPosition as LaunchPosition
-from detonation.cluster.machine.position import launch_position as launch_position
-from detonation.cluster.processes.exit import end_now
-from detonation.cluster.processes.heartbeat import EndProcess, Heartbeat, silence_limit_s
-from detonation.cluster.processes.heartbeat_board import FileBoard, StoreBoard
+from detonation.cluster.devices import choose_device, look_for_gpus, require_gpu_each
+from detonation.cluster.position import LaunchPosition as LaunchPosition
+from detonation.cluster.position import launch_position as launch_position
+from detonation.cluster.processes.heartbeat import EndProcess, FileBoard, Heartbeat, StoreBoard, silence_limit_s
 from detonation.cluster.processes.rendezvous import (
     compare_devices,
     describe_store_host,
     keep_to_one_interface,
     rendezvous_store,
 )
+from detonation.cluster.processes.signals import end_now
 from detonation.cluster.processes.waiting import WAIT_LINE_S, Watch
 
 _log = logging.getLogger("detonation")

@@ -19,17 +19,17 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from detonation.cluster.init import LaunchPosition, gpus_for, init_rank, leave
-from detonation.cluster.processes import ipc
-from detonation.cluster.processes.exit import die_with_parent
 from detonation.cluster.processes.failure import (
     ROOT_CAUSE_WAIT_S,
     Failure,
     WorldError,
     failure_from_exception,
     failure_from_exit_code,
+    read_result,
     root_cause,
+    write_result,
 )
-from detonation.cluster.processes.signals import STOP_SIGNALS, Stop
+from detonation.cluster.processes.signals import STOP_SIGNALS, Stop, die_with_parent
 from detonation.cluster.survive.meeting import MeetingPoint, Survival, join_replicas
 
 _log = logging.getLogger("detonation")
@@ -103,7 +103,7 @@ def run_local(
             if failure is not None:
                 raise WorldError(failure, world_size)
             results = [folder / f"result-{rank}.json" for rank in range(world_size)]
-            return [ipc.read_result(path) for path in results if meeting is None or path.exists()]
+            return [read_result(path) for path in results if meeting is None or path.exists()]
     finally:
         _kill(pids)
         if meeting is not None:
@@ -132,7 +132,7 @@ def _fork(enter: Callable[[int], None] | None, mine: _Rank) -> int:
 def _spawn(mine: _Rank) -> int:
     task, function = mine.folder / f"task-{mine.rank}.json", mine.function
     called = [function.__module__, function.__qualname__, list(mine.arguments)]
-    ipc.write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
+    write_result(task, [mine.rank, mine.world_size, *called, mine.parent, mine.where])
     return os.posix_spawn(sys.executable, [sys.executable, "-m", __name__, str(task)], os.environ)
 
 
@@ -154,12 +154,12 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
             heartbeat = init_rank(position, partial(_end_lost, rank, folder), folder)
         else:
             join_replicas(position, *mine.where)
-        ipc.write_result(folder / f"result-{rank}.json", mine.function(*mine.arguments))
+        write_result(folder / f"result-{rank}.json", mine.function(*mine.arguments))
         leave()
     except BaseException as error:
         if heartbeat is not None:
             heartbeat.stop()
-        ipc.write_result(_failure_file(folder, rank), asdict(failure_from_exception(rank, error)))
+        write_result(_failure_file(folder, rank), asdict(failure_from_exception(rank, error)))
         return 1
     finally:
         sys.stdout.flush()
@@ -170,7 +170,7 @@ def _child(mine: _Rank, enter: Callable[[int], None] | None = None) -> int:
 def _end_lost(rank: int, folder: Path, text: str, reported: bool) -> NoReturn:
     """Ends this rank because another rank is lost."""
     failure = Failure(rank, time.time(), "Lost", text, complete=True)
-    ipc.write_result(_failure_file(folder, rank), asdict(failure))
+    write_result(_failure_file(folder, rank), asdict(failure))
     os._exit(1)
 
 
@@ -198,7 +198,7 @@ def _wait(
             if not code:
                 end_deadline = time.monotonic() + _LEAVING_S if meeting is not None else end_deadline
                 continue
-            failure = Failure(**ipc.read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
+            failure = Failure(**read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
             beside = meeting.survives(failure) if meeting is not None else ()
             for other in pids.keys() & set(beside):
                 os.kill(pids[other], signal.SIGKILL)
@@ -268,6 +268,6 @@ def _signals_held_back(stop: Stop, pids: Mapping[int, int]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    rank_, world_, module, name, given, parent_, where_ = ipc.read_result(Path(sys.argv[1]))
+    rank_, world_, module, name, given, parent_, where_ = read_result(Path(sys.argv[1]))
     called = getattr(importlib.import_module(module), name)
     sys.exit(_child(_Rank(rank_, world_, Path(sys.argv[1]).parent, called, given, parent_, where_)))

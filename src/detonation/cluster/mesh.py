@@ -1,25 +1,140 @@
-"""The device mesh of replicas and shards, and the model laid out on it."""
+"""The device mesh of replicas and shards, and the model, layer by layer, laid out on it."""
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from detonation.cluster.blocks import layers_of
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
-from detonation.cluster.machine.position import launch_position
-from detonation.cluster.shard_links import shard_links
-from detonation.cluster.slow_axis import slow_axis_backend
+from detonation.cluster.network.throttled import ThrottledCommunicator
+from detonation.cluster.position import launch_position
 from detonation.core.flat.tensors import local
-from detonation.core.link.communicator import require_device
-from detonation.core.link.link_speed import SLOW_BACKENDS
+from detonation.core.link.communicator import Axis, require_device
+from detonation.core.link.link import Link
+from detonation.core.link.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.wire.units import join_units, resync_weights
 from detonation.wire.wire import ShardWire
+
+
+def layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of every outermost `nn.ModuleList`: the layers of a transformer."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from layers_of(child)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
+
+    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations.
+
+    Raises:
+        ValueError: The model has no layers.
+    """
+    for layer in _some_layers(model, "train.checkpoint_activations"):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def compile_layers(model: nn.Module, backend: str) -> None:
+    """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
+
+    The hooks of `shard` stay outside of the compiled code.
+
+    Raises:
+        ValueError: The model has no layers, or torch has no such backend.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(f"train.compile is {backend!r}, but must be one of {', '.join(sorted(known))}")
+    for layer in _some_layers(model, "train.compile"):
+        layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
+    layers = list(layers_of(model))
+    if not layers:
+        raise ValueError(f"{setting} works on layers, the elements of an nn.ModuleList, and the model has none")
+    return layers
+
+
+def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
+    """The `backend_override` of `init_device_mesh`; None where the default group may serve the axis.
+
+    With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run on a stream of high
+    priority, so that a short message between replicas does not queue behind the kernels of backward.
+
+    Args:
+        axis: The name of the mesh axis between replicas.
+        device: The device's type.
+        chosen: One of `SLOW_BACKENDS`, or None.
+    """
+    if chosen is not None:
+        return {axis: chosen}
+    if device != "cuda":
+        return None
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    if backends.get("cuda") != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # torch takes the time from options where it is given some; until then it has that of the default group's kind
+    options._timeout = distributed_c10d._get_default_timeout(dist.get_backend())
+    # the axis carries tensors of the same devices as the default group; a lone name lets NCCL split that group
+    name = "nccl" if set(backends.values()) == {"nccl"} else ",".join(f"{d}:{b}" for d, b in backends.items())
+    return {axis: (name, options)}
+
+
+def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGroup | None]:
+    """The link between the nodes of a replica, and the group of this rank's node; None for nodes of one rank.
+
+    Neighbouring ranks of the axis "shard" are the ranks of a node. Collective over all ranks of the world.
+
+    Raises:
+        ValueError: The shards do not lie on at least two nodes of equally many ranks.
+    """
+    shards = mesh["shard"].size()
+    nodes = wire.nodes if wire.nodes is not None else _nodes_of_launcher(shards)
+    if nodes < 2 or shards % nodes:
+        raise ValueError(
+            f"the {shards} shards of a replica cannot lie on {nodes} nodes with equally many each: a shard wire needs "
+            "at least 2 nodes; give shard_wire(nodes=...), or leave it out if a replica fits into one node"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(f"the mesh has {mesh.size()} of the {dist.get_world_size()} ranks: pass the mesh of all ranks")
+    split = split_shards(mesh, nodes)
+    between: Axis = split["shard_node"]
+    if wire.link:
+        between = ThrottledCommunicator(split["shard_node"], LinkSpeed.parse(wire.link))
+    link = Link(between)
+    link.require_same({"shard wire": repr(wire)}, torch.device(mesh.device_type), {})
+    return link, split.get_group("shard_local") if shards > nodes else None
+
+
+def split_shards(mesh: DeviceMesh, nodes: int) -> DeviceMesh:
+    """The ranks of `mesh` with the axes "shard_node" and "shard_local" in the place of "shard". Collective."""
+    names, sizes = [*(mesh.mesh_dim_names or ())], [*mesh.mesh.shape]
+    at = names.index("shard")
+    sizes[at : at + 1], names[at : at + 1] = [nodes, sizes[at] // nodes], ["shard_node", "shard_local"]
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(sizes), mesh_dim_names=tuple(names))
+
+
+def _nodes_of_launcher(shards: int) -> int:
+    position = launch_position(os.environ)
+    ranks = position.local_world_size if position else None
+    if ranks is None:
+        raise ValueError("the launcher does not say how many ranks a node has: give shard_wire(nodes=...)")
+    return max(1, shards // ranks)
 
 
 def init_mesh(

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from detonation.cluster.init import LaunchPosition, init_rank, leave
-from detonation.cluster.processes.exit import die_with_agent, end_now
 from detonation.cluster.processes.failure import Failure, WorldError, failure_from_exception
 from detonation.cluster.processes.heartbeat import Heartbeat
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
-from detonation.cluster.processes.signals import stoppable
+from detonation.cluster.processes.signals import die_with_agent, end_now, stoppable
 
 _T = TypeVar("_T")
 

@@ -8,15 +8,15 @@ import time
 from torch import nn
 
 from detonation.cluster.survive.agreement import ReplicaLost
-from detonation.cluster.survive.guests import Guest
+from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.connection.token import LostFeed, checked_token
 from detonation.feed.follower import Follower, follow
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
+from detonation.feed.token import LostFeed, checked_token
 from detonation.log.step_recorder import Tapes
 
 _log = logging.getLogger("detonation.feed")

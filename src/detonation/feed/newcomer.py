@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.files.reader import Box
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator

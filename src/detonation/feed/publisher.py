@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.save.snapshot import take_snapshot
+from detonation.checkpoint.snapshot import take_snapshot
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import local
 from detonation.core.integrity.readback import Readback
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.connection.frames import ABOUT, BYE, FrameSocket, encoded
-from detonation.feed.connection.listener import Listener, host_and_port
-from detonation.feed.connection.token import checked_token
+from detonation.feed.frames import ABOUT, BYE, FrameSocket, Listener, encoded, host_and_port
 from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
 from detonation.feed.subscription import Subscription
+from detonation.feed.token import checked_token
 from detonation.feed.weights.folders import Folder
 from detonation.feed.weights.weight_feed import WeightFeed
 from detonation.log.records import MESSAGE, LogRecord

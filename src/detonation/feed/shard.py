@@ -1,40 +1,87 @@
 """One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import selftest
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import local, padding_row
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.trained import note_padding
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
-from detonation.feed.shard_views import require_elementwise, shard_views
 from detonation.feed.shared_state import (
     BUFFERS,
     NORM,
     load_shared_state,
     load_weights_of,
     options_of_group,
+    part_of,
     show_agreed,
     show_own,
 )
 from detonation.feed.stream import Joined, Stepped
-from detonation.log.playback import Player
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
-from detonation.log.repeat import repeat_step
+from detonation.log.repeat import Player, repeat_step
 from detonation.log.writer import identity
+
+
+def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
+    """A module with the names of `model`, whose parameters are the parts that the shard of `saved` has of them.
+
+    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change.
+
+    Args:
+        trained: The names of the parameters that training moves.
+    """
+    views: dict[str, Tensor] = {}
+    parameters = local_parameters(model)
+    note_padding(model)
+    for name, parameter in parameters.items():
+        box = saved.boxes.get(f"model.{name}", Box.of(parameter))
+        view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
+        view.whole_numel = parameter.numel()  # type: ignore[attr-defined]
+        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[0] + box.shape[0]:
+            view.padding_row = row - box.offset[0]  # type: ignore[attr-defined]
+        views[name] = view
+    return _tree(views)
+
+
+def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` where an optimizer looks at more than one shard of a parameter at a time."""
+    name = type(base).__name__
+    for view in views.values():
+        for state in base.state.get(view, {}).values():
+            if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
+                raise ValueError(f"{name} keeps state of whole matrices: its shards cannot be followed in one process")
+    if name == "Muon":
+        raise ValueError("Muon moves whole matrices: its shards cannot be followed in one process")
+
+
+def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
+    """A module in which each parameter has its full name, in the order of the model."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        owner = root
+        *path, own_name = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(own_name, parameter)  # type: ignore[arg-type]
+    return root
+
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""

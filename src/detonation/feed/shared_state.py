@@ -7,19 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from detonation.checkpoint.files.box import Box
-from detonation.checkpoint.files.manifest import CorruptCheckpoint, versions
-from detonation.checkpoint.files.reader import ShardReader
-from detonation.checkpoint.files.shard_file import shard_content
-from detonation.checkpoint.load.restore import load_base_state
-from detonation.checkpoint.rank_state import weights
-from detonation.checkpoint.save.snapshot import Snapshot
+from detonation.checkpoint.files.manifest import versions
+from detonation.checkpoint.files.reader import Box, ShardReader
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_content
+from detonation.checkpoint.restore import load_base_state
+from detonation.checkpoint.snapshot import Snapshot, weights
 from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import local, locals_of
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.traffic import collective_for
-from detonation.feed.connection.frames import encoded, table_of
+from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detonation.feed.connection.frames import (
+from detonation.feed.frames import (
     ABOUT,
     BYE,
     LONGEST_PIECE,
@@ -22,11 +22,11 @@ from detonation.feed.connection.frames import (
     BadFrame,
     FrameSocket,
     encoded,
+    host_and_port,
     records_in,
     table_of,
 )
-from detonation.feed.connection.listener import host_and_port
-from detonation.feed.connection.token import HANDSHAKE_S, Refused, prove_to_feed
+from detonation.feed.token import HANDSHAKE_S, Refused, prove_to_feed
 from detonation.log.records import DamagedLog, LogRecord
 
 SILENCE_S = 30.0

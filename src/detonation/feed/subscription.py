@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from detonation.feed.connection.frames import (
+from detonation.feed.frames import (
     ABOUT,
     ALIVE,
     BYE,

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from detonation.checkpoint.load.newest import load_checkpoint
-from detonation.checkpoint.save.async_save import save_checkpoint
+from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.newest import load_checkpoint
 from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import init_mesh, shard

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from detonation.checkpoint.load.newest import load_checkpoint
-from detonation.checkpoint.save.async_save import save_checkpoint
+from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.newest import load_checkpoint
 from detonation.cluster.init import watch_waiting
 from detonation.core.optim.wrapper import OptimizerWrapper
 from detonation.core.optimizer.replicate import replicate

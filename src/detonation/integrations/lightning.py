@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from detonation.checkpoint.gather import Texts, device_of
-from detonation.checkpoint.volumes import Volumes, survey
+from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
 from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
 from detonation.cluster.mesh import shard

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from detonation.checkpoint.gather import Texts, device_of
-from detonation.checkpoint.volumes import Volumes, survey
+from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 """The name of a checkpoint of the Trainer."""

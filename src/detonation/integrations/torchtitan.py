@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from detonation.checkpoint.load.newest import load_checkpoint
-from detonation.checkpoint.save.async_save import save_checkpoint
+from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.newest import load_checkpoint
 from detonation.cluster.init import watch_waiting
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated

@@ -181,20 +181,24 @@ class Library:
         self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits.
+        """Packs numbers of `width` bits, each line by itself.
 
-        Shapes: `[n]` int64 -> `[nbytes]` uint8.
+        Shapes: `[lines, n]` int64 -> `[lines, nbytes]` uint8.
         """
-        packed = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._library.detonation_pack(numbers.data_ptr(), len(numbers), width, packed.data_ptr())
+        packed = torch.empty(len(numbers), nbytes, dtype=torch.uint8, device="cpu")
+        for line, octets in zip(numbers, packed, strict=True):
+            self._library.detonation_pack(line.data_ptr(), len(line), width, octets.data_ptr())
         return packed
 
-    def unpack(self, packed: Tensor, count: int, width: int, out: Tensor) -> None:
-        """The inverse of `pack`, written to `out`.
+    def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
+        """The inverse of `pack`.
 
-        Shapes: `[nbytes]` uint8 -> `[count]` int64.
+        Shapes: `[lines, nbytes]` uint8 -> `[lines, count]` int64.
         """
-        self._library.detonation_unpack(packed.data_ptr(), count, width, out.data_ptr())
+        numbers = torch.empty(len(packed), count, dtype=torch.int64, device="cpu")
+        for octets, line in zip(packed, numbers, strict=True):
+            self._library.detonation_unpack(octets.data_ptr(), count, width, line.data_ptr())
+        return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
         """The bitmap of rows of `chunk` bits in which `indices` are set.
@@ -215,29 +219,35 @@ class Library:
         self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
         return indices
 
-    def checksum(self, message: Tensor, skipped: int = -1) -> int:
-        """The sum of the 32-bit words of a message, each times an odd number that depends on the word's place.
+    def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
+        """The sum of the 32-bit words of each message, each times an odd number that depends on the word's place.
 
         Args:
             skipped: The first of eight bytes, in the first line, that count as zeros; -1 for none.
 
-        Shapes: `[nbytes]` uint8.
+        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
-        return int(self._library.detonation_checksum(message.data_ptr(), message.nbytes, skipped))
+        add = self._library.detonation_checksum
+        found = [add(each.data_ptr(), each.nbytes, skipped) for each in messages]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
-    def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> int:
+    def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
         """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
 
-        Shapes: `[nbytes]` uint8.
+        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
-        return int(self._library.detonation_check_indices(packed.data_ptr(), rows, k, chunk, width))
+        check = self._library.detonation_check_indices
+        found = [check(each.data_ptr(), rows, k, chunk, width) for each in packed]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
-    def check_bitmap(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> int:
+    def check_bitmap(self, bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
         """2 where a row has not exactly `k` bits set, else 0.
 
-        Shapes: `[nbytes]` uint8.
+        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
         """
-        return int(self._library.detonation_check_bitmap(bitmap.data_ptr(), rows, k, chunk))
+        check = self._library.detonation_check_bitmap
+        found = [check(each.data_ptr(), rows, k, chunk) for each in bitmaps]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 @lru_cache

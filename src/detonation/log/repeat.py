@@ -1,13 +1,154 @@
-"""Replay: the steps that a log has, taken again without gradients and without other replicas."""
+"""Replay: tapes that play back what was recorded, and the steps that a log has, taken again without other replicas."""
 
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
-from detonation.log.playback import Playback
-from detonation.log.records import STEP, DamagedLog, LogRecord
+from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
+from detonation.log.writer import identity, segments
+
+
+def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
+    """Each file of a log: the first and the last of its steps, and its fault in words, "" where it is whole."""
+    found = []
+    for _, begun, path in segments(directory, ""):
+        last, fault = begun, ""
+        try:
+            for record in whole_records(path):
+                last = max(last, record.step if record.kind != MESSAGE else last)
+        except DamagedLog as error:
+            fault = str(error)
+        found.append((path, begun + 1, last, fault))
+    return found
+
+
+class Player(ABC):
+    """Plays back records in the place of an exchange: one process is all replicas.
+
+    Raises:
+        DamagedLog: Where the records lack what an optimizer asks for.
+    """
+
+    plays = True
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[int, int], deque[LogRecord]] = defaultdict(deque)
+        self._ends: deque[LogRecord] = deque()
+
+    @abstractmethod
+    def read(self) -> LogRecord | None:
+        """The next record; None where there is none."""
+
+    def take(self, place: int, step: int) -> Tensor:
+        """The next messages of a place.
+
+        Shapes: -> `[bytes]` uint8.
+        """
+        while not self._messages[place, step]:
+            if not self._load():
+                raise DamagedLog(f"the record of step {step} has no message of place {place}: it is of another run")
+        content = self._messages[place, step].popleft().content
+        if not self._messages[place, step]:
+            del self._messages[place, step]
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def next_end(self) -> LogRecord | None:
+        """The end of the next step or call of `synchronize`; None where there is no other record."""
+        while not self._ends and self._load():
+            pass
+        return self._ends.popleft() if self._ends else None
+
+    def put(self, place: int, step: int, message: Tensor) -> None:
+        """Never called: this tape plays back."""
+        raise NotImplementedError
+
+    def end(self, what: str, optimizer: Any) -> None:
+        """Nothing is recorded."""
+        return
+
+    def _load(self) -> bool:
+        """Reads one record; false at the end."""
+        record = self.read()
+        if record is None:
+            return False
+        if record.kind == MESSAGE:
+            self._messages[record.place, record.step].append(record)
+        else:
+            self._ends.append(record)
+        return True
+
+
+class Playback(Player):
+    """Plays back the log of one rank in `directory`, after `first` and up to `to` steps, in the place of an exchange.
+
+    Raises:
+        DamagedLog: Later, where the log is damaged, or lacks what an optimizer asks for.
+        ValueError: There is no log of this rank from there on, or it is of another run.
+    """
+
+    def __init__(self, directory: Path, optimizer: Replicated, first: int, to: int | None = None) -> None:
+        super().__init__()
+        self._rank, self.first, self._to = optimizer.coordinates.name, first, math.inf if to is None else to
+        files = [(begun, path) for _, begun, path in segments(directory, self._rank)]
+        usable = [begun for begun, _ in files if begun <= first]
+        if not usable:
+            known = f"the log of {self._rank} in {directory} begins after {files[0][0]} steps" if files else ""
+            none = f"there is no log of {self._rank} in {directory}"
+            raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
+        self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
+        self._identity = identity(optimizer)
+        ((self._axis, scheme),) = optimizer.levels
+        self._delay = scheme.round.delay
+        self._records = self._read()
+
+    def read(self) -> LogRecord | None:
+        """The next record of a step or call of `synchronize` up to `to`."""
+        return next(self._records, None)
+
+    def next_end(self) -> LogRecord | None:
+        """The end of the next step or call of `synchronize`; None after `to` steps, and at the end of the log."""
+        end = super().next_end()
+        return None if end is None or end.step > self._to else end
+
+    def _read(self) -> Iterator[LogRecord]:
+        """All records from `first` on but those that begin files."""
+        counts = [begun for begun, _ in self._files[1:]]
+        for (begun, path), following in zip(self._files, [*counts, math.inf], strict=True):
+            waiting = list[LogRecord]()  # until the end of their step
+            for number, record in enumerate(whole_records(path)):
+                if (record.kind == START) != (number == 0):
+                    raise DamagedLog(f"{path} is no log of one rank")
+                if record.kind == START:
+                    self._check(path, record)
+                    continue
+                waiting.append(record)
+                if record.kind == MESSAGE:
+                    continue
+                if record.step > following + self._delay:
+                    break
+                if record.step > following:  # training went back, and wrote the rest anew but for what was on its way
+                    waiting = [each for each in waiting if each.step < following]
+                known = record.step <= self.first if record.kind == STEP or begun < self.first else False
+                yield from waiting if not known else ()
+                waiting.clear()
+
+    def _check(self, path: Path, start: LogRecord) -> None:
+        about = start.table()
+        if about.get("version") != LOG_VERSION:
+            raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
+        replicas = about.get("replicas")
+        if type(replicas) is int and hasattr(self._axis, "next_size"):  # some were lost, or came, before the next step
+            self._axis.next_size = self._identity["replicas"] = replicas
+        for key, now in self._identity.items():
+            if about.get(key) != now:
+                raise ValueError(f"{path} was written with {key} {about.get(key)}, this run has {now}")
 
 
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:

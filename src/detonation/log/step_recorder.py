@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detonation.core.integrity.readback import Readback
-from detonation.core.link.tape import Tape
+from detonation.core.integrity.tape import Tape
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import MESSAGE, STEP, SYNCHRONIZE, LogRecord, noted
 

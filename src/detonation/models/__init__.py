@@ -1,7 +1,7 @@
 """Models by name, over transformers; `model(**batch)` returns `loss`, in nats and fp32, and `logits`.
 
-The initial weights depend on `torch.manual_seed` alone; `adapters` holds the parts that all models share. It imports
-nothing else of the package; `train` and the benchmarks may call it.
+The initial weights depend on `torch.manual_seed` alone. It imports nothing
+else of the package; `train` and the benchmarks may call it.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from detonation.choices import find_function, make
-from detonation.models import gpt, moe, t5, vit
+from detonation.models.built_in import olmo2, olmoe, t5, vit
 from detonation.models.pretrained import HUB_PREFIX, image_size_of, transformers_model
 
 __all__ = ["MODELS", "TASK_OF", "build_model", "image_arguments", "model_function"]
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": gpt.olmo2, "olmoe": moe.olmoe, "t5": t5.t5, "vit": vit.vit}
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"olmo2": olmo2, "olmoe": olmoe, "t5": t5, "vit": vit}
 TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images"}
 """The kind of data that each model takes."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from detonation.choices import unknown
-from detonation.models.adapters import fp32_logits, transformers_or_error
+from detonation.models.built_in import fp32_logits, transformers_or_error
 
 HUB_PREFIX = "hf:"
 _LOADERS = {

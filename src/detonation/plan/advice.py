@@ -7,10 +7,9 @@ from typing import Any
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import ParameterScheme, Scheme
-from detonation.plan.cost import Network, Work
+from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import Goal
 from detonation.plan.search import BUDGET, Option, one_machine, options
-from detonation.plan.spelling import changed, spelled
 
 LONG_WAIT = 0.5
 """The share of a step that a first choice may wait before the advice says what would help."""

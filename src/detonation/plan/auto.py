@@ -69,10 +69,13 @@ def auto(
         Mismatch: A rank makes another scheme of the name and arguments that rank 0 chose.
 
     Example:
-        In a process group, such as one of `torchrun`; tests/plan/test_choice.py runs it::
-
-            scheme = dt.auto(optimizer, model, mesh["replicate"], step_seconds=0.35)
-            optimizer = dt.replicate(optimizer, model, mesh["replicate"], scheme)
+        >>> import detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> dt.auto(optimizer, model, mesh["replicate"], step_seconds=0.35).name  # nobody to exchange with
+        'full'
+        >>> dt.leave()
 
     Reference:
         docs/networks.md describes the prediction and how far it was from measurements; the measured losses are in

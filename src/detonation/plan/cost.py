@@ -9,8 +9,8 @@ from detonation.cluster.network.profile import Operation, Profile, Step
 from detonation.core.flat.layout import Layout
 from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes import traffic
+from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
-from detonation.plan.spelling import spelled
 
 BACKWARD = 2 / 3
 """Share of forward and backward during which gradients become ready, one after another."""
@@ -249,3 +249,28 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
     if collective == "owner":
         return state + in_flight * (scheme.codec.nbytes(rows) + scheme.reply_codec(replicas).nbytes(rows))
     return state + in_flight * scheme.codec.nbytes(rows) * (replicas if collective == "all-gather" else 2)
+
+
+def spelled(chosen: Scheme) -> str:
+    """Writes a scheme with the arguments that differ from its defaults.
+
+    Example:
+        >>> spelled(scheme("demo", {"topk": 1, "chunk": 64}))
+        'demo(topk=1)'
+    """
+    return f"{chosen.name}({', '.join(f'{name}={_short(value)}' for name, value in changed(chosen).items())})"
+
+
+def changed(chosen: Scheme) -> dict[str, object]:
+    """The arguments that differ from the scheme's defaults.
+
+    Example:
+        >>> changed(scheme("demo", {"topk": 1, "chunk": 64}))
+        {'topk': 1}
+    """
+    defaults = scheme(chosen.name, {}).arguments
+    return {name: value for name, value in chosen.arguments.items() if value != defaults[name]}
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -7,9 +7,8 @@ from typing import Any
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import LargerThanDense
-from detonation.plan.cost import Cost, Network, Work, cost
+from detonation.plan.cost import Cost, Network, Work, cost, spelled
 from detonation.plan.losses import Estimate, Goal, estimate, loss_table, optimizers
-from detonation.plan.spelling import spelled
 
 BUDGET = 0.1
 """Default share of a step that full synchronisation may spend waiting for the network and still come first."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from detonation.plan.cost import Network, Shapes
-from detonation.wire.wire import ShardWire
-from detonation.wire.wire_bytes import gradient_bytes, weight_bytes, wire_memory
+from detonation.wire.wire import ShardWire, gradient_bytes, weight_bytes, wire_memory
 
 FSDP2 = "FSDP2"
 WIRES = {

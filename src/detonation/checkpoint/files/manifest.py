@@ -11,18 +11,13 @@ from typing import Any
 
 import torch
 
-from detonation.checkpoint.files.shard_file import ShardSummary
-from detonation.core.base_error import DetonationError
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, ShardSummary
 from detonation.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = 2
 MOST_BYTES = 1 << 26
 """The largest manifest that is written, and read."""
-
-
-class CorruptCheckpoint(DetonationError, ValueError):
-    """A checkpoint is damaged, or was never a checkpoint. The message says why, without the path."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from detonation.cluster.machine.devices import device_name, require_own_devices
-from detonation.cluster.machine.interfaces import LOOPBACK, addresses_of, interface_towards
-from detonation.cluster.machine.position import LaunchPosition, is_loopback
+from detonation.cluster.devices import device_name, require_own_devices
+from detonation.cluster.position import LOOPBACK, LaunchPosition, addresses_of, interface_towards, is_loopback
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")

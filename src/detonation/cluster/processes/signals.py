@@ -1,11 +1,15 @@
-"""Signals that ask a run to stop: recorded at once in any code, and obeyed at the end of a step."""
+"""How a run is asked to stop, by signals, and how a rank ends, without waiting for the network library."""
 
+import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Requests to save a checkpoint and end, from a scheduler that preempts or from a person."""
@@ -76,3 +80,36 @@ def stoppable() -> Iterator[Stop]:
 def _watch(receiver: int, stop: Stop) -> None:
     while data := os.read(receiver, 1):
         stop.receive(data[0])
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel end this process as soon as its parent, process `parent`, ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call above
+            os._exit(1)
+
+
+def die_with_agent(env: Mapping[str, str]) -> None:
+    """Applies `die_with_parent` to a rank of torchrun, whose agent leaves its ranks behind when it is killed.
+
+    Not for srun: Linux watches the thread that started a process, and only torchrun is known to start ranks from its
+    main thread.
+    """
+    if "TORCHELASTIC_RUN_ID" in env:
+        die_with_parent(os.getppid())
+
+
+def end_now(code: int) -> NoReturn:
+    """Flushes the output and ends this process with `code` at once, from any thread.
+
+    The network libraries have threads of their own, which may hold Python objects or wait for a peer that is gone. An
+    interpreter that shuts down around them may hang or abort.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

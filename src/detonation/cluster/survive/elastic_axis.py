@@ -1,15 +1,33 @@
-"""`elastic`: the axis between replicas, of which some may be lost while the others train on."""
+"""`elastic`: the axis between replicas, of which some may be lost while the others train on, and its guests."""
 
+import json
 import logging
+import time
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import GROUP_TIMEOUT_S
-from detonation.cluster.processes.exit import end_now
-from detonation.cluster.survive.agreement import next_axis_store
+from detonation.cluster.processes.signals import end_now
+from detonation.cluster.survive.agreement import (
+    EPOCH,
+    SIZE,
+    Agreement,
+    RankReport,
+    ReplicaLost,
+    admit_key,
+    ask_key,
+    at_key,
+    feed_key,
+    latest_axis_store,
+    next_axis_store,
+    parse_agreement,
+    ready_key,
+)
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 
@@ -88,3 +106,117 @@ def end_here(reason: str) -> None:
     """Logs the reason and ends this process."""
     _log.error("%s: this process ends", reason)
     end_now(1)
+
+
+_POLL_S = 0.005
+_TRIES = 5
+_ALL = 2**62
+"""A guest lacks no collective of those before it came."""
+
+
+class Guest:
+    """A replica that comes in while others train, for `admitted`. All ranks of the replica construct it together.
+
+    number: Of the replica; numbers are never used twice.
+
+    Args:
+        store: Where the replicas meet; see `elastic`.
+        mesh: ("replicate", "shard") of this replica alone, as of `init_mesh(replicas=1)`; None for one rank.
+        min_replicas, silence_s, timeout_s: As in `elastic`.
+
+    Raises:
+        ValueError: The replicas there have another number of shards.
+
+    Example:
+        >>> import torch.distributed as dist, detonation as dt
+        >>> store = dist.HashStore()
+        >>> axis = dt.elastic(replica=0, replicas=1, store=store)
+        >>> guest = dt.Guest(store)
+        >>> guest.number
+        1
+        >>> guest.membership.stop(); axis.close()
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        mesh: DeviceMesh | None = None,
+        *,
+        min_replicas: int = 1,
+        silence_s: float = 15.0,
+        timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> None:
+        self._shard, self._shards = (0, 1) if mesh is None else (mesh["shard"].get_local_rank(), mesh["shard"].size())
+        self._timeout_s = timeout_s
+        own = latest_axis_store(store)
+        replicas, shards = map(int, own.get(SIZE).split())
+        if shards != self._shards:
+            raise ValueError(f"a replica of {self._shards} shards cannot join replicas of {shards}")
+        number = torch.tensor(replicas + own.add("numbers", 1) - 1 if self._shard == 0 else 0)
+        if mesh is not None and shards > 1:
+            group = mesh["shard"].get_group()
+            number = number.to(mesh.device_type if dist.get_backend(group) == "nccl" else "cpu")
+            dist.broadcast(number, dist.get_global_rank(group, 0), group)
+        self.number = int(number)
+        self.membership = Membership(
+            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_here, is_guest=True
+        )
+        self._store = self.membership.store
+        self._store.set(ask_key(self.number), "1")  # at once: the others look for one number after another
+
+    def addresses(self, timeout_s: float) -> str:
+        """The addresses of the feeds of all shards, separated by commas, once the others have them."""
+        deadline = time.monotonic() + timeout_s
+        keys = [feed_key(self.number, shard) for shard in range(self._shards)]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise ReplicaLost(f"no replica has let replica {self.number} in within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return ",".join(self._store.get(key).decode() for key in keys)
+
+    def ready(self) -> None:
+        """Lets the others know that this rank has the state of training."""
+        self._store.set(ready_key(self.number, self._shard), "1")
+
+    def step(self) -> int | None:
+        """The number of steps after which this replica comes in; None until the others have agreed on it."""
+        key = admit_key(self.number)
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
+        """The axis between the replicas, this one among them. Collective, before `step`.
+
+        Raises `ReplicaLost` where the others went on without it.
+        """
+        report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
+        self._store.set(at_key(self.number, self.membership.rank), "1")
+        agreement = None
+        while agreement is None:
+            if time.monotonic() > deadline:
+                raise ReplicaLost(f"the others did not let replica {self.number} in within {timeout_s:g} s")
+            agreement = self._agreement(report)
+        self.membership.join(agreement)
+        beside = [report for rank, report in agreement.reports.items() if rank % self._shards == self._shard]
+        floor = max(report.floor for report in beside if report.floor < _ALL)
+        for _ in range(_TRIES):
+            try:
+                return SurvivingCommunicator(self.membership, self._timeout_s, floor, step)
+            except RuntimeError:  # one of the others was lost meanwhile
+                self.membership.agree(RankReport(_ALL, [], {}, step, users=[step]))
+        raise ReplicaLost(f"replica {self.number} could not form a process group with the others")
+
+    def _agreement(self, report: RankReport) -> Agreement | None:
+        """The agreement that lets this guest in, once there is one."""
+        latest = int(self._store.get(EPOCH))
+        for epoch in (latest, latest + 1):  # the others may have noted the one, or have agreed on the next
+            if not self._store.check([f"{epoch}/record"]):
+                continue
+            agreement = parse_agreement(epoch, self._store.get(f"{epoch}/record"))
+            if self.number in agreement.members:
+                return agreement
+            if agreement.awaited == self.number:
+                raise ReplicaLost(f"the others did not wait for replica {self.number} before step {report.begun}")
+        # never for an agreement after that which lets it in: there the others would take it for a report of a member
+        self._store.set(f"{latest + 1}/report/{self.membership.rank}", json.dumps(vars(report)))
+        time.sleep(_POLL_S)
+        return None

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.init import LaunchPosition, init_replica
-from detonation.cluster.machine.interfaces import host_and_port
+from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
 from detonation.cluster.survive.agreement import EPOCH, axis_store, left_out, note_gone, parse_agreement
 

@@ -22,8 +22,7 @@ from detonation.cluster.survive.groups import (
     host,
 )
 from detonation.cluster.survive.membership import Membership
-from detonation.cluster.survive.texts import StoreTexts
-from detonation.cluster.survive.users import AxisUser, Host
+from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 
 _MOST_TRIES = 5

@@ -117,8 +117,9 @@ class StopConsensus:
 
     def end(self, step: int) -> None:
         """Raises on all ranks for a fault of any rank, if that needs no wait for a device. Collective."""
-        if not self.decides_on_device:
-            self._decide(step, step)
+        arrived = () if self.decides_on_device else [counts.take_due(step) for counts in self.counts]
+        if any(arrived) and (self._others or any(counts.fatal for counts in self.counts)):
+            self._settle(step)
         if self.balance is not None:
             self.balance.end(step)
 
@@ -223,8 +224,13 @@ class StopConsensus:
     def _decide(self, step: int, until: float) -> None:
         if self._asked:
             self._raise_asked()
-        fatal = self._gravest_here(until)
-        if fatal is not None and self._others:
+        if self._gravest_here(until) is not None:
+            self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        """Raises for the gravest reason of all ranks, at `step`. Collective."""
+        fatal = self._gravest_known()
+        if self._others:
             fatal = int(self._gravest_anywhere(fatal))
         if fatal:
             self._raise(fatal, step)
@@ -232,9 +238,10 @@ class StopConsensus:
     def _gravest_here(self, until: float) -> int | None:
         """The gravest reason of this rank's counts; None where nothing was to arrive at the steps up to `until`."""
         arrived = [counts.take_due(until) for counts in self.counts]
-        if not any(arrived):
-            return None
-        return max([counts.fatal << 4 | level for level, counts in enumerate(self.counts)])
+        return self._gravest_known() if any(arrived) else None
+
+    def _gravest_known(self) -> int:
+        return max(counts.fatal << 4 | level for level, counts in enumerate(self.counts))
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
         """The gravest reason of all ranks. Collective."""  # [1] int64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
@@ -226,12 +226,12 @@ class Received:
     source: object = None
     owners: RowOwners | None = None
 
-    def __post_init__(self) -> None:
-        if not self.aggregation.rowwise:  # blocks of rows can be aggregated once the norms are known
-            rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
-            squares = [block.values.square().sum(-1) for block in self._read_in(rows)]
-            weights = cast(NormWeighing, self.aggregation).weights(message_norms(torch.cat(squares, 1)))
-            object.__setattr__(self, "aggregation", WeightedMean(weights))
+    def weighed(self) -> Received:
+        """The same messages with an aggregation of blocks of rows, which needs the norms of the whole messages."""
+        rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
+        squares = [block.values.square().sum(-1) for block in self._read_in(rows)]
+        weights = cast(NormWeighing, self.aggregation).weights(message_norms(torch.cat(squares, 1)))
+        return replace(self, aggregation=WeightedMean(weights))
 
     @classmethod
     def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> Received:
@@ -286,8 +286,7 @@ def aggregate(coefficients: Coefficients, aggregation: Aggregation, chunk: int) 
     Shapes: -> `[rows, chunk]` fp32.
     """
     values, indices = coefficients.values, coefficients.indices
-    if not coefficients.shared:
-        assert indices is not None
+    if indices is not None and (not isinstance(indices, torch.Tensor) or indices.dim() == 3):
         return aggregation(values, narrow(indices), chunk)
     together = aggregation(values, None, chunk)  # combined first, scattered once
     return together if indices is None else scatter_sum([together], [narrow(indices)], chunk)

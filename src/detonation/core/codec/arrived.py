@@ -58,7 +58,8 @@ class Arrived:
     def received(self, unit: int, release: Callable[[], None] | None = None) -> Received:
         """The messages as engines decode them; they can be cut after each `unit` rows."""
         width = len(self.body) * self.codec.selection.k
-        return Received(self.rows, self.read, self.aggregation, unit, width, release, self)
+        found = Received(self.rows, self.read, self.aggregation, unit, width, release, self)
+        return found if self.aggregation.rowwise else found.weighed()
 
     def read(self, first: int, end: int) -> Coefficients:
         """The coefficients of the rows from `first`, where messages can be cut, to below `end`."""
@@ -83,7 +84,7 @@ class Arrived:
         Shapes: -> `[..., end - first, k]` integer.
         """
         if self._packed is not None:
-            return self._packed.part(first, end)
+            return self._packed if end - first == self.rows else self._packed.part(first, end)
         return None if self.shared is None else narrow(self.shared)[..., first:end, :]
 
     @cached_property

@@ -87,6 +87,8 @@ class Codec:
         Shapes: `[rows, chunk]` fp32 -> values `[rows, k]`.
         """
         coefficients = self.basis.forward(flat)
+        if self.dense:
+            return Selected(coefficients, None)
         return self.pick(coefficients, self.shared_indices(len(flat), step, seed, flat.device), out)
 
     def shared_indices(self, rows: int, step: int, seed: int, device: torch.device) -> Tensor | None:
@@ -165,9 +167,10 @@ class Codec:
         else:
             assert run.numbers is not None
             encoded.append(None if values.data_ptr() == run.numbers.data_ptr() else values)
-            targets = [run.numbers, *run.parts[1:]]
+            targets = [run.numbers]
         if indices is not None and not self.selection.shared:
             encoded.append(self.index_coding.encode(indices).view(count, -1))
+            targets += run.parts[len(targets) :]
         if (run.room or run.whole) and (padding := run.padding) is not None:
             targets.append(padding)
             encoded.append(zero_byte(padding.device).expand_as(padding))

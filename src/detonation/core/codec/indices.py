@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from detonation.core.compute import kernel_library
-from detonation.core.compute.bitmap import bitmap_faults, index_faults, mark, marked_indices, packed_faults
+from detonation.core.compute.bitmap import bitmap_faults, index_faults, mark, marked_indices
 from detonation.core.compute.bitpack import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class IndexCoding:
         """True if a bitmap is smaller than packed numbers."""
         return self.chunk < self.k * self.width
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The smallest type that holds unpacked indices and that torch computes with."""
         return torch.uint8 if self.width <= 8 else torch.int16 if self.width <= 15 else torch.int32
@@ -80,8 +80,9 @@ class IndexCoding:
         """
         if self.bitmap:
             return bitmap_faults(packed.encoded, packed.rows, self.k, self.chunk)
-        if self.width and packed.encoded.device.type == "cpu" and kernel_library.load_library():
-            return packed_faults(packed.encoded, packed.rows, self.k, self.chunk, self.width)
+        library = kernel_library.load_library() if self.width and packed.encoded.device.type == "cpu" else None
+        if library:
+            return library.check_indices(packed.encoded, packed.rows, self.k, self.chunk, self.width)
         return index_faults(packed.unpacked, self.chunk, self.width)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -116,6 +116,9 @@ class MessageRows:
         precision = self.codec.precision
         if self.owners or not isinstance(precision, Float):
             return None
+        if self.whole is None:
+            end = self.room + self.codec.lengths[self.rows][0]
+            return self.octets[0, self.room : end].view(precision.dtype).view(self.rows, self.codec.selection.k)
         return numbers(self.parts[0], precision.dtype).view(self.rows, self.codec.selection.k)
 
     def of_rows(self, first: int, rows: int) -> MessageRows:
@@ -156,12 +159,6 @@ def zero_byte(device: torch.device) -> Tensor:
     Shapes: -> `[1, 1]` uint8.
     """
     return torch.zeros(1, 1, dtype=torch.uint8, device=device)
-
-
-def row_run(kernels: Any, codec: Codec, octets: Tensor, room: int, rows: int) -> Any:
-    """A run of rows of messages, as kernels read it (`RowRun`)."""  # octets [messages, room + nbytes] uint8
-    lengths = codec.precision.lengths(rows, codec.selection.k)
-    return kernels.RowRun(octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths)))
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,12 @@ class BlockCodebook:
             *statistics.shape[:-1], len(levels) // max(1, math.prod(statistics.shape[:-1])), 2**self.width
         )
 
+    @lru_cache(maxsize=256)  # noqa: B019 (a codebook is a value of a fixed table)
     def lengths(self, rows: int, k: int) -> tuple[int, ...]:
         count = rows * k
         return packed_bytes(count, self.width), 2 * self.statistics * -(-count // self.block)
 
+    @lru_cache(maxsize=256)  # noqa: B019 (as above)
     def nbytes(self, rows: int, k: int) -> int:
         return sum(self.lengths(rows, k))
 

@@ -70,8 +70,7 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     """
     kernel = kernel_library.load_library() if bitmaps.device.type == "cpu" else None  # exact, so even a small one is
     if kernel:  # worth the call
-        found = [kernel.check_bitmap(bitmap, rows, k, chunk) for bitmap in bitmaps]
-        return torch.tensor(found, dtype=torch.int64, device="cpu")
+        return kernel.check_bitmap(bitmaps, rows, k, chunk)
     if chunk % 8:
         bits = unpack(bitmaps, rows * chunk, 1, torch.uint8).view(len(bitmaps), rows, chunk)
         counts = bits.sum(2, dtype=torch.int32)
@@ -81,19 +80,8 @@ def bitmap_faults(bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
     return (counts != k).any(1) * 2
 
 
-def packed_faults(packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-    """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
-
-    Shapes: `[messages, ceil(rows * k * width / 8)]` uint8 on a CPU with kernels -> `[messages]` int64.
-    """
-    kernel = kernel_library.load_library()
-    assert kernel is not None
-    found = [kernel.check_indices(each, rows, k, chunk, width) for each in packed]
-    return torch.tensor(found, dtype=torch.int64, device="cpu")
-
-
 def index_faults(indices: Tensor, chunk: int, width: int) -> Tensor:
-    """`packed_faults` of indices that are unpacked already.
+    """1 where an index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
 
     Shapes: `[messages, rows, k]` integer -> `[messages]` int64.
     """

@@ -37,11 +37,9 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     if numbers.device.type == "cpu":
         kernel = kernel_library.load_library()  # exact, so it does not matter which replicas have it
         if kernel:
-            wide, nbytes = numbers.to(torch.int64).contiguous(), packed_bytes(count, width)
-            if wide.dim() == 1:
-                return kernel.pack(wide, width, nbytes)
-            packed = [kernel.pack(line, width, nbytes) for line in wide.view(math.prod(wide.shape[:-1]), count)]
-            return torch.stack(packed).view(*wide.shape[:-1], nbytes)
+            wide, lines = numbers.to(torch.int64).contiguous(), numbers.shape[:-1]
+            packed = kernel.pack(wide.view(math.prod(lines), count), width, packed_bytes(count, width))
+            return packed.view(*lines, packed.shape[1])
     if width > 16:  # of chunks above 65,536: bit by bit
         return pack((numbers.unsqueeze(-1) >> _bits(width, numbers) & 1).flatten(-2), 1)
     filled = torch.nn.functional.pad(numbers, (0, -count % 8)) if count % 8 else numbers
@@ -58,11 +56,8 @@ def unpack(packed: Tensor, count: int, width: int, dtype: torch.dtype) -> Tensor
     if packed.device.type == "cpu":
         kernel = kernel_library.load_library()
         if kernel:
-            numbers = torch.empty(*shape, count, dtype=torch.int64, device="cpu")
             lines = packed.reshape(math.prod(shape), packed.shape[-1])
-            for line, found in zip(lines, numbers.view(len(lines), count), strict=True):
-                kernel.unpack(line, count, width, found)
-            return numbers.to(dtype)
+            return kernel.unpack(lines, count, width).view(*shape, count).to(dtype)
     if width > 16:
         bits = unpack(packed, count * width, 1, torch.int64).view(*shape, count, width)
         return (bits << _bits(width, bits)).sum(-1).to(dtype)

@@ -1,7 +1,7 @@
 """Detection of values that must not reach a memory: a NaN would win top-k for ever and freeze its chunk everywhere."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,13 +15,8 @@ SIGNAL_LIMIT = 1e12
 """The largest value of a signal. The norm of a million of them is `LIMIT`, so that their sender learns of it first."""
 
 
-def first_nonfinite(
-    signals: Sequence[Tensor | None], runtime: Runtime, numels: Sequence[int] | None = None
-) -> int | Tensor:
+def first_nonfinite(signals: Sequence[Tensor | None], runtime: Runtime) -> int | Tensor:
     """1 + the number of the first signal that holds NaN or a magnitude above `SIGNAL_LIMIT`; 0 where none does.
-
-    Args:
-        numels: Of all signals, where None may stand for one of them.
 
     Shapes: any -> an int, or `[]` int64 where the device decides and the host does not wait.
     """
@@ -29,14 +24,7 @@ def first_nonfinite(
     if not present:
         return 0
     tensors = [signal for _, signal in present]
-    if runtime.decides_on_device:
-        kernels, _ = kernel_library.gpu_kernels(runtime)
-        if kernels is not None:
-            sizes = tuple(numels or (0 if s is None else s.numel() for s in signals))  # each has a scanner of its own
-            scanner = runtime.shared(sizes, partial(kernels.Scanner, sizes, range(len(sizes)), runtime.device))
-            status: Tensor = kernels.settled(scanner.scan(signals, SIGNAL_LIMIT))
-            return status
-    else:
+    if not runtime.decides_on_device:
         library = kernel_library.load_library()
         if library and all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors):
             at = library.beyond(tensors, SIGNAL_LIMIT)

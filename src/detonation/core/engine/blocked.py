@@ -10,7 +10,8 @@ from detonation.core.codec.aggregate import Received
 from detonation.core.codec.basis import DCT
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import PackedIndices
-from detonation.core.compute.topk_cpu import TopKFinder
+from detonation.core.codec.selection import TopK
+from detonation.core.compute.topk_cpu import TOPK_CHUNKS, TopKFinder
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout, copy
 from detonation.core.memory import Memory
@@ -52,3 +53,11 @@ class BlockedEngine(ReferenceEngine):
             return
         for block, part in self._decoded_blocks(received):
             copy(block.cut(targets), block.layout.views(part))
+
+
+def blocked_engine(codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime) -> BlockedEngine | None:
+    """The engine for DCT x top-k with memory on a CPU; None for all else."""
+    fits = memory is not None and isinstance(codec.basis, DCT) and type(codec.selection) is TopK
+    if memory is None or not fits or runtime.decides_on_device or codec.selection.chunk not in TOPK_CHUNKS:
+        return None
+    return BlockedEngine(codec, layout, memory, runtime)

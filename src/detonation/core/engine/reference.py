@@ -2,20 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.aggregate import Aggregation, Coefficients, Mean, Received, aggregate
-from detonation.core.codec.basis import DCT, Identity
+from detonation.core.codec.aggregate import Aggregation, Mean, Received
+from detonation.core.codec.basis import Identity
 from detonation.core.codec.codec import Codec, Selected
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.precision import FP32
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.engine.rows_at_once import Room, decoded_at_once, is_heavy, released_at_once, selected_at_once
+from detonation.core.engine.rule import Rule
 from detonation.core.flat.layout import CACHE_BLOCK, Layout, copy
+from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.rows import Bucket
+from detonation.core.integrity.guard import Guard
 from detonation.core.memory import Memory
 from detonation.core.runtime import Runtime
 
@@ -23,18 +27,31 @@ READS = 2
 """The parts in which the replies of owners are read where launches count."""
 
 
-class ReferenceEngine:
-    """Encodes signals, releases memory and decodes messages in ordinary torch, on any device."""
+class Replier(Protocol):
+    """Answers as an owner of rows."""
+
+    def reads(self, received: Received) -> bool:
+        """True if it decodes these messages."""
+        ...
+
+    def reply(self, received: Received, run: MessageRows, step: int) -> None:
+        """Encodes the coefficients that the memory holds together with those of an update."""
+        ...
+
+
+class ReferenceEngine(Rule):
+    """Encodes signals, releases memory and decodes messages in ordinary torch, on any device, block by block."""
 
     name = "torch"
     reads_status = False
     """True if `bad` may be a status (see `Header`), because no operation then makes one of the other."""
+    guard: type[Guard] = Guard
+    """Of the messages that this engine encodes."""
 
     def __init__(
         self, codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
     ) -> None:
-        self.codec, self.layout, self.memory = codec, layout, memory
-        self.device, self._seed = runtime.device, runtime.seed
+        super().__init__(codec, layout, memory, runtime.seed, runtime.device)
         self._on_cpu, self._room = runtime.device.type == "cpu", room or Room(max(1, layout.rows))
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
         self._some = (
@@ -67,8 +84,8 @@ class ReferenceEngine:
         codec, rows = self.codec, self.layout.rows
         some = rows if codec.dense or (self._on_cpu and codec.selection.shared) else self._selected_rows
         if rows <= some:
-            flat = self._absorbed(self.layout, self.memory, signals, bad)
-            return self._narrow(codec.select(flat, step, self._seed, out), bad)
+            selected = self.select(signals, step, bad, out)
+            return selected if bad is None and selected.indices is None else self._narrow(selected, bad)
         shared = codec.shared_indices(rows, step, self._seed, self.device)
         values = torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device) if out is None else out
         indices = torch.empty(values.shape, dtype=codec.index_coding.dtype, device=self.device)
@@ -86,21 +103,17 @@ class ReferenceEngine:
             values.masked_fill_(bad, 0.0)
         return Selected(values, indices)
 
-    def _absorbed(
-        self, layout: Layout, memory: Memory | None, signals: Sequence[Tensor | None], bad: Tensor | None
-    ) -> Tensor:
-        """The memory with a signal, or the signal alone."""  # [rows, chunk]
-        return memory.absorb(signals, bad) if memory else layout.flatten(signals, self.device)
-
     def _absorbed_parts(self, signals: Sequence[Tensor | None], bad: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """`_absorbed` in parts, each with its first row."""
+        """The memory with a signal, or the signal alone, in parts of rows, each with its first row."""
         rows, at_once = self.layout.rows, self._absorbed_rows if self.memory else self._selected_rows
-        if rows <= at_once or self.layout.tiled:
-            yield 0, self._absorbed(self.layout, self.memory, signals, bad)
-            return
-        for block in (self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)):
-            memory = self.memory.of_rows(block.layout, block.first) if self.memory else None
-            yield block.first, self._absorbed(block.layout, memory, block.cut(signals), bad)
+        blocks = [Bucket.whole(self.layout)] if rows <= at_once or self.layout.tiled else None
+        for block in blocks or (self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)):
+            pieces = block.cut(signals)
+            if self.memory is None:
+                yield block.first, block.layout.flatten(pieces, self.device)
+            else:
+                memory = self.memory if blocks else self.memory.of_rows(block.layout, block.first)
+                yield block.first, memory.absorb(pieces, bad)
 
     def encode_into(
         self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
@@ -129,6 +142,20 @@ class ReferenceEngine:
         """
         return self.of_one(self.codec.written(run), selected)
 
+    def replier(
+        self, answer: Codec, aggregation: Aggregation, residual: Tensor, owners: RowOwners, owner: int
+    ) -> Replier | None:
+        """The engine of an owner, whose memory of coefficients is `residual`; None where ordinary torch answers.
+
+        Args:
+            answer: The codec of its messages.
+            aggregation: Of the messages that it answers.
+            owner: Its number.
+
+        Shapes: residual `[owned, chunk]` fp32.
+        """
+        return None
+
     def _narrow(self, selected: Selected, bad: Tensor | None) -> Selected:
         """A selection without values that must not count, and with indices in the smallest type that holds them."""
         values, indices = selected.values, selected.indices
@@ -152,7 +179,7 @@ class ReferenceEngine:
         """
         if self.memory:
             sent = self.of_one(selected.values if self._exact or own is None else own, selected)
-            self.memory.release(self._decoded(block, sent.aggregation) for block in sent.blocks(self._some))
+            self.subtract(sent.blocks(self._some))
 
     def of_one(self, values: Tensor, selected: Selected) -> Received:
         """A message with these values at the indices of `selected`, as the only one that was received.
@@ -168,7 +195,7 @@ class ReferenceEngine:
         Shapes: -> `[rows, chunk]` fp32.
         """
         if received.rows <= self._decoded_at_once(received, into_flat=True):
-            return self._decoded(received.whole(), received.aggregation)
+            return self.update(received.read(0, received.rows), received.aggregation)
         flat, first = torch.empty(self.layout.rows, self.layout.chunk, device=self.device, dtype=torch.float32), 0
         for part in self._decoded_parts(received):
             flat[first : first + len(part)] = part
@@ -181,9 +208,12 @@ class ReferenceEngine:
 
         Shapes: one local shape per parameter.
         """
-        if self.layout.tiled:
-            at_once = None if all(target.is_contiguous() for target in targets) else self.layout.rows
-            for strip, part in self._decoded_tiles(received, at_once):
+        at_once = self._some if self._on_cpu else self._decoded_at_once(received)
+        if received.rows <= at_once and not self.layout.tiled:
+            copy(targets, self.layout.views(self.update(received.read(0, received.rows), received.aggregation)))
+        elif self.layout.tiled:
+            few = None if all(target.is_contiguous() for target in targets) else self.layout.rows
+            for strip, part in self._decoded_tiles(received, few):
                 copy(strip.cut(targets), strip.layout.parts(part))
                 del part  # before the next one is made
         elif not all(target.is_contiguous() for target in targets):
@@ -227,7 +257,7 @@ class ReferenceEngine:
     def _decoded_tiles(self, received: Received, at_once: int | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """The update in lines of tiles, parameter by parameter: a line ends anywhere in a block of rows."""
         for strip in Bucket.strips(self.layout, at_once or self._decoded_at_once(received)):
-            yield strip, self._decoded(received.part(strip.rows.start, strip.rows.stop), received.aggregation)
+            yield strip, self.update(received.part(strip.rows.start, strip.rows.stop), received.aggregation)
 
     def _decoded_parts(self, received: Received) -> Iterator[Tensor]:
         """The update in blocks of rows."""
@@ -237,19 +267,13 @@ class ReferenceEngine:
         if self._room.few_launches and received.owners:
             read = received.rows if self.codec.selection.shared else -(-received.rows // READS)
         for block in received.blocks(some, read):
-            decoded = self._decoded(block, received.aggregation)
+            decoded = self.update(block, received.aggregation)
             del block  # before the next one is read
             yield decoded
             del decoded
 
     def _decoded_at_once(self, received: Received, into_flat: bool = False) -> int:
         return self._some if self._on_cpu else decoded_at_once(self.codec, received, self._room, into_flat)
-
-    def _decoded(self, sent: Coefficients, aggregation: Aggregation) -> Tensor:
-        chunk = self.codec.selection.chunk
-        if isinstance(self.codec.basis, DCT) and isinstance(aggregation, Mean) and sent.is_sparse(chunk):
-            return self.codec.basis.inverse_sparse(*sent.joined(), chunk)
-        return self.codec.basis.inverse(aggregate(sent, aggregation, chunk))
 
 
 def _move(weights: Sequence[Tensor], signs: Sequence[Tensor], rates: Sequence[SignRate]) -> None:

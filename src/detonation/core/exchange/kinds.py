@@ -3,6 +3,7 @@
 import torch
 
 from detonation.core.engine import rows_at_once
+from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.one_stage import AllGather, AllReduce
@@ -12,7 +13,6 @@ from detonation.core.flat.owners import RowOwners
 from detonation.core.flat.rows import BUCKETS, SMALL_BUCKETS
 from detonation.core.integrity.guard import Guard
 from detonation.core.link.link import Link
-from detonation.core.runtime import Runtime
 from detonation.core.schemes.buckets import rows_of_a_turn
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import collective_for
@@ -31,7 +31,9 @@ def _is_vote(scheme: Scheme) -> bool:
     return scheme.codec.selection.shared and not scheme.codec.summable
 
 
-def exchange_for(scheme: Scheme, link: Link, layout: Layout, runtime: Runtime, guard: Guard, room: Room) -> Exchange:
+def exchange_for(
+    scheme: Scheme, link: Link, layout: Layout, engine: ReferenceEngine, guard: Guard, room: Room
+) -> Exchange:
     """The exchange for the collective that `collective_for` chooses."""
     chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
@@ -39,5 +41,5 @@ def exchange_for(scheme: Scheme, link: Link, layout: Layout, runtime: Runtime, g
     if chosen == "all-gather":
         return AllGather(scheme, scheme.codec, link, guard, layout.rows)
     owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
-    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
-    return TwoStage(scheme, scheme.codec, link, owners, residual, guard, room, runtime)
+    residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device)
+    return TwoStage(scheme, scheme.codec, link, owners, residual, guard, room, engine)

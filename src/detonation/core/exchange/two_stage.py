@@ -12,17 +12,15 @@ from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.codec.precision import Float
-from detonation.core.engine.accelerated import replying_engine
+from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
-from detonation.core.exchange.exchange import negative_zeros, opened, played, sealed
-from detonation.core.exchange.message import Message
-from detonation.core.exchange.workspace import workspace_for
+from detonation.core.exchange.exchange import negative_zeros, played, sealed, workspace_for
 from detonation.core.flat.owners import RowOwners
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
+from detonation.core.integrity.message import Message
+from detonation.core.integrity.tape import Tape
 from detonation.core.link.link import Link
-from detonation.core.link.tape import Tape
-from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
 
 
@@ -37,7 +35,7 @@ class TwoStage:
     Args:
         residual: The server residual of the rows that this replica owns, `[owned, chunk]` fp32.
         room: The memory that an accelerator may take.
-        runtime: Of the replica.
+        engine: Of the replica, which may bring one for an owner's answers.
         first: The number of the first row among those of the whole flat.
     """
 
@@ -52,29 +50,24 @@ class TwoStage:
         residual: Tensor,
         guard: Guard,
         room: Room,
-        runtime: Runtime,
+        engine: ReferenceEngine,
         first: int = 0,
     ) -> None:
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self._answer, self._has_codes = scheme.reply_codec(link.replicas), not isinstance(codec.precision, Float)
         self.owners, self.residual = owners, residual
         self.replica = link.replica  # the owner that this replica is, until the replicas are renumbered
-        self._runtime, self._replier = runtime, None
-        if guard.kernels is not None:
-            mine = (self.replica, owners.replicas, owners.in_turns, owners.run, owners.owned, owners.rows)
-            answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
-            self._replier = replying_engine(guard.kernels, answer, scheme.aggregation, residual, runtime, mine)
-        self._workspace, self._answers = (workspace_for(scheme, link, guard.kernels is not None) for _ in range(2))
+        answer = replace(self._answer, selection=self._answer.selection.for_rows(first, owners.rows))
+        self._engine, self._replier = engine, engine.replier(answer, scheme.aggregation, residual, owners, self.replica)
+        self._workspace, self._answers = workspace_for(scheme, link, guard), workspace_for(scheme, link, guard)
+        self._widths = [each.width(owners.owned, HEADER_BYTES) for each in (codec, self._answer)]
         self._room, on_cpu = room, residual.device.type == "cpu"
         self._block = owners.owned if on_cpu else replied_at_once(codec, self._answer, link.replicas, room)
 
-    def start(self, step: int) -> Message:
-        return Message(step, self._codec, self._guard.kernels)
-
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         owners, room = self.owners.of_bucket(rows), 0 if first else HEADER_BYTES
-        whole = rows == self.owners.rows and self._guard.kernels is None  # which is sealed where it lies
-        width = self._codec.width(owners.owned, room) if whole else room + self._codec.nbytes(owners.owned)
+        whole = rows == self.owners.rows and not self._guard.on_kernels  # sealed where it lies
+        width = self._widths[0] if whole else room + self._codec.nbytes(owners.owned)
         memory = partial(self._workspace.take, ("run", first), (owners.replicas, width), self.residual.device)
         zeros = self._has_codes and negative_zeros(self._scheme, message.step, self._link.replica, owners.replicas)
         message.waiting = run = MessageRows(
@@ -91,9 +84,9 @@ class TwoStage:
         if isinstance(mine, Tensor):
             mine, message.shared = mine[self._link.replica], {0: mine}
         weighing = self._scheme.aggregation
-        arrived = opened(message, self._guard, owned, mine, weighing, 1, workspace=self._workspace)
-        received, reply = arrived.received(self.owners.run), Message(message.step, self._answer, self._guard.kernels)
-        shape = 1, self._answer.width(owned, HEADER_BYTES)
+        arrived = self._guard.open(message, owned, mine, weighing, 1, workspace=self._workspace)
+        received, reply = arrived.received(self.owners.run), Message(message.step, self._answer, self._guard.on_kernels)
+        shape = 1, self._widths[1]
         memory = partial(self._answers.take, "reply", shape, self.residual.device)
         zeros = negative_zeros(self._scheme, message.step)
         reply.waiting = run = MessageRows(self._answer, owned, memory, 0, HEADER_BYTES, negative_zeros=zeros)
@@ -127,9 +120,8 @@ class TwoStage:
         reply, owners = message.reply, self.owners
         assert reply is not None
         shared, tape = self._shared(message), self._link.tape
-        arrived = opened(
-            reply, self._guard, owners.owned, shared, Mean(), signals=False, tape=tape, workspace=self._answers
-        )
+        mean, space = Mean(), self._answers
+        arrived = self._guard.open(reply, owners.owned, shared, mean, signals=False, tape=tape, workspace=space)
         unit, width = owners.run * owners.replicas, self._answer.selection.k
         read = partial(self._collected, arrived)
         return Received(owners.rows, read, unit=unit, width=width, release=reply.release, source=arrived, owners=owners)
@@ -156,15 +148,13 @@ class TwoStage:
 
     def play(self, message: Message, tape: Tape) -> None:
         take = played(tape, self._guard, message.step, self._link.replicas)
-        message.reply = Message(message.step, self._answer, self._guard.kernels, played=take)
+        message.reply = Message(message.step, self._answer, self._guard.on_kernels, played=take)
 
     def for_rows(self, first: int, rows: int, guard: Guard) -> "TwoStage":
         owners = self.owners.of_bucket(rows)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return TwoStage(
-            self._scheme, self._codec, self._link, owners, residual, guard, self._room, self._runtime, first
-        )
+        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard, self._room, self._engine, first)
 
     def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}

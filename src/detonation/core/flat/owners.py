@@ -38,9 +38,9 @@ class RowOwners:
 
     def of_bucket(self, rows: int) -> RowOwners:
         """The owners of `rows` rows that begin where a round of turns begins."""
-        return RowOwners(rows, self.replicas, self.run)
+        return self if rows == self.rows else RowOwners(rows, self.replicas, self.run)
 
-    @property
+    @cached_property
     def missing(self) -> int:
         """The rows of padding."""
         return self.owned * self.replicas - self.rows

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from detonation.core.base_error import DetonationError
@@ -138,10 +138,11 @@ class FaultCounts:
         self._good = Counter({number[sender]: n for sender, n in self._good.items() if sender in number})
         self._row = Counter({(number[sender], at): n for (sender, at), n in self._row.items() if sender in number})
 
-    def accept(self, sender: int, place: int) -> None:
-        """Records that a message of `sender` was used; place: which of a replica's messages per step."""
-        self._row[sender, place] = 0
-        self._good[sender] += 1
+    def accept(self, senders: Iterable[int], place: int) -> None:
+        """Records that a message of each of `senders` was used; place: which of a replica's messages per step."""
+        for sender in senders:
+            self._row[sender, place] = 0
+            self._good[sender] += 1
 
     def skip(self, sender: int, place: int, name: str, step: int) -> None:
         """Counts zeros from `sender`, in part of its message or all: its `name` is not finite, or has `Changed`."""

@@ -1,22 +1,23 @@
 """The guard seals the messages of a replica, and decides which received messages may be used."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, partial
-from typing import Any
+from dataclasses import replace
+from functools import partial
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from detonation.core.codec.message_rows import MessageRows, joined, row_run
+from detonation.core.codec.aggregate import Aggregation
+from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
 from detonation.core.compute import kernel_library
-from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES, IDENTITY, Header, constant, hash63, put, unsealed
+from detonation.core.integrity.header import DIGITS, HEADER_BYTES, Header, hash63, put, unsealed
+from detonation.core.integrity.message import Message
+from detonation.core.integrity.tape import Tape
 from detonation.core.integrity.validate import (
-    FORGET,
-    LOUDER,
     TOO_LARGE,
     TOO_LOUD,
     Expected,
@@ -25,6 +26,7 @@ from detonation.core.integrity.validate import (
     explain_faults,
     statuses_of_sum,
 )
+from detonation.core.integrity.workspace import Workspace
 
 
 class Guard:
@@ -37,6 +39,8 @@ class Guard:
 
     place: Which of the messages of a step these are.
 
+    A subclass may seal and inspect on the device: an engine brings it (`ReferenceEngine.guard`).
+
     Args:
         names: Of the parameters.
         schema: All settings that sender and receiver must share to read a message.
@@ -47,9 +51,11 @@ class Guard:
         on_device: Whether the device decides. Faulty messages are then never used either, but counts, warnings and
             reasons to stop follow only in `FaultCounts.catch_up`.
         usual: The usual norm of messages, see `decide_usable`; several guards may share it. `[1]` fp32.
-        kernels: The module `detonation.kernels.gpu.launches`, where it seals and inspects.
         forget: Empties the memory that messages come from: after one that was too loud, the next ones would be, too.
     """
+
+    on_kernels = False
+    """True if kernels seal and inspect, so that the memory of messages is kept from step to step."""
 
     def __init__(
         self,
@@ -61,16 +67,16 @@ class Guard:
         counts: FaultCounts,
         on_device: bool = False,
         usual: Tensor | None = None,
-        kernels: Any = None,
         forget: Callable[[], object] = lambda: None,
     ) -> None:
         self._names, self._counts, self.place = list(names), counts, place
         self._schema, self._place, self._replica = hash63(schema), place << 2, replica
         self._delay, self._on_device = delay, on_device
         self.usual = torch.zeros(1, dtype=torch.float32, device="cpu") if usual is None else usual
-        self.kernels, self._inspectors, self._forget = kernels, dict[int, Any](), forget
+        self._forget = forget
         self._high = 1 + (len(self._names) >> 16)  # statuses have as many highest digits; marks take the rest of 256
-        self._marks, self._first_mark = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
+        marks, first = min(251, 256 // self._high - 1), (self._schema + 5 * place) % 251
+        self._marks = [(1 + (first + step) % marks) * self._high for step in range(marks)]  # of steps, in turns
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
@@ -82,27 +88,63 @@ class Guard:
             status: 0, or 1 + the number of the parameter because of which a part of the message is zeros.
             phase: Which of the collectives of an exchange; the last is 0.
         """
-        header, octets = self._header(step, status, phase), runs[0].octets
-        nbytes = runs[0].nbytes if len(runs) == 1 else runs[0].codec.nbytes(sum(run.rows for run in runs))
-        if self.kernels is not None:
-            read = [row_run(self.kernels, run.codec, run.octets, run.room, run.rows) for run in runs]
-            found = status if isinstance(status, Tensor) else constant(status, octets.device)
-            inspector = self._inspector(len(octets))
-            inspector.seal(read, nbytes, IDENTITY, header.schema, step, header.origin, found, header.received)
-        elif len(runs) == 1:
+        received = 0
+        if not phase:
+            # of the exchange that all have surely opened, whoever looked at a message on its way
+            received = self._received.get(self._sent - 1 - self._delay, 0) >> 32 << 32 | crc32(self._counts.options)
+            self._sent += 1
+        nbytes = sum(runs[0].codec.lengths[runs[0].rows if len(runs) == 1 else sum(run.rows for run in runs)])
+        self._write_header(
+            runs, nbytes, Header(self._schema, step, self._place | phase, self._replica, status, received)
+        )
+
+    def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
+        octets = runs[0].octets
+        if len(runs) == 1:
             header.seal(octets[:, : HEADER_BYTES + nbytes] if octets.device.type == "cpu" else octets, nbytes)
         else:
             whole = joined([run.parts for run in runs], HEADER_BYTES)
             header.seal(whole, nbytes)
             octets[:, :HEADER_BYTES] = whole[:, :HEADER_BYTES]
 
-    def _header(self, step: int, status: int | Tensor, phase: int) -> Header:
-        received = 0
-        if not phase:
-            # of the exchange that all have surely opened, whoever looked at a message on its way
-            received = self._received.get(self._sent - 1 - self._delay, 0) >> 32 << 32 | crc32(self._counts.options)
-            self._sent += 1
-        return Header(self._schema, step, self._place | phase, self._replica, status, received)
+    def open(
+        self,
+        message: Message,
+        rows: int,
+        shared: Tensor | SharedIndices | None,
+        aggregation: Aggregation,
+        phase: int = 0,
+        signals: bool = True,
+        tape: Tape | None = None,
+        workspace: Workspace | None = None,
+    ) -> Arrived:
+        """Waits for one sealed message per replica, validates and counts them; zeros replace unusable ones.
+
+        Args:
+            rows: Of each message.
+            shared: Their indices, where all replicas know them.
+            phase, signals: See `seal` and `Expected`.
+            tape: Takes in the messages, unless they come from it.
+            workspace: Where messages in several runs are put together.
+        """
+        octets = message.wait()
+        whole = octets[0] if len(octets) == 1 and octets[0].device.type == "cpu" else message.whole(octets)
+        codec, absent, nbytes = message.codec, message.absent, sum(message.codec.lengths[rows])
+        if tape is not None and not tape.plays:
+            for sender in absent:  # which a replay finds by its empty header
+                whole[sender, :HEADER_BYTES] = 0
+            tape.put(self.place, message.step, whole[:, : HEADER_BYTES + nbytes])
+        arrived = Arrived(codec, whole[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, shared, aggregation)
+        refused = self.admit(whole, nbytes, arrived.facts(), message.step, phase, signals, absent)
+        if absent and signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
+            present = [sender for sender in range(len(whole)) if sender not in absent]
+            arrived = codec.arrived(arrived.body[present], rows, shared, aggregation)
+            refused = None if refused is None else refused[present]
+        if refused is not None:
+            if arrived.body.device.type == "cpu":  # simulated replicas receive one buffer together
+                arrived = replace(arrived, body=arrived.body.clone())
+            arrived.blank(refused)
+        return arrived
 
     def admit(
         self,
@@ -133,74 +175,35 @@ class Guard:
             return refused
         return None if self._report(table.tolist(), expected, not phase, absent) else refused
 
-    def inspect(
-        self,
-        runs: Sequence[Any],
-        whole: Tensor,
-        nbytes: int,
-        coding: Any,
-        places: Any,
-        step: int,
-        phase: int = 0,
-        signals: bool = True,
-    ) -> None:
-        """`admit`, and zeros in the place of refused messages, by kernels.
-
-        Args:
-            runs: Of the messages, in the order of their rows (`RowRun`).
-            whole: Where they are joined; the octets of the only run, if that is aligned and no one else's.
-            coding, places: Of the messages, as kernels read them (`engine.accelerated`).
-
-        Shapes: whole `[replicas, 64 + nbytes or more]` uint8.
-        """
-        header = Header(self._schema, step, self._place | phase, 0)
-        expected = Expected(header, nbytes, len(self._names), signals)
-        limits = self.kernels.Limits(LIMIT, LOUDER, FORGET)
-        table = self._inspector(len(whole)).inspect(
-            runs, whole, nbytes, coding, places, IDENTITY, header.schema, step, header.place, expected.parameters,
-            self.usual, signals, limits,
-        )  # fmt: skip
-        report = partial(self._report, expected=expected, last=not phase)
-        self._counts.report_later(step + self._delay, _readback(table), report)
-
-    def weigh(self, messages: Tensor, coding: Any, places: Any, weights: Tensor) -> None:
-        """Writes the weights of a clipped mean, by a kernel.
-
-        Args:
-            coding, places: Of the messages, as in `inspect`.
-
-        Shapes: messages `[replicas, nbytes]` uint8, weights `[replicas]` fp32.
-        """
-        self._inspector(len(messages)).weigh(messages, places, coding, weights)
-
-    def _inspector(self, count: int) -> Any:
-        if count not in self._inspectors:
-            self._inspectors[count] = self.kernels.Inspector(count, self.usual.device)
-        return self._inspectors[count]
-
     def seal_sum(self, digits: Tensor, status: int | Tensor, step: int) -> None:
         """Writes this replica's status after the values of an all-reduce, and a mark of schema, place and step.
 
         Each replica writes three numbers for itself and zeros for the others, so that no header is needed. The last
         number has room for the mark, which is never 0.
 
-        Shapes: `[3 * replicas]`, zeros; of any content where kernels write them.
+        Shapes: `[3 * replicas]`, of any content.
         """
-        mark = (1 + (self._first_mark + step) % self._marks) * self._high
-        if self.kernels is not None:
-            found = status if isinstance(status, Tensor) else constant(status, digits.device)
-            self._sums.seal(found, digits, DIGITS * self._replica, DIGITS, mark)
-        elif isinstance(status, Tensor) or status:
+        mark = self._marks[step % len(self._marks)]
+        digits.zero_()
+        if isinstance(status, Tensor) or status:
             for i in range(DIGITS):
                 put(digits[DIGITS * self._replica + i], (status >> 8 * i & 255) + mark * (i == DIGITS - 1))
         else:
             digits[DIGITS * self._replica + DIGITS - 1].fill_(mark)
 
-    def open_sum(self, values: Sequence[Tensor], digits: Tensor, step: int, absent: Collection[int] = ()) -> bool:
+    def open_sum(
+        self,
+        values: Sequence[Tensor],
+        digits: Tensor,
+        step: int,
+        absent: Collection[int] = (),
+        workspace: Workspace | None = None,
+    ) -> bool | Tensor:
         """Counts the statuses in a sum; False where zeros must replace the values: not all are finite, or the messages
-        do not belong together (`absent` ones may be missing). On an accelerator the device replaces what is not finite.
+        do not belong together (`absent` ones may be missing). On an accelerator the device replaces what is not finite,
+        or who decodes the values asks the report (`Sums`) that is returned, which lies in `workspace`.
 
-        Shapes: values any, digits `[3 * replicas]`.
+        Shapes: values any, digits `[3 * replicas]` -> report `[1 + 3 * replicas]` fp32.
         """
         if self._on_device:
             norms = torch.stack([torch.linalg.vector_norm(each, torch.inf) for each in values])
@@ -217,20 +220,6 @@ class Guard:
             fine = all(bool(each.isfinite().all()) for each in values)
         return self._report_sum(step, absent, [fine, *digits.tolist()])
 
-    def inspect_sum(
-        self, values: Sequence[Tensor], digits: Tensor, step: int, report: Tensor, absent: Collection[int] = ()
-    ) -> None:
-        """`open_sum` by kernels. Who decodes the values asks `report` whether they count.
-
-        Shapes: values any, digits `[3 * replicas]`, report `[1 + 3 * replicas]` fp32.
-        """
-        self._sums.inspect(values, digits, report)
-        self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step, absent))
-
-    @cached_property
-    def _sums(self) -> Any:
-        return self.kernels.SumInspector(self.usual.device)
-
     def _report(
         self, rows: Sequence[Sequence[int]], expected: Expected, last: bool, absent: Collection[int] = ()
     ) -> bool:
@@ -239,6 +228,7 @@ class Guard:
         faults = [""] * len(rows) if fine else explain_faults(rows, expected)
         if last:
             self._compare_received(rows, faults, step)
+        used = list[int]()
         for sender, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if sender in absent:
                 continue
@@ -249,7 +239,8 @@ class Guard:
             elif row[5]:
                 self._counts.skip(sender, self._place, self._names[row[5] - 1], step)
             elif expected.signals:
-                self._counts.accept(sender, self._place)
+                used.append(sender)
+        self._counts.accept(used, self._place)
         return fine
 
     def _compare_received(self, rows: Sequence[Sequence[int]], faults: Sequence[str], step: int) -> None:
@@ -265,13 +256,15 @@ class Guard:
         """Counts the status of each replica, and a sum that is not finite; False for that, and for another mark."""
         finite, *digits = found
         replicas, statuses = len(digits) // DIGITS, list[int]()
-        mark = (1 + (self._first_mark + step) % self._marks) * self._high
+        mark = self._marks[step % len(self._marks)]
         if digits != [0, 0, mark] * replicas:
             statuses = statuses_of_sum(digits, self._replica, mark, self._high, absent)
-        for sender, status in enumerate(statuses or [0] * replicas):
+        statuses = statuses or [0] * replicas
+        self._counts.accept([sender for sender, status in enumerate(statuses) if not status], self._place)
+        for sender, status in enumerate(statuses):
             if not status:
-                self._counts.accept(sender, self._place)
-            elif status < 0:
+                continue
+            if status < 0:
                 self._counts.misplace(sender, step)
             elif status > len(self._names):
                 self._counts.refuse(sender, "has a status that does not exist", step)
@@ -280,8 +273,3 @@ class Guard:
         if not finite:
             self._counts.refuse_sum(step)
         return bool(finite) and min(statuses, default=0) >= 0
-
-
-def _readback(numbers: Tensor) -> readback.Readback:
-    """The readback of numbers over which a later inspection writes: of a CPU that plays an accelerator, of a copy."""
-    return readback.Readback(numbers.clone() if numbers.device.type == "cpu" else numbers)

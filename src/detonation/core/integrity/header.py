@@ -57,7 +57,8 @@ class Header:
 
         Shapes: `[messages, 64 + nbytes + padding]` uint8, each at an address for int64, whose padding is zeros.
         """
-        words, origin, device = messages[:, :HEADER_BYTES].view(torch.int64), self.origin, messages.device
+        words, origin = messages[:, :HEADER_BYTES].view(torch.int64), self.sender << 32 | self.place
+        device = messages.device
         if device.type == "cpu" and not isinstance(self.status, torch.Tensor):
             content = [IDENTITY, self.schema, self.step, origin, nbytes, self.status, self.received, 0]
             words.copy_(torch.tensor(content, dtype=torch.int64, device="cpu"))

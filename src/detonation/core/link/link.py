@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from detonation.core.integrity.tape import Tape
 from detonation.core.link.communicator import Axis, communicator_of
 from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
 from detonation.core.link.handshake import SAME_START, Mismatch, require_same, send_to_all
 from detonation.core.link.hierarchical import HierarchicalCommunicator
-from detonation.core.link.tape import Tape
 from detonation.core.schemes.traffic import bytes_per_rank, ring_bytes
 
 
@@ -67,26 +67,21 @@ class Link:
 
         return wait
 
-    def all_gather(self, message: Tensor) -> "Arriving":
+    def all_gather(self, message: Tensor) -> "InFlight":
         """Starts sending `message` to all replicas.
 
         Shapes: `[nbytes]` uint8, the same on all replicas.
         """
         self.bytes_sent += ring_bytes("all-gather", bytes_per_rank(len(message), self.local_ranks), self.replicas)
-        return Arriving(self, self._communicator.all_gather(message))
+        return InFlight(self, self._communicator.all_gather(message))
 
-    def all_to_all(self, messages: Tensor) -> "Arriving":
+    def all_to_all(self, messages: Tensor) -> "InFlight":
         """Starts sending message r to replica r; each replica's message for this one arrives.
 
         Shapes: `[replicas, nbytes]` uint8, the same on all replicas.
         """
         self.bytes_sent += bytes_per_rank(messages.shape[1], self.local_ranks) * (self.replicas - 1)
-        return Arriving(self, self._communicator.all_to_all(messages.view(-1)))
-
-    @property
-    def absent(self) -> Collection[int]:
-        """The replicas that were lost before they took part in the collective that was waited for last."""
-        return self.elastic.absent if self.elastic else ()
+        return InFlight(self, self._communicator.all_to_all(messages.view(-1)))
 
     def renumber(self) -> None:
         """Takes the numbers of the replicas that are left."""
@@ -152,8 +147,8 @@ def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[No
 
 
 @dataclass
-class Arriving:
-    """The message that every replica sent, in flight, in replica order."""
+class InFlight:
+    """The message that every replica sent, in flight, in replica order: an `Arriving`."""
 
     link: Link
     wait: Callable[[], Tensor]

@@ -36,13 +36,17 @@ class BaseStep:
         self._lookout = _lookout_of(optimizer)
         self._lookout.users.add(self)
 
-    def __call__(self) -> None:
+    def __call__(self, clips: bool = True) -> None:
         """Clips, if it is to be, and steps."""
         if self.overflow is not None and bool(self.overflow):
             return
-        if self.clip:
+        if self.clip and clips:
             self.clip()
-        self.unclipped()
+        self._lookout.is_away = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._lookout.is_away = False
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Takes zeros for the updates of the padding rows of `parameters` from now on.
@@ -58,14 +62,6 @@ class BaseStep:
         for parameter, row in self._held.values():
             if parameter.grad is not None:
                 local(parameter.grad)[row].zero_()
-
-    def unclipped(self) -> None:
-        """Steps on the gradients as they are."""
-        self._lookout.is_away = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._lookout.is_away = False
 
 
 class _Lookout:

@@ -12,8 +12,8 @@ from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.progress import PROGRESS
+from detonation.core.integrity.tape import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
-from detonation.core.link.tape import Tape
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.closure import evaluated
 from detonation.core.optim.wrapper import OptimizerWrapper
@@ -41,7 +41,7 @@ class Replicated(OptimizerWrapper):
         >>> import detonation as dt
         >>> from detonation.cluster.network.loopback import LoopbackCommunicator
         >>> model = nn.Linear(8, 1)
-        >>> optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.random(rate=1))
+        >>> optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(), dt.random_sign())
         >>> optimizer.step()
         >>> isinstance(optimizer, dt.Replicated), optimizer.step_count, optimizer.stats.skipped
         (True, 1, 0)
@@ -96,8 +96,8 @@ class Replicated(OptimizerWrapper):
         loss = evaluated(closure) if closure and not self.idle else None
         overlapping = any(replicator.overlapping for replicator in self._replicators or [])
         without_state = not overlapping and not self.base.state
-        if without_state and not self.param_groups[0].get("lr") and states.only_creates_state():
-            self._base_step.unclipped()
+        if without_state and not self.base.param_groups[0].get("lr") and states.only_creates_state():
+            self._base_step(clips=False)
             return loss
         if self.memory_lost:
             states.warn_of_lost_memory(self)

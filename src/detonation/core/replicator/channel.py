@@ -2,23 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
-from detonation.core.compute import kernel_library
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
-from detonation.core.engine.compiled import engine_for
-from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.choice import engine_for
 from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.kinds import exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
 from detonation.core.integrity.fault_counts import Changed, FaultCounts
 from detonation.core.integrity.guard import Guard
+from detonation.core.integrity.message import Message
 from detonation.core.link.link import Link
 from detonation.core.memory import Memory
 from detonation.core.replicator.local_state import LocalState
@@ -57,10 +56,11 @@ class Channel:
         self.engine = engine_for(scheme.codec, layout, self.memory, runtime, self._room)
         self.counts = counts or FaultCounts([slot.name for slot in layout.slots], link.replica)
         self._usual = torch.zeros(1, dtype=torch.float32, device=runtime.device)  # of all guards: norms are alike
-        self.exchange = exchange_for(scheme, link, layout, runtime, self._guard(layout, 0), self._room)
+        self.exchange = exchange_for(scheme, link, layout, self.engine, self._guard(layout, 0), self._room)
         if runtime.decides_on_device:  # the basis copies its matrix to the device now, and not in the first round's end
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
+        self._message = partial(Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels)
         self._whole = BucketPipeline(Bucket.whole(layout), self.engine)
         self._alone: dict[int, Exchange] = {}  # by the first row of a bucket that is a message of its own
 
@@ -83,7 +83,12 @@ class Channel:
     def start(self, step: int) -> Transfer:
         """The transfer of `step`, with nothing in it yet."""
         self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(self._whole.bucket, self.engine, self.exchange, self.exchange.start(step))
+        return Transfer(
+            self._whole.bucket,
+            self.engine,
+            self.exchange,
+            self._message(step),
+        )
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
         """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
@@ -93,9 +98,8 @@ class Channel:
         transfer = self.start(step)
         # engines on a CPU work in blocks of their own, which fit into its caches
         at_once = self.runtime.device.type == "cpu" or self.engine.reads_status  # kernels need no temporaries
-        pipelines = [self._whole] if at_once else self.pipelines
-        parts = [(pipeline, pipeline.bucket.cut(signals)) for pipeline in pipelines]
-        self._send(transfer, parts, self._status(self.engine, signals))
+        parts = [(self._whole, signals)] if at_once else [(each, each.bucket.cut(signals)) for each in self.pipelines]
+        self._send(transfer, parts, signals)
         return transfer
 
     def send_part(self, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], step: int) -> Transfer:
@@ -106,7 +110,7 @@ class Channel:
         Shapes: one per piece of the bucket.
         """
         transfer = self._start_part(pipeline, step)
-        self._send(transfer, [(pipeline, pieces)], self._status(pipeline.engine, pieces))
+        self._send(transfer, [(pipeline, pieces)], pieces)
         return transfer
 
     def send_bucket(
@@ -186,24 +190,25 @@ class Channel:
         memory = {"residual": self.memory.residual} if self.memory else {}
         return LocalState(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
-    def _status(self, engine: ReferenceEngine, signals: Sequence[Tensor | None]) -> int | Tensor:
-        """0, or which of the signals is not finite: see `Header`."""
-        if engine.reads_status:
-            return engine.scan(signals, range(len(signals)))
-        return first_nonfinite(signals, self.runtime, [slot.numel for slot in engine.layout.slots])
-
     def _send(
-        self, transfer: Transfer, parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]], status: int | Tensor
+        self,
+        transfer: Transfer,
+        parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]],
+        signals: Sequence[Tensor | None],
     ) -> None:
-        """Encodes all buckets of a message and sends it in one collective."""
+        """Encodes all buckets of a message and sends it in one collective; `parts` are those of `signals`."""
         if self.link.tape and self.link.tape.plays:
             self._play(transfer, [pipeline for pipeline, _ in parts])
             return
-        if not self.engine.reads_status:
-            transfer.is_empty = status > 0
-        elif isinstance(status, Tensor) and self.scheme.signal == "parameters":
-            transfer.is_empty = status.any()
-        bad = status if isinstance(status, Tensor) and self.engine.reads_status else transfer.is_empty
+        bad: bool | Tensor
+        status: int | Tensor
+        if self.engine.reads_status:
+            status = bad = parts[0][0].engine.scan(signals, range(len(signals)))
+            if self.scheme.signal == "parameters":
+                transfer.is_empty = bad.any()
+        else:
+            status = first_nonfinite(signals, self.runtime)
+            transfer.is_empty = bad = status > 0
         run = transfer.exchange.run(transfer.message, 0, transfer.bucket.layout.rows)
         for pipeline, pieces in parts:
             bucket = pipeline.bucket
@@ -213,7 +218,8 @@ class Channel:
                 self._release(transfer)
         del run, part  # the exchange may send a copy
         transfer.exchange.send(transfer.message, status)
-        self._release(transfer)
+        if transfer.unreleased:
+            self._release(transfer)
 
     def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
@@ -279,8 +285,12 @@ class Channel:
     def _start_part(self, pipeline: BucketPipeline, step: int) -> Transfer:
         """The transfer of one bucket as a message of its own, with nothing in it yet."""
         self.counts.due.add(step + self.scheme.round.delay)
-        exchange = self._exchange_of(pipeline)
-        return Transfer(pipeline.bucket, pipeline.engine, exchange, exchange.start(step))
+        return Transfer(
+            pipeline.bucket,
+            pipeline.engine,
+            self._exchange_of(pipeline),
+            self._message(step),
+        )
 
     def _exchange_of(self, pipeline: BucketPipeline) -> Exchange:
         """The exchange of a bucket that is a message of its own."""
@@ -298,9 +308,8 @@ class Channel:
         schema = repr((*arguments, layout.slots, self.runtime.seed, self.link.replicas))
         forget = self.memory.clear if self.memory else lambda: None
         at = schema, self.place << 10 | number, self.link.replica, self.scheme.round.delay
-        kernels = kernel_library.gpu_kernels(self.runtime)[0] if self.engine.reads_status else None
         names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
-        return Guard(names, *at, self.counts, self.runtime.decides_on_device, self._usual, kernels, forget)
+        return self.engine.guard(names, *at, self.counts, self.runtime.decides_on_device, self._usual, forget)
 
     def _pipeline(self, bucket: Bucket) -> BucketPipeline:
         codec = codec_of(bucket, self.scheme.codec, self.layout.rows)

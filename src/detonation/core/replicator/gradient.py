@@ -16,7 +16,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
-from detonation.core.replicator.pending import LookAhead, OwnUpdate, Pending, step_on, taken
+from detonation.core.replicator.pending import LookAhead, OwnUpdate, Pending, step_on
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
 
@@ -38,6 +38,7 @@ class GradientReplicator(Replicator):
     ) -> None:
         super().__init__(parameters, channel)
         self._base, self.last, delay, device = base, last, scheme.round.delay, channel.runtime.device
+        self._signs = base.optimizer if last and isinstance(base.optimizer, SignSGD) else None
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, device)
         self._own_updates = Pending(channel.layout, delay if scheme.lookahead else 0, device)
@@ -51,11 +52,14 @@ class GradientReplicator(Replicator):
     def before(self, step: int) -> None:
         if self._lookahead:
             self._lookahead.back()
-        transfer = self._send(step)
+        if self._overlap or self._equal:
+            transfer = self._sent_in_overlap(step)
+        else:
+            transfer = self.channel.send(local_gradients(self.parameters), step)
         if transfer.own:
             self._own_updates.exchange(OwnUpdate(self.layout, transfer.own))
         update = (self._updates.exchange(transfer) if self._delayed else transfer).receive()
-        if not (self.last and taken(update, self.parameters, self._base)):
+        if not (self._signs and self._signs.take(list(self.parameters.values()), update)):
             update.write(gradients_to_fill(self.parameters))
 
     def after(self, step: int) -> None:
@@ -148,13 +152,13 @@ class GradientReplicator(Replicator):
         own = {f"own_update{i}": update for i, update in enumerate(self._own_updates.arrived())}
         return self.channel.local_state(updates | own)
 
-    def _send(self, step: int) -> Transfer:
+    def _sent_in_overlap(self, step: int) -> Transfer:
+        """The transfer of a step whose gradients left in `overlap`, or of the one after it."""
         if self._overlap:
             transfer, self._equal = self._overlap.finish()
             self._overlap, self.overlapping = None, False
             return transfer
-        if self._equal:
-            self._refuse_unequal()
+        self._refuse_unequal()
         return self.channel.send(local_gradients(self.parameters), step)
 
     def _refuse_unequal(self) -> None:

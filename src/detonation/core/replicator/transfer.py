@@ -10,8 +10,8 @@ from detonation.core.codec.codec import Selected
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.exchange.exchange import Exchange
-from detonation.core.exchange.message import Message
 from detonation.core.flat.rows import Bucket
+from detonation.core.integrity.message import Message
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Update:
         Shapes: one local shape per parameter.
         """
         self.engine.write(self.received, targets)
-        self._release()
+        if self.received.release:  # nobody looks at the messages again
+            self.received.release()
 
     def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
         """True if `apply_signs` supports these weights.
@@ -114,8 +115,5 @@ class Update:
         Shapes: one local shape per parameter.
         """
         self.engine.apply_signs(self.received, weights, rates)
-        self._release()
-
-    def _release(self) -> None:
-        if self.received.release:  # nobody looks at the messages again
+        if self.received.release:
             self.received.release()

@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.shard_file import DTYPES
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.snapshot import weights
 from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
-from detonation.feed.weights.folders import Folder, LocalFolder, folder_at
-from detonation.feed.weights.weight_files import BASE, DIFFERENCE, END, WeightFile, file_content
+from detonation.feed.weights.folders import (
+    BASE,
+    DIFFERENCE,
+    END,
+    Folder,
+    LocalFolder,
+    WeightFile,
+    file_content,
+    folder_at,
+)
 
 _log = logging.getLogger("detonation.feed")
 

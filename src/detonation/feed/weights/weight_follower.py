@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.manifest import CorruptCheckpoint
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint
+from detonation.checkpoint.snapshot import weights
 from detonation.core.flat.tensors import digest
-from detonation.feed.connection.token import LostFeed
+from detonation.feed.token import LostFeed
 from detonation.feed.weights.differences import changes, decode_difference, move, patterns_of, starts
-from detonation.feed.weights.folders import Folder
-from detonation.feed.weights.weight_files import BASE, DIFFERENCE, END, WeightFile, read_content
+from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, WeightFile, read_content
 
 POLL_S = 0.1
 """Seconds between two looks at a folder."""

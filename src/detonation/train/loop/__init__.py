@@ -1,4 +1,4 @@
 """The training loop of one rank: its session, a step, validation, checkpoints, and the summary at the end.
 
-Imports from `recipe` and `output`; `auto`, `run` and `verbs` may import from here.
+Imports from `recipe` and `output`; `run` and `verbs` may import from here.
 """

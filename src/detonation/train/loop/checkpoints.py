@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.files.retention import checkpoint_name
-from detonation.checkpoint.load.newest import Loaded, NoCheckpoint, find, load_found
-from detonation.checkpoint.save.async_save import Checkpoints
-from detonation.checkpoint.save.shard_job import NotSaved
+from detonation.checkpoint.newest import Loaded, NoCheckpoint, find, load_found
+from detonation.checkpoint.shard_saver import NotSaved
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import PeerLost

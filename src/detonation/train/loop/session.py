@@ -16,10 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from detonation.choices import find_function
-from detonation.cluster.blocks import checkpoint_activations, compile_layers
-from detonation.cluster.mesh import init_mesh, shard
+from detonation.cluster.mesh import checkpoint_activations, compile_layers, init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.cluster.slow_axis import slow_axis_backend
 from detonation.cluster.survive.elastic_axis import elastic
 from detonation.cluster.survive.meeting import place
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -34,8 +32,7 @@ from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
-from detonation.train.loop.waits import Waits
-from detonation.train.loop.world import ElasticRanks, Ranks, World, require_same_settings
+from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, require_same_settings
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
 from detonation.train.recipe.tables import REPLICATE

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from detonation.cluster.machine.usage import peak_memory
+from detonation.cluster.devices import peak_memory
 from detonation.data import bigram_loss
 from detonation.train.loop.session import Session
 from detonation.train.output.metrics import Portion, Record, reduction

@@ -1,14 +1,15 @@
-"""From a recipe file, the launcher's world, `--set` and flags to one configuration."""
+"""From a recipe file, the launcher's world, `--set` and flags to one configuration; trust in code that it names."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from detonation.choices import unknown
 from detonation.cluster.init import LaunchPosition
 from detonation.core.schemes.registry import SCHEMES, schemes
+from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.recipe.optimizers import optimizer_name
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.shipped import shipped_recipes
@@ -244,3 +245,25 @@ def _spelled(key: str, table: Any) -> Any:
     if key != "optimizer" or not isinstance(table, dict) or not isinstance(table.get("name"), str):
         return table
     return {**table, "name": optimizer_name(table["name"])}
+
+
+Section = Literal["model", "data", "optimizer", "scheme"]
+
+
+def require_trust(trusted: bool, config: Config, where: str, verb: str, *sections: Section) -> None:
+    """Raises `ValueError` where `verb` would run code that `config` names, unless it is `trusted`.
+
+    Args:
+        where: The name of the place that `config` is from, for the error.
+        sections: Those of `config` that the verb builds.
+    """
+    named = {
+        # No code of a model of transformers runs. The prefix means nothing elsewhere: `hf:build` is of a module `hf`.
+        "model": [config.model.name] if not config.model.name.startswith(HUB_PREFIX) else [],
+        "data": [config.data.name],
+        "optimizer": [config.optimizer.name],
+        "scheme": [level.scheme.name for level in config.levels],
+    }
+    code = [name for section in sections for name in named[section] if ":" in name]
+    if code and not trusted:
+        raise ValueError(f"{where} names the code {code[0]}, which {verb} would run: say --trust-code if you trust it")

@@ -1,7 +1,6 @@
 """A run among replicas that may be lost, or come: where it may start, those that come in, and those it has lost."""
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +9,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from detonation.cluster.init import LaunchPosition
-from detonation.cluster.machine.interfaces import addresses_of, host_and_port
 from detonation.cluster.mesh import init_mesh, shard
-from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
+from detonation.cluster.position import host_and_port
+from detonation.cluster.survive.elastic_axis import Guest
 from detonation.cluster.survive.groups import SurvivedLoss
-from detonation.cluster.survive.guests import Guest
 from detonation.feed.admission import admitted
 from detonation.feed.shared_state import memory_norm
 from detonation.train.loop.session import Session, load_data, safety, seeded_model
@@ -60,11 +58,6 @@ def joined_session(config: Config, device: torch.device, address: str) -> Sessio
     require_same_settings(guest.membership, config)
     optimizer, axis = admitted(model, guest, safety=safety(config), timeout_s=_WAIT_S)
     return Session(config, ElasticRanks(mesh, axis), device, load_data(config.data), model, optimizer.base, optimizer)
-
-
-def own_address() -> str:
-    """The address of this machine at which a replica that comes in finds the state."""
-    return next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")
 
 
 class Losses:

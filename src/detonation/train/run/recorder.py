@@ -1,18 +1,29 @@
-"""The recorder of a run: every step's record, written down, sent to trackers and shown."""
+"""Records of a run: each step's, the log of its updates, and the feed of its weights."""
 
 import math
+import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from detonation.cluster.machine.usage import peak_flops, peak_memory
+from detonation.checkpoint.files import retention
+from detonation.cluster.devices import peak_flops, peak_memory
+from detonation.cluster.position import addresses_of
+from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
+from detonation.core.integrity.tape import Tape
+from detonation.feed.admission import Admission
+from detonation.feed.publisher import Feed
+from detonation.log.step_recorder import Tapes
+from detonation.log.writer import UpdateLog
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import NOTHING, Counts, portion
 from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.sizes import misfits
+from detonation.train.recipe.tables import to_table
 
 _MOST_REPLICAS = 16
 """In a line of the metrics file; the table of more would be longer than the rest of it."""
@@ -129,3 +140,72 @@ def _title(session: Session, path: Path, tuned: bool) -> str:
     optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
     optimizer += f" (as the recipe has tuned it for {config.scheme.name})" if tuned else ""
     return f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"
+
+
+class Recording:
+    """Logs and publishes a run, as its configuration says. Collective: all ranks construct it.
+
+    Each rank of the first replica has a feed. Where that replica is lost, those of the next one take its place.
+
+    Args:
+        came_later: This replica came in while others trained; the rest is not collective then.
+    """
+
+    def __init__(self, session: Session, path: Path, came_later: bool = False) -> None:
+        self._session, train = session, session.config.train
+        self._log, self._checkpoints = UpdateLog(path / directory.UPDATES), path / directory.CHECKPOINTS
+        self._tapes: list[Tape] = [self._log] if train.log_updates else []
+        self._feed: Feed | None = None
+        self._trouble = ""
+        self._run = ""
+        if train.publish and not came_later:
+            self._run = session.world.texts().broadcast(secrets.token_hex(8))
+        if train.publish and not session.optimizer.coordinates.replica:
+            self._publish()
+        if self._tapes:
+            session.optimizer.record(Tapes(self._tapes))
+        self._door: Admission | None = None
+        if session.config.mesh.elastic:
+            self._door = Admission(session.model, session.optimizer, _own_address())
+
+    def after_step(self) -> list[str]:
+        """Lets in who asks for it, and publishes in the place of a replica that was lost; returns lines about it."""
+        if self._door is not None:
+            self._door.after_step()
+        publish, replica = self._session.config.train.publish, self._session.optimizer.coordinates.replica
+        if not publish or self._feed is not None or replica:
+            return []
+        try:
+            self._publish()
+        except OSError as error:  # the one that was lost still has the port, or the address is of its machine
+            new, self._trouble = str(error) != self._trouble, str(error)
+            return [f"the weights are not published: {error}"] if new else []
+        self._session.optimizer.record(Tapes(self._tapes))
+        return []
+
+    def saved(self, step: int) -> None:
+        """Begins another file of the log with the checkpoint of `step`; files before the last whole one go."""
+        whole = [retention.step_of(found) for found in retention.saved_checkpoints(self._checkpoints)]
+        self._log.rotate(max((before for before in whole if before < step), default=0))
+
+    def close(self, ended: bool) -> None:
+        """Ends the feed. ended: Whether training has come to its end."""
+        if self._feed is not None:
+            self._feed.close(ended=ended)
+
+    def close_log(self) -> None:
+        """Writes what is left of the log."""
+        self._log.close()
+
+    def _publish(self) -> None:
+        config = self._session.config
+        about = {"config": to_table(config)}
+        self._feed = Feed(
+            self._session.model, self._session.optimizer, config.train.publish, about=about, run=self._run
+        )
+        self._tapes.append(self._feed)
+
+
+def _own_address() -> str:
+    """The address of this machine at which a replica that comes in finds the state."""
+    return next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")

@@ -16,14 +16,14 @@ from detonation.cluster.launch import run_local
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.cluster.survive.meeting import Survival
 from detonation.cluster.under_launcher import run_under_launcher
-from detonation.feed.connection.listener import host_and_port
-from detonation.feed.connection.token import read_token
-from detonation.train.auto.asked import Asked, Auto
+from detonation.feed.frames import host_and_port
+from detonation.feed.token import read_token
 from detonation.train.loop.session import check_config
 from detonation.train.output import directory, trackers
 from detonation.train.output.screen import clear
 from detonation.train.recipe.schema import MeshConfig, Table
 from detonation.train.recipe.sizes import check_sizes
+from detonation.train.run.decide import Asked, Auto
 from detonation.train.run.elastic_run import check_place
 from detonation.train.run.request import Request, configure, from_plain, to_plain
 from detonation.train.run.worker import RunTask, train_on_rank

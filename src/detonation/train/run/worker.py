@@ -6,11 +6,9 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from detonation.checkpoint.gather import Texts
+from detonation.checkpoint.gather import Texts, Volumes, survey
 from detonation.checkpoint.initial_weights import load_weights
-from detonation.checkpoint.load.newest import Loaded
-from detonation.checkpoint.load.views import candidates
-from detonation.checkpoint.volumes import Volumes, survey
+from detonation.checkpoint.newest import Loaded, candidates
 from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
@@ -18,10 +16,7 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.meeting import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
-from detonation.plan.spelling import spelled
-from detonation.train.auto.adapt import Adapter, Followed
-from detonation.train.auto.asked import Asked
-from detonation.train.auto.decide import Chosen, again, decide
+from detonation.plan.cost import spelled
 from detonation.train.loop.checkpoints import open_checkpoints, resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session, start_session
@@ -32,9 +27,10 @@ from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
+from detonation.train.run.adapt import Adapter, Followed
+from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
-from detonation.train.run.recorder import Recorder
-from detonation.train.run.recording import Recording
+from detonation.train.run.recorder import Recorder, Recording
 from detonation.train.run.request import Request
 
 

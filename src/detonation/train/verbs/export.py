@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file, save_model
 
-from detonation.checkpoint.files.box import Box
+from detonation.checkpoint.elastic import Elastic
 from detonation.checkpoint.files.manifest import Manifest
-from detonation.checkpoint.files.reader import CheckpointReader, ShardReader
+from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReader
 from detonation.checkpoint.initial_weights import EXPORTED
-from detonation.checkpoint.load.elastic import Elastic
-from detonation.checkpoint.rank_state import weights
+from detonation.checkpoint.snapshot import weights
 from detonation.checkpoint.verify import newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.data.tokens import tokenizer_of
 from detonation.models import build_model
+from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import from_table
-from detonation.train.verbs.named_code import require_trust
 
 _MODEL = "model."
 """The prefix of the weights in a checkpoint."""

@@ -9,26 +9,26 @@ from pathlib import Path
 import tomli_w
 from torch import nn
 
+from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.initial_weights import load_weights
-from detonation.checkpoint.save.async_save import save_checkpoint
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.connection.token import Refused, read_token
 from detonation.feed.follower import Follower, follow
 from detonation.feed.stream import read_about
+from detonation.feed.token import Refused, read_token
 from detonation.log.repeat import replay
 from detonation.models import build_model
 from detonation.train.loop.checkpoints import resume
 from detonation.train.loop.session import Session, check_config, scheme_of, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.output.screen import Screen
+from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import from_table, to_table
-from detonation.train.verbs.named_code import require_trust
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise
-from detonation.plan.cost import Network, Work
+from detonation.plan.cost import Network, Work, changed
 from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
 from detonation.plan.search import Candidate, options, pairs
 from detonation.plan.shard_cost import SHARD_NODE, shard_costs
-from detonation.plan.spelling import changed
 from detonation.train.recipe.schema import Config, require
 
 if TYPE_CHECKING:
@@ -117,8 +116,8 @@ def _layers(question: Question, profile: Profile | None) -> "Layers":
 
 
 def _config(layers: "Layers") -> Config:
-    from detonation.train.auto.asked import standing
     from detonation.train.loop.session import check_config
+    from detonation.train.run.decide import standing
 
     return check_config(standing(layers))
 
@@ -132,7 +131,7 @@ def _goal(question: Question, config: Config | None, work: Work, network: Networ
     require(steps is None or steps >= 1, "--steps", steps, "at least 1")
     if config is None:
         return Goal(network.replicas, sum(work.sizes.values()), steps or GOAL_STEPS, optimizer=optimizer)
-    from detonation.train.auto.asked import goal_of
+    from detonation.train.run.decide import goal_of
 
     goal = goal_of(config, work, optimizer)
     return goal if steps is None else replace(goal, steps=steps)
@@ -142,7 +141,7 @@ def _tuned(layers: "Layers | None", config: Config | None, goal: Goal) -> list[C
     """Each scheme with the optimizer that trains with it in the recipe, as in auto; empty without a recipe."""
     if layers is None or config is None:
         return []
-    from detonation.train.auto.asked import Asked, Auto, trained
+    from detonation.train.run.decide import Asked, Auto, trained
 
     found = list(trained(Asked(Auto(), layers).candidates()).values())
     if config.scheme.name not in schemes():
@@ -156,7 +155,7 @@ def _settings(layers: "Layers | None") -> Callable[[Scheme], Mapping[str, object
     """The arguments that choose a scheme: over the recipe that was asked about, or else over a scheme's defaults."""
     if layers is None:
         return changed
-    from detonation.train.auto.asked import settings_in
+    from detonation.train.run.decide import settings_in
 
     return partial(settings_in, layers)
 

@@ -14,8 +14,6 @@ from detonation.cluster.network.simulated import SimulatedCommunicator, simulate
 from detonation.cluster.processes.signals import Stop
 from detonation.core.optimizer.replicate import replicate
 from detonation.plan.cost import Cost
-from detonation.train.auto.asked import Auto
-from detonation.train.auto.predict import predict
 from detonation.train.loop.fit import fit
 from detonation.train.loop.session import Session, check_config, load_data, safety, scheme_of, seeded_model
 from detonation.train.loop.summary import summarise
@@ -27,6 +25,7 @@ from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import parse_sets, read_layers
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import to_table
+from detonation.train.run.decide import Auto, predict
 from detonation.train.run.recorder import Recorder
 
 _LEFT_OUT = {

@@ -1,0 +1,154 @@
+"""The methods of benchmarks/long_rounds.py, the most important first: research/long-rounds.md has the reasons.
+
+Each scheme has six tries on seed 0: three learning rates around that of its reference, with the first outer setting,
+then three other outer settings at the best rate. The references have six tries, too, and more rates at an end.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+
+from frontier_grid import QUICK
+from tuning import Method, Rows, losses
+
+STEPS = 3000
+MODEL = "model.hidden_size=64 model.feed_forward=192 data.source=sotu"
+COMMON = f"{MODEL} train.steps={STEPS} schedule.warmup=100 schedule.floor=0.1"
+TOTAL = 16
+"""Examples per step over all replicas."""
+LARGER = 64
+"""The same where each replica has four times as many."""
+CURVE = {30: 60}
+"""Steps between two losses on the way for rounds of a length, where they are not 100."""
+
+ADAMW, MUON = "AdamW, full", "Muon, full"
+RATES = {ADAMW: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), MUON: (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2)}
+INNER = {
+    ADAMW: tuple(
+        f"optimizer.name=AdamW optimizer.betas=[0.9,{beta2}] optimizer.weight_decay={decay}"
+        for beta2, decay in ((0.999, 0.01), (0.99, 0.01), (0.95, 0.01), (0.99, 0.1))
+    ),
+    MUON: tuple(
+        f"optimizer.name=Muon optimizer.momentum={momentum} optimizer.weight_decay={decay}"
+        for momentum, decay in ((0.9, 0.1), (0.8, 0.1), (0.95, 0.1), (0.9, 0.01))
+    ),
+}
+"""Inner optimizers by reference, with the settings that the reference tries."""
+
+OUTER = (1.0, 0.0), (0.7, 0.5), (0.7, 0.9), (1.5, 0.0)
+"""Learning rates and momenta of the outer step."""
+ALONE = (0.7, 0.5), (1.0, 0.5), (0.7, 0.9), (0.5, 0.5)
+"""The same for one worker, whose (1, 0) is the reference itself."""
+SPARSE = (1.0, 0.7, 1.5, 2.0)
+"""Outer learning rates of `sparseloco`, which has no outer momentum."""
+
+ROUNDS = (30, 100, 300)
+GROWING = "later:600:scheme.every=100 later:900:scheme.every=300"
+"""Rounds of 30 until step 600, of 100 until 900, then of 300: 30 rounds, as many as of 100."""
+MULOCO = "scheme.name=muloco scheme.aggregate=mean"
+"""Of the settings that the recipe has tuned for short rounds none may stay unsaid."""
+SCHEMES = {
+    "muloco, 2bit": (MUON, f"{MULOCO} scheme.precision=2bit"),
+    "diloco": (ADAMW, "scheme.name=diloco"),
+    "diloco, 2bit": (ADAMW, f"{MULOCO} scheme.precision=2bit"),
+    "streaming_diloco, 4bit": (ADAMW, "scheme.name=streaming_diloco scheme.delay=5"),
+    "sparseloco": (ADAMW, "scheme.name=sparseloco"),
+}
+"""By name, the reference with the same inner optimizer and the scheme."""
+GAP = {
+    "muloco, 2bit, rescaled": "scheme.name=muloco scheme.precision=2bit scheme.aggregate=rescaled_mean",
+    "muloco, fp32": f"{MULOCO} scheme.precision=fp32",
+    "muloco, 2bit, no error feedback": f"{MULOCO} scheme.precision=2bit scheme.decay=0.0",
+    "muloco, 2bit, orthogonal": f"{MULOCO} scheme.precision=2bit later:0:orthogonal_movement",
+    "muloco, 2bit, growing rounds": f"{MULOCO} scheme.precision=2bit {GROWING}",
+}
+"""What may close the gap of `muloco` with eight replicas, by name."""
+
+
+def methods(done: Rows) -> Iterator[Method]:
+    """Lists the methods, as far as they follow from the runs that are done, the most important first."""
+    yield from (reference(name) for name in RATES)
+    yield from alone(done, 100)
+    yield from schemes(done, 8, 100)
+    for every in (30, 300):
+        yield from schemes(done, 8, every)
+    for every in (30, 300):
+        yield from alone(done, every)
+    for every in (100, 30, 300):
+        yield from schemes(done, 2, every)
+    yield from (reference(name, seeds=8) for name in RATES)
+    yield from winners(done)
+    yield from gap(done)
+
+
+def reference(name: str, total: int = TOTAL, seeds: int = 3) -> Method:
+    """Full synchronisation: by one replica, since the mean of gradients is the same for any number."""
+    study = "references" if total == TOTAL else "larger batch"
+    sets = f"{COMMON} train.validate_every=100 scheme.name=full"
+    return Method(study, name, QUICK, sets, RATES[name], total, 1, seeds, INNER[name])
+
+
+def alone(done: Rows, every: int) -> Iterator[Method]:
+    """One worker with an outer step and no exchange."""
+    for name in RATES:
+        called = f"{name.split(',')[0]}, outer step every {every}"
+        yield _tried(done, "alone", called, name, "scheme.name=diloco", every, 1, with_outer(ALONE))
+
+
+def schemes(done: Rows, replicas: int, every: int) -> Iterator[Method]:
+    """Every scheme with rounds of one length."""
+    for name, (against, scheme) in SCHEMES.items():
+        tried = tuple(f"scheme.outer_lr={lr}" for lr in SPARSE) if name == "sparseloco" else with_outer(OUTER)
+        yield _tried(done, "rounds", f"{name}, every {every}", against, scheme, every, replicas, tried)
+
+
+def gap(done: Rows) -> Iterator[Method]:
+    """What may close the gap to Muon with eight replicas."""
+    for name, scheme in GAP.items():
+        every = 30 if "growing" in name else 100
+        called = name if "growing" in name else f"{name}, every 100"
+        yield _tried(done, "gap", called, MUON, scheme, every, 8, with_outer(OUTER))
+    yield reference(MUON, LARGER)
+    scheme, called = SCHEMES["muloco, 2bit"][1], "muloco, 2bit, every 100"
+    yield _tried(done, "larger batch", called, MUON, scheme, 100, 8, with_outer(OUTER), LARGER)
+
+
+def winners(done: Rows) -> Iterator[Method]:
+    """The scheme with the lowest mean for each number of replicas, once all have been judged, on eight seeds."""
+    for replicas in (8, 2):
+        every = [each for length in ROUNDS for each in schemes(done, replicas, length)]
+        means = {each.name: _mean(each, done) for each in every}
+        if None not in means.values():
+            best = min(every, key=lambda each: means[each.name] or 0.0)
+            yield dataclasses.replace(best, seeds=8)
+
+
+def with_outer(settings: tuple[tuple[float, float], ...]) -> tuple[str, ...]:
+    """Variants with these learning rates and momenta of the outer step."""
+    return tuple(f"scheme.outer_lr={lr} scheme.outer_momentum={momentum}" for lr, momentum in settings)
+
+
+def _tried(
+    done: Rows,
+    study: str,
+    name: str,
+    against: str,
+    scheme: str,
+    every: int,
+    replicas: int,
+    variants: tuple[str, ...],
+    total: int = TOTAL,
+) -> Method:
+    """A method with the inner optimizer and, in the middle, the learning rate of its reference, once that is tuned."""
+    tuned = reference(against, total).best(done)
+    settings = dict(each.split("=", 1) for each in tuned.sets) if tuned else {}
+    own = {key: value for key, value in settings.items() if key.startswith("optimizer.")}
+    middle = float(own.pop("optimizer.lr", RATES[against][2]))
+    inner = " ".join(f"{key}={value}" for key, value in own.items()) or INNER[against][0]
+    sets = f"{COMMON} train.validate_every={CURVE.get(every, 100)} {scheme} scheme.every={every} {inner}"
+    return Method(study, name, QUICK, sets, (middle / 2, middle, 2 * middle), total, replicas, 3, variants)
+
+
+def _mean(method: Method, done: Rows) -> float | None:
+    found = losses(method.judged(done))
+    return statistics.fmean(found.values()) if len(found) == method.seeds else None

@@ -1,0 +1,200 @@
+"""Saving while training goes on: training waits only until its state is copied to the host."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from detonation.checkpoint.files.retention import checkpoint_name
+from detonation.checkpoint.gather import Texts, device_of, elastic_axis, texts_between
+from detonation.checkpoint.shard_saver import NotSaved, SaveJob, ShardSaver, make_save_job
+from detonation.core.optimizer.replicated import Replicated
+
+_log = logging.getLogger("detonation.checkpoint")
+_HOST = torch.device("cpu")
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public from torch 2.14 on
+SAVE_TIMEOUT_S = 300.0
+"""How long a save waits for a rank that is alive; the time that a slow disk takes for a file comes on top."""
+LOWEST_BYTES_PER_S = 10e6
+"""The lowest rate at which a rank is expected to write."""
+
+
+class Checkpoints(AbstractContextManager["Checkpoints"]):
+    """The checkpoints of one run. `save` copies the state and returns; a thread writes the copy.
+
+    One save is under way at a time; the next waits for it. The outcome of a save that nobody waited for is in the log
+    and in `news`. As a context manager it waits for the last save, unless an exception leaves the context.
+
+    Args:
+        directory: of the checkpoints. Where nodes share no file system, each has one of its own here, with the files of
+            its own ranks.
+        keep: how many of the newest checkpoints stay.
+
+    Raises:
+        ValueError: `keep` is below 1.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> base = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with dt.Checkpoints(folder.name, model, optimizer, keep=2) as checkpoints:
+        ...     for step in range(6):
+        ...         model(torch.randn(4, 8)).mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         if optimizer.step_count % 2 == 0:
+        ...             checkpoints.save({"epoch": 0})
+        >>> sorted(path.name for path in checkpoints.directory.iterdir())
+        ['step-000004', 'step-000006']
+        >>> folder.cleanup(); dt.leave()
+    """
+
+    def __init__(self, directory: Path | str, model: nn.Module, optimizer: Replicated, keep: int = 3) -> None:
+        _require_positive(keep)
+        self.directory, self._keep = Path(directory), keep
+        self._model, self._optimizer = model, optimizer
+        self._group: dist.ProcessGroup | None = None
+        self._saver: ShardSaver | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: Path | NotSaved | None = None
+        self._broken = False
+        self._news: list[str] = []
+
+    def save(self, extra: Mapping[str, Any] | None = None) -> None:
+        """Starts saving the state between two steps, under the name of `optimizer.step_count`. All ranks call it.
+
+        Args:
+            extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
+
+        Raises:
+            ValueError: the state or `extra` holds something that a checkpoint cannot hold.
+        """
+        self._join()
+        elastic = elastic_axis(self._optimizer)
+        if elastic is None:
+            self._open_group()
+        job = make_save_job(self._model, self._optimizer, extra)
+        if self._group is not None:
+            timeout = timedelta(seconds=SAVE_TIMEOUT_S + job.bytes / LOWEST_BYTES_PER_S)
+            _set_timeout(timeout, self._group)
+        if elastic is not None:  # replicas may be others than at the last save
+            self._saver = ShardSaver(self.directory, self._keep, elastic.texts())
+        # daemon: after a failure elsewhere, nobody may wait for a thread that waits for a rank that is gone
+        self._saver = self._saver or ShardSaver(self.directory, self._keep, Texts(_HOST, self._group))
+        self._thread = threading.Thread(target=self._write, args=(self._saver, job), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Path | None:
+        """Waits for the save that is under way; returns the checkpoint, the same path on all ranks.
+
+        Raises:
+            NotSaved: one of the ranks could not write, or was too late for the others; raised on all ranks.
+        """
+        self._join()
+        outcome, self._outcome = self._outcome, None
+        if isinstance(outcome, NotSaved):
+            self._news = [line for line in self._news if line != str(outcome)]
+            raise outcome
+        return outcome
+
+    def news(self) -> list[str]:
+        """The failures of saves since the last call, in lines; the same on all ranks, sooner or later."""
+        lines, self._news = self._news, []
+        return lines
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None:
+            self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _open_group(self) -> None:
+        """Makes the writing thread's group, and another one once a save has broken it on any rank. Collective."""
+        if dist.get_world_size() == 1:
+            return
+        if self._group is not None:
+            # the rank that was late, or done before another one gave up, does not know by itself
+            if not any(Texts(device_of(self._model)).gather("broken" if self._broken else "")):
+                return
+            dist.destroy_process_group(self._group)
+        # collectives of the writing thread must not mix with those of training
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
+        self._saver, self._broken = None, False
+
+    def _write(self, saver: ShardSaver, job: SaveJob) -> None:
+        try:
+            self._outcome = saver.save(job)
+            return
+        except NotSaved as error:  # agreed on by all ranks
+            self._outcome = error
+        except Exception as error:  # of this rank: gloo gives up for good once a rank is late or gone
+            self._broken = True
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            still = "the checkpoints before it are as they were"
+            self._outcome = NotSaved(f"checkpoint {checkpoint_name(job.step)} failed: {reason}; {still}")
+            self._outcome.__cause__ = error
+        self._news.append(str(self._outcome))
+        _log.warning("%s", self._outcome)
+
+
+def save_checkpoint(
+    directory: Path | str,
+    model: nn.Module,
+    optimizer: Replicated,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 3,
+    frozen: bool = True,
+) -> Path:
+    """Saves the state between two steps and waits until the checkpoint is whole. All ranks call it.
+
+    `Checkpoints` saves while training goes on.
+
+    Args:
+        directory: of the checkpoints. Where nodes share no file system, each has one of its own here, with the files of
+            its own ranks.
+        extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
+        keep: how many of the newest checkpoints stay.
+        frozen: False leaves out the parameters that require no gradient, such as the model under a LoRA adapter;
+            loading then leaves them as they are.
+
+    Returns:
+        The checkpoint, `directory/step-NNNNNN`.
+
+    Raises:
+        NotSaved: one of the ranks could not write; raised on all ranks. Earlier checkpoints are as they were.
+        ValueError: `keep` is below 1, or the state or `extra` holds something that a checkpoint cannot hold.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> base = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
+        >>> sorted(file.name for file in path.iterdir())
+        ['manifest.json', 'replica0-shard0.safetensors']
+        >>> folder.cleanup(); dt.leave()
+    """
+    _require_positive(keep)
+    job = make_save_job(model, optimizer, extra, frozen)
+    return ShardSaver(Path(directory), keep, texts_between(model, optimizer)).save(job)
+
+
+def _require_positive(keep: int) -> None:
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, must be at least 1: the newest checkpoint always stays")

@@ -1,0 +1,189 @@
+"""Elastic loading: the state of a rank in a world of another shape, without losing anything that was not sent yet.
+
+R replicas saved, R' go on. State that differs between replicas becomes, for replica j of the new world:
+
+    memory         r'_j = R'/R * sum of r_i over the i with target(i) = j
+                   target(i) = i if R <= R' else floor(i * R' / R)
+    everything else   the mean over all i that have it (where they are bitwise equal: that tensor)
+
+The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once all is sent:
+neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the mean of the weights, and so the
+mean distance of the replicas from their anchor, which is the signal of the open round. The server residuals, which the
+owners have not sent, are common to all replicas: they are assembled in the coordinates of the parameters, and dealt
+out to the new owners.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from detonation.checkpoint.files.reader import Box, CheckpointReader, TensorPart, assemble
+from detonation.core.flat.layout import Layout
+from detonation.core.flat.owners import RowOwners
+from detonation.core.link.coordinates import Coordinates
+from detonation.core.replicator.channel import Channel
+from detonation.core.schemes.buckets import rows_of_a_turn
+from detonation.wire.units import ShardUnit, load_shard_state, shard_units
+
+
+class Elastic:
+    """The state of the rank at `own`, read from a checkpoint of a world of another shape.
+
+    Args:
+        among: the replicas to read where all share a tensor; all by default.
+    """
+
+    def __init__(self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None) -> None:
+        self._saved, self._own = saved, own
+        self._among = range(saved.manifest.replicas) if among is None else among
+        self._before = saved.manifest.replicas
+
+    def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
+        """The part `box` of a tensor that all replicas share from now on.
+
+        Args:
+            box: None for a tensor that is not sharded.
+            alike: the replicas are known to be equal, so that reading one of them is enough.
+            some: replicas may lack it, and do not count then.
+        """
+        like = self._own.replica * self._before // self._own.replicas
+        replicas = [like if like in self._among else self._among[0]] if alike else self._among
+        if some:
+            replicas = [replica for replica in replicas if key in self._saved.file(replica, 0)]
+        if box is not None:
+            return _merge([self._saved.part(replica, key, box) for replica in replicas], key)
+        tensors = [file.tensor(key) for replica in replicas for file in self._saved.shards(replica)]
+        return _merge(tensors, key)
+
+    def own(self, key: str, alike: bool) -> Tensor:
+        """A tensor of the base optimizer that is not cut like its parameter: each shard may have one of its own.
+
+        Raises `ValueError` where shards have different ones, and there are more or fewer of them now.
+        """
+        like = self._own.replica * self._before // self._own.replicas
+        replicas = [r for r in ([like] if alike else self._among) if key in self._saved.file(r, 0)]
+        if self._saved.manifest.shards == self._own.shards:
+            return _merge([self._saved.file(replica, self._own.shard).tensor(key) for replica in replicas], key)
+        found = [[file.tensor(key) for file in self._saved.shards(replica)] for replica in replicas]
+        if any(not torch.equal(first, other) for first, *others in found for other in others):
+            raise ValueError(f"{key} is of one shard alone: resume with {self._saved.manifest.shards} shards")
+        return _merge([first for first, *_ in found], key)
+
+    def memory(self, key: str, box: Box) -> Tensor:
+        """The part `box` of this replica's share of the memories."""
+        sources = memory_sources(self._own.replica, self._before, self._own.replicas)
+        if not sources:
+            return torch.zeros(box.shape)
+        total = sum((self._saved.part(replica, key, box).double() for replica in sources), torch.zeros(()).double())
+        return (total * (self._own.replicas / self._before)).float()
+
+    def server_residual(self, key: str, channel: Channel, boxes: dict[str, Box]) -> list[Tensor] | None:
+        """The server residuals for each parameter of `channel`; None where the saved world had no owners."""
+        if all(key not in file.keys for file in self._saved.shards(0)):
+            return None
+        shards = [self._server_residual_of_shard(key, channel, s) for s in range(self._saved.manifest.shards)]
+        return [assemble([parts[name] for parts in shards], box, key) for name, box in boxes.items()]
+
+    def _server_residual_of_shard(self, key: str, channel: Channel, shard: int) -> dict[str, TensorPart]:
+        """The server residuals of the replicas of one shard, by parameter."""
+        files = [self._saved.file(replica, shard) for replica in range(self._before)]
+        boxes = {slot.name: files[0].boxes[f"model.{slot.name}"] for slot in channel.layout.slots}
+        shapes = {name: box.shape for name, box in boxes.items()}
+        layout = Layout.of(shapes, channel.layout.chunk, channel.layout.tile)
+        owners = RowOwners(layout.rows, self._before, rows_of_a_turn(channel.scheme, self._before))
+        if key in files[0].keys:
+            coefficients = owners.collect([file.tensor(key) for file in files])  # [rows, chunk]
+        else:
+            coefficients = layout.zeros(torch.device("cpu"))
+        parts = layout.parts(channel.engine.codec.basis.inverse(coefficients))
+        pieces = [
+            TensorPart(box, part.dtype, part.__getitem__) for box, part in zip(boxes.values(), parts, strict=True)
+        ]
+        return dict(zip(boxes, pieces, strict=True))
+
+
+def memory_sources(replica: int, before: int, now: int) -> range:
+    """The replicas of a world of `before` whose memory goes to `replica` in a world of `now`.
+
+    >>> [list(memory_sources(j, 4, 2)) for j in range(2)], [list(memory_sources(j, 2, 3)) for j in range(3)]
+    ([[0, 1], [2, 3]], [[0], [1], []])
+    """
+    if before <= now:
+        return range(replica, min(replica + 1, before))
+    return range(-(-replica * before // now), -(-(replica + 1) * before // now))
+
+
+def _merge(tensors: list[Tensor], key: str) -> Tensor:
+    """The common tensor, or the mean where they differ. Raises `ValueError` for integers that differ."""
+    first = tensors[0]
+    if all(torch.equal(first, other) for other in tensors[1:]):
+        return first
+    if not first.is_floating_point():
+        raise ValueError(
+            f"{key} differs between replicas or shards and cannot be merged: resume with as many as before"
+        )
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
+
+
+def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
+    """The rows of the server residuals that this replica owns.
+
+    Shapes: a tensor of each parameter's local shape -> `[owned, chunk]` coefficients.
+    """
+    codec = channel.engine.codec
+    flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
+    owners = RowOwners(len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas))
+    return owners.deal(flat, flat.new_zeros(flat.shape[1]))[channel.link.replica]
+
+
+SHARD = "shard.0."
+"""The beginning of the keys of a shard wire's state."""
+_RESIDUAL = f"{SHARD}residual."
+
+
+def merge_shard_state(saved: CheckpointReader, model: nn.Module, own: Coordinates) -> str:
+    """Continues from the residuals of `saved`; returns in words the state that had to be dropped. Collective."""
+    names = {k.removeprefix(_RESIDUAL) for k in saved.file(0, 0).keys if k.startswith(_RESIDUAL)}
+    state = {}
+    for unit in (unit for unit in shard_units(model) if unit.reduce is not None):
+        for name, parameter in unit.parameters.items():
+            one_axis = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1  # not tensor-parallel, too
+            if name in names and parameter.requires_grad and one_axis:
+                state[f"residual.{name}"] = _residual(saved, unit, name, parameter, own)
+    load_shard_state(model, state)
+    lost = len(names) - len(state)
+    return f"; dropped: gradients of {lost} parameters that a shard wire had not sent" if lost else ""
+
+
+def _residual(saved: CheckpointReader, unit: ShardUnit, name: str, parameter: Tensor, own: Coordinates) -> Tensor:
+    """This rank's residual for one parameter: all that was not sent of the shard in the next node, zero for others."""
+    nodes, node, size = unit.link.replicas, unit.link.replica, unit.sizes()[name]
+    local_ranks = own.shards // nodes
+    owner = (node + 1) % nodes * local_ranks + own.shard % local_ranks
+    box = Box.of_shard(parameter, owner, own.shards)
+    before = saved.manifest.replicas
+    total = sum((_unsent(saved, name, box, replica) for replica in range(before)), torch.zeros(box.shape))
+    mean = total.mul_(own.shards / saved.manifest.shards / before).reshape(-1)
+    residual = torch.zeros(nodes - 1, size)
+    others = [other for other in range(nodes) if other != node]
+    residual[others.index((node + 1) % nodes), : len(mean)] = mean
+    return residual
+
+
+def _unsent(saved: CheckpointReader, name: str, box: Box, replica: int) -> Tensor:
+    """The part `box` of the gradients of one parameter that the nodes of a saved replica have not sent."""
+    files = saved.shards(replica)
+    residuals = [file.tensor(f"{_RESIDUAL}{name}") for file in files]  # [nodes - 1, size] each
+    nodes = len(residuals[0]) + 1
+    local_ranks = len(files) // nodes
+    pieces = []
+    for shard, file in enumerate(files):
+        at, place = divmod(shard, local_ranks)
+        senders = [node for node in range(nodes) if node != at]
+        rows = [residuals[node * local_ranks + place][at - (at > node)] for node in senders]
+        part = file.boxes[f"model.{name}"]
+        unsent = torch.stack(rows).sum(0)[: torch.Size(part.shape).numel()].view(part.shape)
+        pieces.append(TensorPart(part, unsent.dtype, unsent.__getitem__))
+    return assemble(pieces, box, name)

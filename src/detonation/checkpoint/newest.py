@@ -1,0 +1,264 @@
+"""The newest checkpoint that all ranks find whole, by the views that they have of each, and its loading."""
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from detonation.checkpoint.files import retention
+from detonation.checkpoint.files.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    file_name,
+    manifest_bytes,
+    parse_manifest,
+    versions,
+)
+from detonation.checkpoint.files.reader import CheckpointReader
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
+from detonation.checkpoint.gather import ranges, texts_between
+from detonation.checkpoint.restore import restore
+from detonation.core.base_error import DetonationError
+from detonation.core.link.coordinates import Coordinates
+from detonation.core.link.elastic_communicator import TextExchange
+from detonation.core.optimizer.replicated import Replicated
+
+
+@dataclass(frozen=True)
+class View:
+    """One rank's view.
+
+    host: the name of its machine. digest: of the manifest. file: the identity of the manifest's file, the same for all
+    ranks that share it. fault: of the manifest, or of a file that this rank checks. lacks: replicas of which this rank
+    needs a file that is not there. has: replicas of which all files are there.
+    """
+
+    host: str
+    digest: str
+    file: str
+    fault: str = ""
+    lacks: Sequence[int] = ()
+    has: Sequence[int] = ()
+
+
+def candidates(directory: Path, texts: TextExchange) -> list[str]:
+    """The names of the checkpoints that any rank sees in its `directory`, newest first. Collective."""
+    mine = json.dumps([path.name for path in retention.saved_checkpoints(directory)])
+    names = {Path(name) for text in set(texts.gather(mine)) for name in json.loads(text)}
+    return [path.name for path in retention.newest_first(names)]
+
+
+def inspect(directory: Path, name: str, own: Coordinates, texts: TextExchange) -> tuple[Path, Manifest | None, str]:
+    """This rank's path of the checkpoint `name`, its manifest, and the reason why not all ranks can load it.
+
+    Collective. The path may be that of the final name where another rank still has the partial one.
+    """
+    path = retention.committed(directory, name)
+    manifest, view = _manifest(path)
+    views = _gathered(view, texts)
+    if reason := _disagreement(views) or (manifest is not None and _misnamed(path, manifest)):
+        return path, None, reason
+    assert manifest is not None
+    beside = [rank for rank, other in enumerate(views) if other.file == view.file]
+    view = _files(path, manifest, own, beside, texts.rank)
+    views = _gathered(view, texts)
+    return path, manifest, _absence(views, manifest, own) or next((v.fault for v in views if v.fault), "")
+
+
+def _gathered(view: View, texts: TextExchange) -> list[View]:
+    return [View(**json.loads(text)) for text in texts.gather(json.dumps(asdict(view)))]
+
+
+def _manifest(path: Path) -> tuple[Manifest | None, View]:
+    try:
+        content = manifest_bytes(path)
+        status = (path / MANIFEST_NAME).stat()
+        digest, file = hashlib.sha256(content).hexdigest(), f"{status.st_ino} {status.st_ctime_ns}"
+        return parse_manifest(content), View(platform.node(), digest, file)
+    except (CorruptCheckpoint, OSError) as error:
+        return None, View(platform.node(), "", "", str(error))
+
+
+def _disagreement(views: Sequence[View]) -> str:
+    """The reason why ranks do not see the same whole manifest; "" where they do."""
+    first = views[0]
+    if all(view.fault for view in views):
+        return first.fault
+    if faulty := [rank for rank, view in enumerate(views) if view.fault]:
+        return f"{views[faulty[0]].fault} {_where(faulty, views)}"
+    if other := [rank for rank, view in enumerate(views) if view.digest != first.digest]:
+        return f"{MANIFEST_NAME} {_where(other, views)} is not that of rank 0 on {first.host}"
+    return ""
+
+
+def _misnamed(path: Path, manifest: Manifest) -> str:
+    return "" if retention.step_of(path) == manifest.step else f"its name is not that of step {manifest.step}"
+
+
+def _files(path: Path, manifest: Manifest, own: Coordinates, beside: Sequence[int], rank: int) -> View:
+    """Checks the files that this rank reads. Where it reads all, it shares the work with the ranks `beside` it."""
+    present = {file.name for file in path.glob("*.safetensors")}
+    replicas, shards = range(manifest.replicas), range(manifest.shards)
+    has = [r for r in replicas if all(file_name(r, shard) in present for shard in shards)]
+    if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
+        checked = [file_name(own.replica, own.shard)]
+        lacks = [] if checked[0] in present else [own.replica]
+    else:
+        checked = list(manifest.files)[beside.index(rank) :: len(beside)]
+        lacks = [replica for replica in replicas if replica not in has]
+    faults = [fault for name in checked if (fault := shard_fault(path / name, manifest.files[name]))]
+    return View(platform.node(), "", "", faults[0] if faults else "", lacks, has)
+
+
+def _absence(views: Sequence[View], manifest: Manifest, own: Coordinates) -> str:
+    """The replicas whose files are on other nodes than on those that need them, with the remedy; "" for none.
+
+    Where all ranks see the same files, a file that is missing is a fault like any other.
+    """
+    if not manifest.volumes and all(view.has == views[0].has for view in views):
+        return ""
+    texts = []
+    for replica in sorted({replica for view in views for replica in view.lacks}):
+        need = [rank for rank, view in enumerate(views) if replica in view.lacks]
+        have = [rank for rank, view in enumerate(views) if replica in view.has]
+        there = f"only {_where(have, views)}" if have else "on no node"
+        texts.append(f"replica {replica} is needed {_where(need, views)}, and is {there}")
+    if not texts:
+        return ""
+    if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
+        remedy = "start the nodes in the order that saved it, or copy its files"
+    else:
+        remedy = f"to go on as {own.replicas} x {own.shards} copy the files of all replicas to each node"
+    return f"{'; '.join(texts[:4])}: {remedy}"
+
+
+def _where(ranks: Sequence[int], views: Sequence[View]) -> str:
+    hosts = ", ".join(dict.fromkeys(views[rank].host for rank in ranks))
+    return f"on {hosts} (rank{'s' * (len(ranks) > 1)} {ranges(ranks)})"
+
+
+_LONGEST = 600
+_log = logging.getLogger("detonation.checkpoint")
+
+
+class NoCheckpoint(DetonationError, ValueError):
+    """There is no checkpoint to load, or none that is whole."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole checkpoint. rejected: a line for each newer checkpoint that is not whole."""
+
+    path: Path
+    manifest: Manifest
+    rejected: list[str]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was loaded.
+
+    step: the step after which it was taken. extra: the JSON values that were saved with it. merged: in words, how its
+    world was merged into this one.
+    """
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    merged: str
+
+
+def load_checkpoint(directory: Path | str, model: nn.Module, optimizer: Replicated) -> Loaded | None:
+    """Loads the newest whole checkpoint of `directory` into `model` and `optimizer`. All ranks call it.
+
+    Call it after `replicate` and before the first step. In a world of the shape that saved, training goes on bit for
+    bit as if it had not stopped. In another world the weights are exact where the replicas agreed, and memories are
+    merged as `detonation.checkpoint.elastic` describes. Checkpoints that are not whole are passed over; the log
+    has the reason for each.
+
+    Returns:
+        The path, step and `extra` of the checkpoint; None where `directory` holds no checkpoint at all.
+
+    Raises:
+        NoCheckpoint: there are checkpoints, and none is whole for all ranks. Where nodes share no file system, the
+            message says which replica's files are needed on which host, and where they are.
+        ValueError: the checkpoint is of another model, optimizer, scheme or seed.
+
+    Example:
+        >>> import tempfile, torch, torch.distributed as dist, detonation as dt
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, mesh = torch.nn.Linear(8, 1), dt.init_mesh(replicas=1, shards=1, device="cpu")
+        >>> base = torch.optim.AdamW(model.parameters())
+        >>> optimizer = dt.replicate(base, model, mesh["replicate"], dt.loco())
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> dt.load_checkpoint(folder.name, model, optimizer)  # nothing to load yet
+        >>> path = dt.save_checkpoint(folder.name, model, optimizer, {"epoch": 3})
+        >>> loaded = dt.load_checkpoint(folder.name, model, optimizer)
+        >>> loaded.step, loaded.extra, loaded.merged
+        (0, {'epoch': 3}, 'exactly as saved')
+        >>> folder.cleanup(); dt.leave()
+    """
+    found = find(Path(directory), model, optimizer)
+    return None if found is None else load_found(found, model, optimizer)
+
+
+def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | None = None) -> Found | None:
+    """The newest checkpoint of `directory` that all ranks find whole; None where there is none at all. Collective.
+
+    Args:
+        most: The step after which no checkpoint counts.
+
+    Raises `NoCheckpoint` where there are checkpoints and none is whole.
+    """
+    texts, rejected = texts_between(model, optimizer), list[str]()
+    names = [name for name in candidates(directory, texts) if most is None or retention.step_of(Path(name)) <= most]
+    for position, name in enumerate(names):
+        path, manifest, reason = inspect(directory, name, optimizer.coordinates, texts)
+        if manifest is not None and not reason:
+            return Found(path, manifest, rejected)
+        alternative = f"using {names[position + 1]}" if position + 1 < len(names) else "there is none before it"
+        rejected.append(f"{name} rejected: {reason}; {alternative}")
+        _log.warning("%s", rejected[-1])
+    if rejected:
+        raise NoCheckpoint(f"no checkpoint in {directory} is whole: {rejected[0]}")
+    return None
+
+
+def load_found(found: Found, model: nn.Module, optimizer: Replicated) -> Loaded:
+    """Loads `found` into both. Collective. Raises `ValueError` on all ranks where it is of another run."""
+    texts = texts_between(model, optimizer)
+    with _refused_together(found, texts):
+        merged, complete = restore(CheckpointReader(found.path, found.manifest), model, optimizer)
+    with _refused_together(found, texts):
+        merged += complete() + _other_versions(found.manifest)
+    optimizer.resume_at(found.manifest.step)
+    _log.info("%s: %s", found.path, merged)
+    return Loaded(found.path, found.manifest.step, found.manifest.extra, merged)
+
+
+@contextmanager
+def _refused_together(found: Found, texts: TextExchange) -> Iterator[None]:
+    """Raises on all ranks what one raises: whatever a stranger wrote, all ranks refuse it together. Collective."""
+    problem = ""
+    try:
+        yield
+    except Exception as error:
+        text = str(error) if isinstance(error, ValueError) else f"{found.path} cannot be loaded: {error!r}"
+        problem = text.split("\n")[0][:_LONGEST]
+    for text in texts.gather(problem):
+        if text:
+            raise ValueError(text)
+
+
+def _other_versions(manifest: Manifest) -> str:
+    """A warning where other versions wrote the checkpoint; else ""."""
+    current = versions()
+    other = [f"{name} {str(was)[:20]!r}" for name, was in manifest.versions.items() if current.get(name) != was]
+    return f"; written with {', '.join(other[:3])}: last bits may differ from now on" if other else ""

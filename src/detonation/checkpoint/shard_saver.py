@@ -1,0 +1,217 @@
+"""One rank's save: what it has to save, its file, and the agreement of all ranks that their files are a checkpoint."""
+
+import contextlib
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from detonation.checkpoint.files import retention, shard_file
+from detonation.checkpoint.files.manifest import MOST_BYTES, Manifest, file_name, versions
+from detonation.checkpoint.files.shard_file import ShardSummary
+from detonation.checkpoint.gather import Volumes, survey
+from detonation.checkpoint.snapshot import Snapshot, run_identity, take_snapshot
+from detonation.core.base_error import DetonationError
+from detonation.core.link.coordinates import Coordinates, alike
+from detonation.core.link.elastic_communicator import PeerLost, TextExchange
+from detonation.core.optimizer.replicated import Replicated
+
+
+class NotSaved(DetonationError, OSError):
+    """A checkpoint could not be written. The message names it, the reason, and what is still whole."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """The data that one rank has to write. bytes: about its size. identity: see `run_identity`."""
+
+    step: int
+    coordinates: Coordinates
+    snapshot: Snapshot
+    bytes: int
+    alike: bool
+    identity: dict[str, Any]
+    extra: dict[str, Any]
+
+    def manifest(self, reports: Sequence[Mapping[str, Any]], volumes: Volumes) -> Manifest:
+        """The manifest for the files that the ranks have reported, by rank."""
+        replicas, shards = self.coordinates.replicas, self.coordinates.shards
+        names = [file_name(replica, shard) for replica in range(replicas) for shard in range(shards)]
+        files = {report["name"]: ShardSummary(report["bytes"], report["sha256"]) for report in reports}
+        numbers = {report["name"]: volumes.number(rank) for rank, report in enumerate(reports)}
+        return Manifest(
+            step=self.step,
+            replicas=replicas,
+            shards=shards,
+            **self.identity,
+            alike=self.alike,
+            files={name: files[name] for name in names},
+            versions=versions(),
+            extra=self.extra,
+            volumes=[] if volumes.shared else [numbers[name] for name in names],
+        )
+
+
+def make_save_job(
+    model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None, frozen: bool = True
+) -> SaveJob:
+    """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
+    copied_extra = _copied(dict(extra or {}))
+    snapshot = take_snapshot(model, optimizer, frozen)
+    return SaveJob(
+        optimizer.step_count,
+        optimizer.coordinates,
+        snapshot,
+        shard_file.shard_size(snapshot.tensors),
+        alike(optimizer.levels),
+        run_identity(optimizer),
+        copied_extra,
+    )
+
+
+def _copied(extra: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `extra` by way of JSON. Raises `ValueError` where a manifest cannot hold it."""
+    try:
+        text = json.dumps({"extra": extra}, indent=1, allow_nan=False)  # as in the manifest
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"extra must hold JSON values: {error}") from error
+    if len(text) > MOST_BYTES:
+        more = f"more than the {MOST_BYTES:,} that a manifest may have"
+        raise ValueError(f"extra has {len(text):,} bytes as JSON, {more}: write large values to a file of your own")
+    copied: dict[str, Any] = json.loads(text)["extra"]
+    return copied
+
+
+_log = logging.getLogger("detonation.checkpoint")
+
+
+class ShardSaver:
+    """Saves the file of this rank, and with the other ranks turns the files of all into a checkpoint.
+
+    Without a shared file system `directory` is one of its own on each node. Each then has the files of its own ranks,
+    and all have the same manifest.
+
+    Args:
+        keep: how many of the newest checkpoints stay.
+    """
+
+    def __init__(self, directory: Path, keep: int, texts: TextExchange) -> None:
+        self._directory, self._keep, self._texts = directory, keep, texts
+        self._volumes: Volumes | None = None
+
+    def save(self, job: SaveJob) -> Path:
+        """Saves `job`. Collective; the leader of each volume makes, names and removes directories.
+
+        All manifests are on the disk before the first of them counts, and all count before an older checkpoint goes. So
+        whenever a node ends, one checkpoint is whole on all nodes.
+
+        Raises `NotSaved` on all ranks where one of them cannot write, or is lost.
+        """
+        try:
+            return self._saved(job)
+        except PeerLost as error:
+            name = retention.checkpoint_name(job.step)
+            raise NotSaved(
+                f"checkpoint {name} failed: {error}; the next one is of the replicas that are left"
+            ) from error
+
+    def _saved(self, job: SaveJob) -> Path:
+        directory, step = self._directory, job.step
+        volumes = self._volumes = self._volumes or self._survey(job)
+        leads = volumes.leads(self._texts.rank)
+        self._agree(job, volumes, leads, lambda: retention.begin(directory, step))
+        reports = self._agree(job, volumes, True, lambda: self._write_shard(job))
+        made: list[str] = []
+        self._agree(job, volumes, self._texts.rank == 0, lambda: made.append(job.manifest(reports, volumes).dumps()))
+        manifest = "".join(made) if volumes.shared else self._texts.broadcast("".join(made))
+        self._agree(job, volumes, leads, lambda: retention.put_manifest(directory, step, manifest))
+        reports = self._agree(job, volumes, leads, lambda: _commit(directory, step))
+        if leads:
+            common = _common([report["steps"] for report in reports if "steps" in report])
+            retention.retire(directory, step, [saved for saved in common if saved <= step][: self._keep])
+        return directory / retention.checkpoint_name(step)
+
+    def _survey(self, job: SaveJob) -> Volumes:
+        try:
+            volumes = survey(self._directory, self._texts)
+        except OSError as error:
+            report = {"failure": error.strerror, "free": _free(self._directory)}
+            raise self._failure(job, report, job.bytes) from error
+        if not volumes.shared and self._texts.rank == 0:
+            ranks = volumes.ranks_text()
+            _log.warning("no shared file system: each node saves its ranks in its own %s (%s)", self._directory, ranks)
+        return volumes
+
+    def _write_shard(self, job: SaveJob) -> dict[str, Any]:
+        own, world_size = job.coordinates, self._texts.world_size
+        path = retention.partial_path(self._directory, job.step) / file_name(own.replica, own.shard)
+        if world_size != own.replicas * own.shards or path.exists():
+            world = f"{own.replicas} replicas x {own.shards} shards"
+            more = ": pass intra_node where the ranks of a node hold the model whole" if own.shards == 1 else ""
+            raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}")
+        return {"name": path.name, **asdict(shard_file.write_shard(path, job.snapshot.tensors, job.snapshot.rest))}
+
+    def _agree(
+        self, job: SaveJob, volumes: Volumes, acts: bool, act: Callable[[], Mapping[str, Any] | None]
+    ) -> list[dict[str, Any]]:
+        """Calls `act` on the ranks that act. Returns the reports of all ranks; raises `NotSaved` where one failed."""
+        report: dict[str, Any] = {"need": job.bytes}
+        try:
+            report |= (act() if acts else None) or {}
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            where = "" if volumes.shared else f" on {platform.node()}"
+            text = f"{getattr(error, 'strerror', None) or error}{where}"
+            report |= {"failure": text, "free": _free(self._directory)}
+        reports = [json.loads(text) for text in self._texts.gather(json.dumps(report))]
+        failed = next((rank for rank, report in enumerate(reports) if "failure" in report), None)
+        if failed is None:
+            return reports
+        if volumes.leads(self._texts.rank):
+            with contextlib.suppress(OSError):
+                retention.abandon(self._directory, job.step)
+        self._volumes = None  # a file system may have come or gone
+        beside = [rank for rank, leader in enumerate(volumes.leaders) if leader == volumes.leaders[failed]]
+        raise self._failure(job, reports[failed], sum(reports[rank]["need"] for rank in beside))
+
+    def _failure(self, job: SaveJob, report: Mapping[str, Any], need: int) -> NotSaved:
+        """The error, the same on all ranks. Collective, so that none raises before all have cleaned up."""
+        saved = [json.loads(text) for text in self._texts.gather(json.dumps(_steps(self._directory)))]
+        before = [step for step in _common(saved) if step < job.step]
+        still = f"{retention.checkpoint_name(before[0])} is still whole" if before else "there is none before it"
+        sizes = f"need {_amount(need)}, {_amount(report['free'])} free"
+        name = retention.checkpoint_name(job.step)
+        return NotSaved(f"checkpoint {name} failed: {report['failure']} ({sizes}); {still}")
+
+
+def _commit(directory: Path, step: int) -> dict[str, Any]:
+    retention.commit(directory, step)
+    return {"steps": _steps(directory)}
+
+
+def _steps(directory: Path) -> list[int]:
+    return [retention.step_of(path) for path in retention.saved_checkpoints(directory)]
+
+
+def _common(steps: Sequence[Sequence[int]]) -> list[int]:
+    """The steps that occur in all lists, newest first."""
+    return sorted(set.intersection(*map(set, steps)), reverse=True)
+
+
+def _free(directory: Path) -> int:
+    """The bytes that are free in `directory`; 0 where there is none."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
+
+
+def _amount(count: int) -> str:
+    """A number of bytes in words: 2.1 GB."""
+    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if count >= u or u == 1)
+    return f"{count / unit:.1f} {name}"

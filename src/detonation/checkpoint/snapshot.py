@@ -1,0 +1,172 @@
+"""The state of one rank, as both saving and loading name it, and its copy on the host with the box of each shard."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from detonation.checkpoint.files.reader import Box
+from detonation.core.agreement.buffers import persistent_buffers
+from detonation.core.flat.tensors import local
+from detonation.core.optimizer.gathered import local_parameters
+from detonation.core.optimizer.replicated import Replicated
+from detonation.wire.units import shard_state
+
+
+def run_identity(optimizer: Replicated) -> dict[str, Any]:
+    """Levels, seed and optimizer class, as the manifest spells them: they must be the same when a run is resumed."""
+    levels = [{"scheme": scheme.name, **scheme.arguments} for _, scheme in optimizer.levels]
+    return {
+        "levels": json.loads(json.dumps(levels)),
+        "seed": optimizer.settings.seed,
+        "optimizer": type(optimizer.base).__name__,
+    }
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, as shards."""
+    return {**local_parameters(model), **persistent_buffers(model)}
+
+
+def frozen_weights(model: nn.Module) -> set[str]:
+    """The names of the parameters that require no gradient, which a checkpoint may leave out."""
+    return {name for name, parameter in local_parameters(model).items() if not parameter.requires_grad}
+
+
+def groups(model: nn.Module, optimizer: Replicated) -> list[dict[str, Any]]:
+    """The options of each parameter group, and the names of its parameters.
+
+    Raises `ValueError` for an option that is neither a tensor nor a plain value.
+    """
+    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
+    return [
+        {
+            "parameters": [names.get(id(parameter), "") for parameter in group["params"]],
+            "options": {k: plain(k, v) for k, v in group.items() if k != "params" and not isinstance(v, Tensor)},
+            "tensors": {k: plain(k, v.tolist()) for k, v in group.items() if isinstance(v, Tensor)},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def generators(model: nn.Module) -> dict[str, torch.Generator]:
+    """torch's default random generators on this rank, by key."""
+    found = {"generator.cpu": torch.default_generator}
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        found["generator.cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    return found
+
+
+def plain(key: str, value: Any) -> Any:
+    """`value` with tuples as lists. Raises `ValueError` where it is no JSON value."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(key, inner) for inner in value]
+    raise ValueError(f"{key} is {value!r} of type {type(value).__name__}: a checkpoint holds tensors and plain values")
+
+
+_log = logging.getLogger("detonation.checkpoint")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one rank.
+
+    tensors: on the host, by key. boxes: of the tensors that are sharded like a parameter. wrapped: keys of DTensors.
+    on_host: keys of tensors that were on the host though their parameter is not. values: plain values by key.
+    groups: the parameter groups.
+    """
+
+    tensors: dict[str, Tensor]
+    boxes: dict[str, Box]
+    wrapped: list[str]
+    on_host: list[str]
+    values: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """All but the tensors, as JSON values."""
+        boxes = {key: [box.whole, box.offset, box.shape] for key, box in self.boxes.items()}
+        marks = {"wrapped": self.wrapped, "on_host": self.on_host}
+        return {"boxes": boxes, **marks, "values": self.values, "groups": self.groups}
+
+
+@torch.no_grad()
+def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) -> Snapshot:
+    """Copies weights as the replicas last agreed on them, optimizer, local state and random generators of this rank.
+
+    Without `frozen`, parameters that require no gradient stay out. Waits for messages that are on their way.
+
+    Raises:
+        ValueError: the optimizer holds something that is neither a tensor nor a number, or belongs to no parameter.
+    """
+    optimizer.set_up()
+    if odd := [key for key in optimizer.base.state if not isinstance(key, Tensor)]:
+        raise ValueError(f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it")
+    _warn_of_extra_state(model)
+    with optimizer.agreed_weights():
+        left_out = set() if frozen else frozen_weights(model)
+        found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
+        values: dict[str, Any] = {}
+        for name, parameter in local_parameters(model).items():
+            for key, value in optimizer.base.state.get(parameter, {}).items():
+                full_key = f"optimizer.{name}.{key}"
+                if isinstance(value, Tensor):
+                    found[full_key] = value
+                elif isinstance(value, int | float | None):
+                    values[full_key] = value
+                else:
+                    raise ValueError(f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them")
+        found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
+        wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
+        found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
+        tensors = {key: _copy(tensor) for key, tensor in found.items()}
+        tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
+        wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
+        home = next(local(parameter).device.type for parameter in model.parameters())
+        on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
+    return Snapshot(tensors, _boxes(model, found), wrapped, on_host, values, groups(model, optimizer))
+
+
+@cache
+def _warn_of_extra_state(model: nn.Module) -> None:
+    """Warns once of modules whose state is in neither a parameter nor a buffer, such as the scales of fp8."""
+    extra = [name for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
+    if extra:
+        _log.warning("a checkpoint does not hold the extra state (get_extra_state) of %s", ", ".join(extra[:4]))
+
+
+def _boxes(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Box]:
+    """The box of each tensor that is sharded by itself, or like the parameter that its key names."""
+    parameters = local_parameters(model)
+    boxes, by_layout = {}, dict[object, Box]()  # torch takes long to compute a box, and most tensors share a layout
+    for key, tensor in found.items():
+        like = tensor if isinstance(tensor, DTensor) else parameters.get(_parameter_of(key))
+        if like is None or (like is not tensor and local(like).shape != tensor.shape):
+            continue
+        layout = (like.shape, like.device_mesh, like.placements) if isinstance(like, DTensor) else like.shape
+        if layout not in by_layout:
+            by_layout[layout] = Box.of(like)
+        boxes[key] = by_layout[layout]
+    return boxes
+
+
+def _parameter_of(key: str) -> str:
+    """The parameter in a key: model.<name>, optimizer.<name>.<entry>, replica.<level>.<kind>.<name> or shard.0..."""
+    part, _, rest = key.partition(".")
+    if part == "optimizer":
+        return rest.rpartition(".")[0]
+    return rest if part == "model" else ".".join(rest.split(".")[2:])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy of the local part on the host that shares memory with nothing."""
+    return local(tensor.detach()).to("cpu", memory_format=torch.contiguous_format, copy=True).contiguous()

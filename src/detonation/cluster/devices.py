@@ -1,0 +1,197 @@
+"""The device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the user says so."""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from detonation.cluster.position import LaunchPosition
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""The variables that limit the GPUs of a process; each may hide all of them."""
+_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_NODE")
+_CPU = 'To train on the CPU, set CUDA_VISIBLE_DEVICES to "" (in the library: init_mesh(device="cpu"))'
+
+
+@dataclass(frozen=True)
+class GPUs:
+    """The GPUs of this machine, as this process sees them.
+
+    usable: the number that torch can use. supported: torch is built for GPUs. driver: a device file of the driver, ""
+    without one.
+    """
+
+    usable: int
+    supported: bool
+    driver: str = ""
+
+
+def look_for_gpus() -> GPUs:
+    """The GPUs that torch and the driver show now. Initialises no GPU."""
+    files = sorted(path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    if torch.version.hip:
+        files += [path for path in [Path("/dev/kfd")] if path.exists()]
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return GPUs(usable, bool(torch.version.cuda or torch.version.hip), str(files[0]) if files else "")
+
+
+def choose_device(
+    env: Mapping[str, str], gpus: GPUs, position: LaunchPosition | None = None, asked: str | None = None
+) -> torch.device:
+    """The device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where the user says so.
+
+    A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the GPUs of other ranks.
+
+    Args:
+        env, position: of the rank; None for the position of a process that stands alone.
+        asked: "cpu" or "cuda"; None chooses.
+
+    Raises:
+        ValueError: a GPU is in sight that the rank cannot take. The message names the setting to change.
+
+    >>> choose_device({}, GPUs(8, True), LaunchPosition(13, 64, 5, 8)), choose_device({}, GPUs(0, False))
+    (device(type='cuda', index=5), device(type='cpu'))
+    """
+    if asked not in (None, "cpu", "cuda"):
+        raise ValueError(f"device is {asked!r}, must be 'cuda', 'cpu' or None")
+    if asked == "cpu":
+        return torch.device("cpu")
+    if gpus.usable:
+        return torch.device("cuda", _index(gpus.usable, position))
+    reason = _reason(env, gpus)
+    if asked == "cuda":
+        why = f"torch {torch.__version__} sees no GPU{reason and ': ' + reason}"
+        raise ValueError(f"device is 'cuda', but {why}; 'cpu' needs none")
+    if reason and not any(env.get(name) in ("", "-1") for name in VISIBLE):
+        raise ValueError(f"this rank would train on the CPU although there is a GPU: {reason}. {_CPU}")
+    return torch.device("cpu")
+
+
+def require_gpu_each(gpus: GPUs, ranks: int) -> None:
+    """Raises `ValueError` where `ranks` processes of this machine would share its GPUs."""
+    if 0 < gpus.usable < ranks:
+        raise ValueError(
+            f"{gpus.usable} GPU(s) are visible for {ranks} ranks on this machine: start one rank per GPU "
+            f"(fewer --replicas or --shards, or torchrun --nproc-per-node {gpus.usable}). {_CPU}"
+        )
+
+
+def device_name(device: torch.device, host: str) -> str:
+    """A name of `device` that no other device of a cluster has."""
+    if device.type == "cpu":
+        return f"the CPU of {host}"
+    return f"GPU {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)} of {host}"
+
+
+def require_own_devices(names: Sequence[str]) -> None:
+    """Raises `ValueError` where some ranks are on GPUs and others are not, or where two ranks share a GPU.
+
+    Args:
+        names: the `device_name` of each rank, in rank order.
+    """
+    on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
+    if on_cpu and len(on_cpu) < len(names):
+        rank, other = on_cpu[0], next(rank for rank in range(len(names)) if rank not in on_cpu)
+        raise ValueError(
+            f"rank {rank} is on {names[rank]}, rank {other} on {names[other]}: give all ranks a GPU, or hide all"
+        )
+    for rank, name in enumerate(names):
+        if not on_cpu and (first := names.index(name)) < rank:
+            raise ValueError(
+                f"ranks {first} and {rank} share {name}: give each rank one (srun --gpus-per-task=1), or make all "
+                "GPUs visible to all ranks of the machine and set LOCAL_RANK"
+            )
+
+
+def _index(usable: int, position: LaunchPosition | None) -> int:
+    """The GPU of a rank that sees `usable` of them."""
+    if usable == 1 or position is None or position.world_size == 1:
+        return 0
+    if position.local_world_size is not None:
+        require_gpu_each(GPUs(usable, True), position.local_world_size)
+    if position.local_rank is None:
+        raise ValueError(
+            f"{usable} GPUs are visible, and the launcher does not say which rank of its machine rank {position.rank} "
+            "is: set LOCAL_RANK and LOCAL_WORLD_SIZE (or call torch.cuda.set_device), or make one GPU visible to each"
+        )
+    if position.local_rank >= usable:
+        raise ValueError(f"LOCAL_RANK is {position.local_rank}, but {usable} GPUs are visible: start one rank per GPU")
+    return position.local_rank
+
+
+def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
+    """Why torch sees no GPU although there is a sign of one; "" without a sign."""
+    given = [name for name in VISIBLE if env.get(name, "-1") not in ("", "-1")]
+    slurm = [name for name in _SLURM if env.get(name, "0") not in ("", "0")]
+    if "NoDevFiles" in (env.get(name) for name in given):
+        return "SLURM gave this task no GPU (CUDA_VISIBLE_DEVICES=NoDevFiles); ask for one, such as --gpus-per-task=1"
+    signs = [gpus.driver] if gpus.driver else [f"{name}={env[name]}" for name in [*given, *slurm]]
+    if not signs:
+        return ""
+    if not gpus.supported:
+        return f"{signs[0]} shows one, but torch {torch.__version__} is built without CUDA; install a build with it"
+    return f"{signs[0]} shows one, but torch cannot use it; check nvidia-smi, the driver and {', '.join(VISIBLE[:1])}"
+
+
+try:
+    import resource
+except ImportError:  # no POSIX
+    resource = None  # type: ignore[assignment]
+
+_TERA = 10**12
+PEAKS: dict[str, float] = {
+    "B300": 2250 * _TERA,
+    "B200": 2250 * _TERA,
+    "GB200": 2500 * _TERA,
+    "H200": 989 * _TERA,
+    "H100 PCIe": 756 * _TERA,
+    "H100 NVL": 835 * _TERA,
+    "GH200": 989 * _TERA,
+    "H100": 989 * _TERA,
+    "H800": 989 * _TERA,
+    "A100": 312 * _TERA,
+    "A800": 312 * _TERA,
+    "L40S": 362 * _TERA,
+    "A40": 150 * _TERA,
+    "A30": 165 * _TERA,
+    "L4": 121 * _TERA,
+    "A10G": 70 * _TERA,
+    "RTX A6000": 155 * _TERA,
+    "RTX 5090": 209 * _TERA,
+    "RTX 4090": 165 * _TERA,
+    "RTX 3090": 71 * _TERA,
+    "MI325X": 1307 * _TERA,
+    "MI300X": 1307 * _TERA,
+}
+"""Multiplications and additions per second in dense bf16, as the makers state them, by a part of the device's name."""
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the whole process.
+
+    None where the platform does not say.
+    """
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    if resource is None:
+        return None
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else 1024 * held  # in bytes there, in KiB elsewhere
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Floating-point operations per second of a device in dense bf16; None where that is not known."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """`peak_flops` of the device called `name`.
+
+    >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A10G"), peak_of("NVIDIA A100-SXM4-80GB"), peak_of("other")
+    (989000000000000, 70000000000000, 312000000000000, None)
+    """
+    words = f" {name.replace('-', ' ')} "
+    return next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)

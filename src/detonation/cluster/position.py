@@ -1,0 +1,190 @@
+"""The position that a launcher gave this process, and the network interfaces of this machine."""
+
+import contextlib
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+)
+
+
+@dataclass(frozen=True)
+class LaunchPosition:
+    """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of `local_world_size`.
+
+    local_rank, local_world_size: None where the launcher does not say.
+    address, port: where the ranks meet, for a launcher that does not set MASTER_ADDR and MASTER_PORT.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    address: str = ""
+    port: int = 0
+
+    @property
+    def one_machine(self) -> bool:
+        """True where all ranks are known to be on this machine."""
+        return self.local_world_size == self.world_size
+
+
+def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
+    """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None without a launcher.
+
+    Raises:
+        ValueError: a variable of the launcher is not a whole number.
+
+    >>> launch_position({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).local_world_size
+    4
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return _named(env, names, meeting_here=is_loopback(env.get("MASTER_ADDR", "")))
+    # mpirun inside a job starts its daemons by srun, and its ranks inherit the daemons' variables: MPI's come first
+    for names in _MPI:
+        if names[0] in env and names[3] in env:
+            return _named(env, names)
+    # A batch script that did not call srun has a job but no step, and stands alone.
+    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "SLURM_STEP_ID" in env:
+        return _slurm(env)
+    if "PMI_RANK" in env and "PMI_SIZE" in env:
+        return _named(env, _MPI[-1])
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """True for the name or an address of the loopback interface.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("node1")
+    (True, True, True, False)
+    """
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def first_host(hosts: str) -> str:
+    """The first name in SLURM's compressed list of hosts.
+
+    >>> first_host("gpu[007-009,012],login1"), first_host("a,b"), first_host("rack2-[3,5]-ib")
+    ('gpu007', 'a', 'rack2-3-ib')
+    """
+    match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", hosts)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def _named(env: Mapping[str, str], names: tuple[str, str, str, str], meeting_here: bool = False) -> LaunchPosition:
+    """The position in four variables; the last two may be absent, and `meeting_here` then decides."""
+    rank, world = (_number(env, name) for name in names[:2])
+    local_rank, local_world = (_number(env, name) if name in env else None for name in names[2:])
+    if local_world is None and (meeting_here or world == 1):
+        local_world = world
+    if local_rank is None and local_world is not None and world % local_world == 0:
+        local_rank = rank % local_world
+    return LaunchPosition(rank, world, local_rank, local_world)
+
+
+def _slurm(env: Mapping[str, str]) -> LaunchPosition:
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+    hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
+    return LaunchPosition(
+        rank,
+        world,
+        _number(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else None,
+        _tasks_here(env, world),
+        address=first_host(hosts) or env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+        port=20_000 + _number(env, "SLURM_JOB_ID", 0) % 20_000,
+    )
+
+
+def _tasks_here(env: Mapping[str, str], world: int) -> int | None:
+    """The tasks of this step on this node, from a list such as "8(x2),4"; None where SLURM does not say."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    per_node = [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
+    node = _number(env, "SLURM_NODEID", 0)
+    if node < len(per_node):
+        return per_node[node]
+    if env.get("SLURM_NTASKS_PER_NODE", "").isdigit():
+        return min(world, int(env["SLURM_NTASKS_PER_NODE"]))
+    nodes = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", ""))
+    return world if nodes == "1" else None
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        raise ValueError(f"the launcher's environment has {name}={text!r}, but it must be a whole number")
+    return int(text)
+
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_SIOCGIFADDR = 0x8915  # Linux
+_ELSEWHERE = "192.0.2.1"
+"""An address of documentation, which no machine has: the route towards it is the default route."""
+
+
+def interface_towards(address: str) -> str:
+    """The interface over which this machine reaches the host `address`; "" where that is unknown. Sends nothing.
+
+    Where the host leads to loopback, as the machine's own name does on some systems, it is that of the default route.
+    """
+    for target in (address, _ELSEWHERE) if address else ():
+        for source in _source_addresses(target):
+            for _, name in socket.if_nameindex():
+                if name != LOOPBACK and source in addresses_of(name):
+                    return name
+    return ""
+
+
+def addresses_of(interface: str) -> list[str]:
+    """The IPv4 address and the IPv6 addresses of an interface; none on a system other than Linux."""
+    return list(_addresses(interface)) if interface and sys.platform == "linux" else []
+
+
+def _addresses(interface: str) -> Iterator[str]:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        yield socket.inet_ntoa(found[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if name == interface:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def _source_addresses(target: str) -> Iterator[str]:
+    """The address of this machine from which a datagram to each address of `target` would leave."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, where in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(where)
+                yield probe.getsockname()[0]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of "HOST:PORT"; an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: It is no such address.
+
+    Example:
+        >>> host_and_port("10.10.0.1:7000"), host_and_port("[::1]:7000")
+        (('10.10.0.1', 7000), ('::1', 7000))
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"the address is {address!r}, must be HOST:PORT such as 127.0.0.1:7000")
+    return host, int(port)

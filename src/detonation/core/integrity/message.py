@@ -1,0 +1,119 @@
+"""The message of one step: runs of rows that engines write, that collectives carry, and that are joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.codec import Codec
+from detonation.core.codec.indices import Unpackable, narrow
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, joined
+from detonation.core.integrity.header import HEADER_BYTES
+
+
+class Arriving(Protocol):
+    """The messages that one collective carries, in flight."""
+
+    rows: Tensor | None
+    absent: Collection[int]
+
+    def __call__(self) -> Tensor: ...  # waits: [replicas, nbytes] uint8
+
+    def release(self) -> None: ...  # returns the receive buffer
+
+
+@dataclass
+class Message:
+    """The messages of one collective stage of a step: one for all replicas, or one for each.
+
+    The wire carries the bytes of one message with one header, however many collectives it takes: each carries a run of
+    rows, and the last one begins with the header, which speaks of all.
+
+    Args:
+        waiting: The run that the next collective carries, if it has been made.
+        sent: The runs of the collectives that were started, until the last one is sealed.
+        rows: The first row of each of those, and its rows.
+        arriving: What arrives in each of those.
+        sums: In the place of `arriving`, the sum that arrives in each collective of an all-reduce.
+        shared: The indices of the rows from each row on, where all replicas know them.
+        absent: After `wait`, the replicas whose messages did not arrive whole, because they were lost.
+        played: What arrives in the place of all collectives: header and bytes.
+        reply: Of a stage that owners answer, their answer.
+        keeps_buffers: Whether an accelerator keeps receive buffers for the next step: where torch allocates for it,
+            its allocator has others for them until then.
+    """
+
+    step: int
+    codec: Codec
+    keeps_buffers: bool = False
+    waiting: MessageRows | None = None
+    sent: list[MessageRows] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    arriving: list[Arriving] = field(default_factory=list)
+    sums: list[Callable[[], Tensor]] = field(default_factory=list)
+    shared: dict[int, Tensor | SharedIndices] = field(default_factory=dict)
+    absent: set[int] = field(default_factory=set)
+    played: Callable[[], Tensor] | None = None
+    reply: Message | None = None
+
+    def know(self, first: int, indices: Tensor | Unpackable | None) -> None:
+        """Keeps the indices of the rows of the flat from `first` on."""
+        if indices is not None:
+            self.shared[first] = indices if isinstance(indices, SharedIndices) else narrow(indices)
+
+    @property
+    def indices(self) -> Tensor | SharedIndices | None:
+        """The indices of all rows of the flat, where all replicas know them."""  # [rows, k]
+        if len(self.shared) < 2:
+            return next(iter(self.shared.values()), None)
+        found = [self.shared[first] for first in sorted(self.shared)]
+        rules = [each for each in found if isinstance(each, SharedIndices)]
+        if len(rules) == len(found):
+            return rules[0].of_all(sum(each.rows for each in rules))
+        return torch.cat([narrow(each) for each in found])
+
+    def wait(self) -> list[Tensor]:
+        """Waits for all runs, if nobody has yet.
+
+        Shapes: -> of each `[messages of all replicas, bytes]` uint8.
+        """
+        if self.played:
+            octets = self.played()
+            self.absent = {row for row, header in enumerate(octets[:, :HEADER_BYTES]) if not header.any()}
+            return [octets]
+        arrived = [each() if each.rows is None else each.rows for each in self.arriving]
+        for each in self.arriving:
+            self.absent.update(each.absent)
+        return arrived
+
+    def whole(self, arrived: Sequence[Tensor]) -> Tensor:
+        """The output of `wait`, put together.
+
+        Shapes: -> `[messages of all replicas, 64 + nbytes + padding]` uint8.
+        """
+        runs: list[Sequence[Tensor]]
+        if len(arrived) == 1:
+            octets = arrived[0]
+            if octets.device.type == "cpu" or octets.shape[1] % 8 == 0:  # torch reads numbers at their addresses alone
+                return octets
+            runs = [(octets[:, HEADER_BYTES:],)]
+        else:
+            pairs = sorted(zip(self.rows, arrived, strict=True), key=lambda pair: pair[0])
+            lengths = [list(self.codec.lengths[rows]) for (_, rows), _ in pairs]
+            bodies = [each[:, each.shape[1] - sum(some) :] for some, (_, each) in zip(lengths, pairs, strict=True)]
+            runs = [torch.split(body, some, 1) for body, some in zip(bodies, lengths, strict=True)]
+            octets = pairs[0][1]
+        whole = joined(runs, HEADER_BYTES, octets[:, :HEADER_BYTES])
+        self.release()
+        return whole
+
+    def release(self) -> None:
+        """Returns the receive buffers."""
+        for each in self.arriving:
+            if self.keeps_buffers or (each.rows is not None and each.rows.device.type == "cpu"):
+                each.release()
+        self.arriving.clear()

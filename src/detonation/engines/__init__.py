@@ -1,0 +1,1 @@
+"""Engines of compiled kernels, under the laws of the reference engine. `core.engine.choice` finds them by name."""

@@ -1,0 +1,121 @@
+"""The native engine, compiled for the CPU."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Mean, MeanNonzero, Received
+from detonation.core.codec.basis import DCT, dct_waves
+from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.indices import PackedIndices
+from detonation.core.codec.message_rows import MessageRows
+from detonation.core.codec.precision import FP32
+from detonation.core.codec.selection import TopK
+from detonation.core.compute.kernel_library import KERNEL_CHUNKS, Library, SignRate, load_library
+from detonation.core.compute.scatter_sum import most_summed
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.rows_at_once import Room
+from detonation.core.flat.layout import Layout, copy
+from detonation.core.memory import Memory
+from detonation.core.runtime import Runtime
+
+
+class NativeEngine(ReferenceEngine):
+    """DCT x top-k with memory on a CPU: one pass over the memory to encode, one over the update to decode."""
+
+    def __init__(self, library: Library, codec: Codec, layout: Layout, memory: Memory, runtime: Runtime) -> None:
+        super().__init__(codec, layout, memory, runtime)
+        self.name = library.name
+        self._library, self._memory = library, memory
+        self._numel = (ctypes.c_int64 * len(layout.slots))(*[slot.numel for slot in layout.slots])
+        self._coding = codec.index_coding
+        self._width = 0 if self._coding.bitmap else self._coding.width
+        self._index_bytes = self._coding.nbytes(layout.rows)
+        self.releases_at_once = self._exact
+        self._released_share = memory.feedback.alpha if self._exact else 0.0
+        self._waves, self._most = dct_waves(codec.selection.chunk, self.device), most_summed(codec.selection.chunk)
+
+    def encode(
+        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+    ) -> Selected:
+        values = torch.empty(self.layout.rows, self.codec.selection.k, dtype=torch.float32, device="cpu")
+        return self._encoded(signals, values, torch.empty(self._index_bytes, dtype=torch.uint8, device="cpu"))
+
+    def encode_into(
+        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
+    ) -> Selected:
+        if run.owners or self.codec.precision != FP32:
+            return super().encode_into(run, signals, step, bad)
+        values, indices = run.parts
+        return self._encoded(signals, values[0].view(torch.float32).view(run.rows, -1), indices[0])
+
+    def _encoded(self, signals: Sequence[Tensor | None], values: Tensor, indices: Tensor) -> Selected:
+        """Absorbs a signal, and selects into `values` and `indices`."""  # [rows, k] fp32, [nbytes] uint8
+        self._library.encode(
+            self._memory.residual,
+            [None if s is None or not s.numel() else s.to(torch.float32).contiguous() for s in signals],
+            self._numel,
+            self._memory.feedback.decay,
+            self._released_share,
+            self._width,
+            self._waves,
+            values,
+            indices,
+        )
+        return Selected(values, PackedIndices(self._coding, indices, self.layout.rows))
+
+    def release(self, selected: Selected, own: Tensor | None) -> None:
+        if own is not None and selected.indices is not None:
+            alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
+            basis = self._waves if own.shape[1] <= self._most else None
+            self._library.release(
+                self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width, basis
+            )
+
+    def decode(self, received: Received) -> Tensor:
+        flat = self.layout.zeros(self.device)
+        self.write(received, self.layout.views(flat))
+        return flat
+
+    def write(self, received: Received, targets: Sequence[Tensor]) -> None:
+        if not isinstance(received.aggregation, Mean | MeanNonzero):
+            super().write(received, targets)
+            return
+        # by way of a copy where one must be converted, so that no parameter's bits depend on what others are like
+        odd = [i for i, t in enumerate(targets) if t.dtype != torch.float32 or not t.is_contiguous()]
+        decoded = list(targets)
+        for i in odd:
+            decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32, device="cpu")
+        self.apply_signs(received, decoded, None)
+        copy([targets[i] for i in odd], [decoded[i] for i in odd])
+
+    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+        plain = all(w.dtype == torch.float32 and w.is_contiguous() for w in weights)
+        return plain and isinstance(received.aggregation, Mean | MeanNonzero)
+
+    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate] | None) -> None:
+        """Moves `weights` by the signs of the update; without rates they become the update."""
+        whole, nonzero = received.read(0, received.rows), isinstance(received.aggregation, MeanNonzero)
+        sent, count = whole.indices, whole.values.shape[0] * whole.values.shape[2]
+        basis = self._waves if sent is not None and count <= self._most and not nonzero else None
+        if sent is None:  # owners answer with whole rows
+            sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
+        encoded = sent.encoded if isinstance(sent, PackedIndices) else self._coding.encode(sent)
+        values = [each.contiguous() for each in whole.values]  # of one message they lie together
+        indices = [each.contiguous() for each in encoded]
+        self._library.decode(weights, self._coding.chunk, values, indices, self._width, nonzero, basis, rates)
+        # the library writes unseen; a graph that holds old values must not be used
+        torch.autograd.graph.increment_version(weights)
+
+
+def native_engine(
+    codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None
+) -> NativeEngine | None:
+    """The engine for DCT x top-k with memory on a CPU, where g++ can build it; None for all else."""
+    fits = memory is not None and isinstance(codec.basis, DCT) and type(codec.selection) is TopK
+    if not fits or runtime.decides_on_device or not runtime.kernels or codec.selection.chunk not in KERNEL_CHUNKS:
+        return None
+    library = load_library()
+    return NativeEngine(library, codec, layout, memory, runtime) if library and memory else None

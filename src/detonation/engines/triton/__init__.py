@@ -1,0 +1,60 @@
+"""The engine of an accelerator: Triton kernels encode, decode, seal and inspect whole messages, each in one launch."""
+
+import logging
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from detonation.core.runtime import Runtime, accelerator_is_played
+
+if TYPE_CHECKING:
+    from detonation.core.codec.codec import Codec
+    from detonation.core.engine.rows_at_once import Room
+    from detonation.core.flat.layout import Layout
+    from detonation.core.memory import Memory
+    from detonation.engines.triton.engine import TritonEngine
+
+_log = logging.getLogger("detonation")
+
+
+def triton_engine(
+    codec: "Codec", layout: "Layout", memory: "Memory | None", runtime: Runtime, room: "Room | None"
+) -> "TritonEngine | None":
+    """The engine for an accelerator whose kernels know `codec`; None for all else, and the log says once why."""
+    if not runtime.decides_on_device:
+        return None
+    reason = why_not(runtime)
+    if not reason:
+        from detonation.engines.triton.coding import why_not_triton
+        from detonation.engines.triton.engine import TritonEngine
+
+        reason = why_not_triton(codec)
+    _say(f"torch, because {reason}" if reason else "triton, in kernels that have never run on a GPU before")
+    return None if reason else TritonEngine(codec, layout, memory, runtime, room)
+
+
+def why_not(runtime: Runtime) -> str:
+    """The reason why a step cannot use these kernels; "" where it can."""
+    if not runtime.kernels:
+        return "kernels are turned off"
+    if runtime.device.type != "cuda" and not accelerator_is_played():
+        return f"the device is {runtime.device.type}"
+    launches, reason = _launches()
+    if runtime.device.type == "cuda" and launches is not None and launches.INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET=1 would run the kernels on the CPU, with addresses of the GPU: unset it")
+    return reason
+
+
+@cache
+def _launches() -> tuple[ModuleType | None, str]:
+    try:
+        from detonation.kernels.gpu import launches
+    except ImportError as error:
+        return None, f"triton cannot be imported: {error}"
+    return launches, ""
+
+
+@cache
+def _say(engine: str) -> None:
+    """Logs the choice of an engine, once for each reason."""
+    _log.info("the engine on the accelerator is %s", engine)

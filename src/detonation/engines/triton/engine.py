@@ -1,0 +1,280 @@
+"""The Triton engine: a replica's encode and decode on an accelerator, each in one launch over all rows."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detonation.core.codec.aggregate import Aggregation, Mean, Received
+from detonation.core.codec.arrived import Arrived
+from detonation.core.codec.basis import DCT, Identity, dct_matrix, dct_waves
+from detonation.core.codec.codec import Codec, Selected
+from detonation.core.codec.indices import PackedIndices
+from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
+from detonation.core.codec.precision import FP32, PRECISIONS
+from detonation.core.codec.selection import Random, Rotation, random_start
+from detonation.core.compute.kernel_library import SignRate
+from detonation.core.compute.nonfinite import SIGNAL_LIMIT
+from detonation.core.compute.scatter_sum import most_summed
+from detonation.core.engine.reference import ReferenceEngine
+from detonation.core.engine.rows_at_once import Room
+from detonation.core.flat.layout import Layout, copy
+from detonation.core.flat.owners import RowOwners
+from detonation.core.memory import Feedback, Memory
+from detonation.core.runtime import Runtime
+from detonation.engines.triton.coding import (
+    AGGREGATION_NAMES,
+    coding_of,
+    places_of,
+    why_decoded_in_torch,
+    why_not_triton,
+)
+from detonation.engines.triton.device_guard import TritonGuard
+from detonation.kernels.gpu import launches
+
+_log = logging.getLogger("detonation")
+OwnerRows = tuple[int, int, int, int, int, int]
+"""The number of an owner; the owners, and the rows of each: in turns, of one turn, and all (`addressing.dealt_row`);
+the rows of the flat."""
+
+
+@cache
+def _say(what: str) -> None:
+    """Logs what ordinary torch does, and why, once for each reason."""
+    _log.info("the engine on the accelerator %s", what)
+
+
+class TritonEngine(ReferenceEngine):
+    """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel does.
+
+    Args:
+        of_owner: The owner whose rows these are: its number, and the fields of `RowOwners`.
+    """
+
+    name, reads_status, guard = "triton", True, TritonGuard
+
+    def __init__(
+        self,
+        codec: Codec,
+        layout: Layout,
+        memory: Memory | None,
+        runtime: Runtime,
+        room: Room | None = None,
+        of_owner: OwnerRows | None = None,
+    ) -> None:
+        super().__init__(codec, layout, memory, runtime, room)
+        self.needs_own_values = False
+        # bf16 rounds each value by itself, so that it can leave the memory as it will be read
+        rounds = codec.precision == PRECISIONS["bf16"] and not self._exact
+        self._releases = "exact" if self._exact else "rounded" if rounds else "read"
+        self.releases_at_once, self._of_owner, self._runtime = True, of_owner, runtime
+        slots = layout.slots
+        self._slots = launches.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
+        self._signals, self._targets = launches.Addresses(self.device), launches.Addresses(self.device)
+        self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
+        self._scanner: tuple[tuple[int, ...], Any] = ((), None)
+        self._rates: tuple[tuple[SignRate, ...], Tensor] = ((), self._fine)
+        self._coders: dict[Codec, Any] = {}
+
+    def encode(
+        self, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None, out: Tensor | None = None
+    ) -> Selected:
+        # where the memory is released as the message is read, one must be written
+        codec = self.codec if self._releases == "read" else replace(self.codec, precision=FP32)
+        rows = self.layout.rows
+        run = MessageRows(
+            codec, rows, partial(torch.empty, 1, codec.nbytes(rows), dtype=torch.uint8, device=self.device)
+        )
+        self._encode(codec, signals, step, bad, run)
+        return Selected(codec.written(run), self._indices(run, step))
+
+    def encode_into(
+        self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None
+    ) -> Selected:
+        self._encode(self.codec, signals, step, bad, run)
+        return Selected(self._nothing, self._indices(run, step) if self.codec.selection.shared else None)
+
+    def scan(self, signals: Sequence[Tensor | None], numbers: Sequence[int], found: Tensor | None = None) -> Tensor:
+        key = tuple(numbers)
+        if self._scanner[0] != key or self._scanner[1] is None:
+            numels = [slot.numel for slot in self.layout.slots]
+            self._scanner = key, launches.Scanner(numels, key, self.device, self._signals)
+        status: Tensor = self._scanner[1].scan(signals, SIGNAL_LIMIT, found)
+        return status
+
+    def empty(self, step: int) -> Selected:
+        selection, rows = self.codec.selection, self.layout.rows
+        if not selection.shared:
+            return super().empty(step)
+        # by their rule, so that kernels decode here what they decode on the replicas that send something
+        shared = SharedIndices(selection, rows, step, self._seed, self.device)
+        return Selected(torch.zeros(rows, selection.k, dtype=torch.float32, device=self.device), shared)
+
+    def release(self, selected: Selected, own: Tensor | None) -> None:
+        """Nothing: what was sent has left the memory as it was encoded."""
+
+    def own_message(self, run: MessageRows, selected: Selected) -> Received:
+        shared = selected.indices if isinstance(selected.indices, SharedIndices) else None
+        source = Arrived(self.codec, run.body, run.rows, shared, Mean())
+        return Received(self.layout.rows, source.read, source=source, owners=run.owners)  # a kernel reads it in place
+
+    def decode(self, received: Received) -> Tensor:
+        if not self.reads(received):
+            return super().decode(received)
+        flat = torch.empty(self.layout.rows, self.layout.chunk, dtype=torch.float32, device=self.device)
+        self._decode(received, "flat", flat=flat)
+        return flat
+
+    def write(self, received: Received, targets: Sequence[Tensor]) -> None:
+        if not self.reads(received):
+            super().write(received, targets)
+            return
+        # by way of a copy where no kernel writes
+        odd = [i for i, target in enumerate(targets) if not self._is_writable(target)]
+        decoded = list(targets)
+        for i in odd:
+            decoded[i] = torch.empty(targets[i].shape, dtype=torch.float32, device=self.device)
+        self._decode(received, "tensors", decoded)
+        copy([targets[i] for i in odd], [decoded[i] for i in odd])
+
+    def can_apply_signs(self, received: Received, weights: Sequence[Tensor]) -> bool:
+        if not self.reads(received):
+            return super().can_apply_signs(received, weights)
+        return all(self._is_writable(weight) for weight in weights)
+
+    def apply_signs(self, received: Received, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
+        if not self.reads(received):
+            super().apply_signs(received, weights, rates)
+            return
+        if self._rates[0] != tuple(rates):
+            numbers = [number for rate in rates for number in rate]
+            self._rates = tuple(rates), launches.uploaded(numbers, torch.float32, self.device)
+        self._decode(received, "signs", weights, rates=self._rates[1])
+
+    def _is_writable(self, tensor: Tensor) -> bool:
+        return tensor.dtype in launches.KIND_OF and tensor.is_contiguous()
+
+    def reads(self, received: Received) -> bool:
+        """True if a kernel decodes these messages; else the log says once why not."""
+        reason = why_decoded_in_torch(received)
+        if reason:
+            _say(f"decodes in torch, because {reason}")
+        return not reason
+
+    def reply(self, received: Received, run: MessageRows, step: int) -> None:
+        """Encodes the coefficients that the memory holds together with those of an update."""
+        source = received.source
+        assert isinstance(source, Arrived)
+        coding, places = coding_of(source.codec), places_of(source.codec, source.rows)
+        name = AGGREGATION_NAMES[type(received.aggregation)]
+        arrivals = launches.Arrivals(source.body, places, coding, len(source.body), name)
+        self._encode(self.codec, [None], step, None, run, arrivals)
+
+    def replier(
+        self, answer: Codec, aggregation: Aggregation, residual: Tensor, owners: RowOwners, owner: int
+    ) -> "TritonEngine | None":
+        if reason := why_not_triton(answer, aggregation):
+            _say(f"answers as an owner in torch, because {reason}")
+            return None
+        codec = replace(answer, basis=Identity())
+        layout = codec.layout({"the rows of an owner": residual.shape})
+        memory = Memory(layout, Feedback(decay=1.0), residual.device, residual)
+        mine = owner, owners.replicas, owners.in_turns, owners.run, owners.owned, owners.rows
+        return TritonEngine(codec, layout, memory, self._runtime, of_owner=mine)
+
+    def _encode(
+        self,
+        codec: Codec,
+        signals: Sequence[Tensor | None],
+        step: int,
+        bad: Tensor | None,
+        run: MessageRows,
+        arrivals: Any = None,
+    ) -> None:
+        """Encodes a signal into `run` in one launch."""
+        memory = self.memory
+        self._rotate(codec, step)
+        readable = [None if s is None else self._readable(s) for s in signals]  # copies live until the launch
+        self._coder(codec).encode(
+            self._signals.update(readable),
+            self._fine if bad is None else bad,
+            run.octets[:, run.room :],
+            places_of(codec, run.rows, run.owners),
+            memory.residual if memory else None,
+            memory.feedback.decay if memory else 0.0,
+            memory.feedback.alpha if memory else 0.0,
+            release=self._releases,
+            negative_zeros=run.negative_zeros,
+            arrived=arrivals,
+        )
+
+    def _indices(self, run: MessageRows, step: int) -> SharedIndices | PackedIndices:
+        rows, codec = self.layout.rows, self.codec
+        if codec.selection.shared:
+            return SharedIndices(codec.selection, rows, step, self._seed, self.device)
+        return PackedIndices(codec.index_coding, run.parts[-1][0], rows)
+
+    def _decode(
+        self,
+        received: Received,
+        into: str,
+        targets: Sequence[Tensor] = (),
+        flat: Tensor | None = None,
+        rates: Tensor | None = None,
+    ) -> None:
+        source = received.source
+        assert isinstance(source, Arrived | Sums)
+        codec = source.codec if isinstance(source, Arrived) else self.codec
+        self._rotate(codec, source.shared.step if isinstance(source.shared, SharedIndices) else 0)
+        addresses = self._targets.update(targets) if targets else self._targets
+        # kernels write unseen by autograd; a graph that holds old values must not be used
+        torch.autograd.graph.increment_version(targets)
+        if isinstance(source, Sums):
+            of_sum = source.runs[0][1].flatten().unsqueeze(0), places_of(codec, received.rows)
+            self._coder(codec).decode(
+                *of_sum, source.replicas, "sum", into, addresses, flat, rates, None, source.runs, source.report
+            )
+            return
+        replicas = 1 if received.owners else len(source.body)
+        places = places_of(source.codec, source.rows, received.owners)
+        aggregation = received.aggregation
+        name, weights = AGGREGATION_NAMES[type(aggregation)], getattr(aggregation, "of_replicas", None)
+        selection = source.codec.selection
+        few = isinstance(source.codec.basis, DCT) and isinstance(aggregation, Mean) and not selection.shared
+        summed = few and replicas * selection.k <= most_summed(selection.chunk)
+        self._coder(source.codec).decode(
+            source.body, places, replicas, name, into, addresses, flat, rates, weights, summed=summed
+        )
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if tensor.dtype in launches.KIND_OF else tensor.float().contiguous()
+
+    def _rotate(self, codec: Codec, step: int) -> None:
+        """Makes the coder's rotation that of `step`."""
+        selection, coder = codec.selection, self._coder(codec)
+        place = selection.place(step, self._seed) if isinstance(selection, Rotation) else (0, 0, 0)
+        if not selection.shared or coder.rotations.place == place:
+            return
+        coder.rotations.place = cycle, share, deal = place
+        words, choices = (random_start(self._seed, cycle, which) for which in (0, 1))
+        coder.rotations.rotate(coder.coding, words, choices, share, deal)
+
+    def _coder(self, codec: Codec) -> Any:
+        """The launches for `codec`, whose rows are those of this engine."""
+        if codec not in self._coders:
+            compiled = coding_of(codec)
+            side = codec.selection.chunk if isinstance(codec.basis, DCT) else 1
+            matrix, waves = dct_matrix(side, self.device), dct_waves(side, self.device)
+            first = self.codec.selection.first if isinstance(self.codec.selection, Random) else 0
+            selecting = replace(compiled, basis="none", precision="fp32", block=1)
+            room = partial(launches.Rotations.room, selecting, self.device)
+            rotations = self._runtime.shared(("rotations", selecting), room)  # of all buckets and owners of a step
+            self._coders[codec] = launches.Coder(
+                compiled, self._slots, matrix, waves, rotations, self._runtime.shared, first, self._of_owner
+            )
+        return self._coders[codec]

@@ -1,0 +1,215 @@
+"""Frames of bounded length with a keyed checksum, which a feed sends, and the listener that turns strangers away."""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from detonation.cluster.position import host_and_port as host_and_port
+from detonation.core.base_error import DetonationError
+from detonation.feed.token import prove_to_follower
+from detonation.log.records import LogRecord, record_of
+
+Octets = bytes | bytearray | memoryview
+ABOUT, STATE, STEP_DONE, ALIVE, BYE, WANT = range(6)
+"""The kinds of frames: a description, a piece of the state, the records of a step, a sign of life, the end, and what
+a follower wants."""
+LONGEST_PIECE = 1 << 22
+"""The longest piece of a state, in bytes."""
+SHORT = 1 << 24
+"""The longest description, in bytes."""
+_HEADER = struct.Struct("<B7xQ")  # kind, bytes
+_TAG = 16
+
+
+class BadFrame(DetonationError, ConnectionError):
+    """A frame is damaged, or larger than it may be."""
+
+
+class FrameSocket:
+    """Sends or receives frames over a connection whose ends have proved that they know the token.
+
+    A frame has a checksum under the key of the connection, which covers its number: somebody on the way can neither
+    change, insert, repeat nor leave out a frame. Anybody on the way can read it.
+
+    Args:
+        key: From the handshake.
+        feeds: Whether this is the feed's end.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
+        self._connection, self._key = connection, key
+        self._out, self._in = (b"feed", b"follower") if feeds else (b"follower", b"feed")
+        self._sent = self._received = 0
+        self.bytes_moved = 0
+
+    def send(self, kind: int, content: Octets = b"") -> None:
+        """Sends one frame. Raises `OSError` where the other end is gone, or takes nothing for too long."""
+        header = _HEADER.pack(kind, len(content))
+        self._connection.sendall(header + self._tag(self._out, self._sent, header, content))
+        self._sent += 1
+        self._connection.sendall(content)
+        self.bytes_moved += len(header) + _TAG + len(content)
+
+    def receive(self, most: int) -> tuple[int, bytearray]:
+        """The kind and the content of the next frame.
+
+        Args:
+            most: The bytes that the content may have.
+
+        Raises:
+            BadFrame: It is longer, or its checksum is wrong.
+            OSError: The other end is gone.
+        """
+        header = self._exactly(_HEADER.size)
+        kind, size = _HEADER.unpack(header)
+        if size > most:
+            raise BadFrame(f"a frame of {size:,} bytes, but at most {most:,} may arrive")
+        tag = self._exactly(_TAG)
+        content = self._exactly(size)
+        if not hmac.compare_digest(bytes(tag), self._tag(self._in, self._received, header, content)):
+            raise BadFrame("a frame is damaged")
+        self._received += 1
+        self.bytes_moved += len(header) + _TAG + size
+        return kind, content
+
+    def close(self) -> None:
+        """Ends the connection, also for a thread that is sending or receiving."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _tag(self, sender: bytes, number: int, header: Octets, content: Octets) -> bytes:
+        state = hashlib.blake2b(number.to_bytes(8, "little"), key=self._key, digest_size=_TAG, person=sender)
+        state.update(header)
+        state.update(content)
+        return state.digest()
+
+    def _exactly(self, count: int) -> bytearray:
+        found = bytearray(count)
+        rest = memoryview(found)
+        while rest:
+            got = self._connection.recv_into(rest)
+            if not got:
+                raise ConnectionResetError("the feed has closed the connection")
+            rest = rest[got:]
+        return found
+
+
+def encoded(table: Mapping[str, Any]) -> bytes:
+    """A table as the content of a frame."""
+    return json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
+
+
+def table_of(content: Octets) -> dict[str, Any]:
+    """The content of a frame as a JSON table. Raises `BadFrame` for anything else."""
+    try:
+        found = json.loads(bytes(content))
+    except (ValueError, RecursionError) as error:
+        raise BadFrame("a frame holds no JSON") from error
+    if not isinstance(found, dict):
+        raise BadFrame("a frame holds no table")
+    return found
+
+
+def records_in(content: Octets) -> Iterator[LogRecord]:
+    """The records of a step, one after another. Raises `DamagedLog` where they are not whole."""
+    rest = memoryview(content)
+    while rest:
+        record, rest = record_of(rest)
+        yield record
+
+
+MOST_STRANGERS = 8
+"""Connections that have not proved yet that they know the token; more are closed at once."""
+SILENT_S = 60.0
+"""Seconds between two lines of the log about strangers."""
+SHORTEST_FRAMES = 4096
+"""Bytes of what a follower may want."""
+STUCK_S = 30.0
+"""Seconds in which a follower must take some of a frame."""
+_log = logging.getLogger("detonation.feed")
+
+
+class Listener:
+    """Listens at `address`, and calls `admit` in a thread of its own for each connection that knows the token.
+
+    Args:
+        address: "HOST:PORT"; port 0 takes a free one.
+        token: From `read_token`.
+        admit: Gets the connection after the handshake, the name of the other end, and what it wants.
+
+    Raises:
+        OSError: Nobody can listen there.
+    """
+
+    def __init__(self, address: str, token: bytes, admit: Callable[[FrameSocket, str, dict[str, Any]], None]) -> None:
+        host, port = host_and_port(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen at {address}: {error.strerror}") from error
+        self.port = int(self._socket.getsockname()[1])
+        self._token, self._admit = token, admit
+        self._places = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._silent_until, self._unsaid = 0.0, 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="feed-listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Listens no longer."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, (host, port, *_) = self._socket.accept()
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(0.1)  # out of file descriptors: others may be closed soon
+                continue
+            peer = f"{host}:{port}"
+            if not self._places.acquire(blocking=False):
+                self._refuse(connection, peer, "too many connections have not shown a token yet")
+                continue
+            threading.Thread(target=self._greet, args=(connection, peer), name="feed-greeting", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, peer: str) -> None:
+        try:
+            frames = FrameSocket(connection, prove_to_follower(connection, self._token), feeds=True)
+            kind, content = frames.receive(SHORTEST_FRAMES)
+            if kind != WANT:
+                raise BadFrame("it does not say what it wants")
+            wanted = table_of(content)
+        except OSError as error:  # `Refused` and `BadFrame` are among them
+            self._refuse(connection, peer, str(error) or type(error).__name__)
+            return
+        finally:
+            self._places.release()
+        connection.settimeout(STUCK_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._admit(frames, peer, wanted)
+
+    def _refuse(self, connection: socket.socket, peer: str, reason: str) -> None:
+        """Closes the connection, and logs that at most once in `SILENT_S`: a log must not grow by strangers."""
+        with contextlib.suppress(OSError):
+            connection.close()
+        with self._lock:
+            now = time.monotonic()
+            if now < self._silent_until:
+                self._unsaid += 1
+                return
+            more, self._unsaid, self._silent_until = self._unsaid, 0, now + SILENT_S
+        also = f", and {more} more since the last such line" if more else ""
+        _log.warning("refused %s: %s%s", peer, reason, also)

@@ -1,0 +1,264 @@
+"""Models of the package: language models (dense, and with experts), T5 and a vision transformer."""
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def transformers_or_error() -> ModuleType:
+    """Imports transformers, which takes seconds; raises `ValueError` with the extra where it is missing."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("models need transformers: pip install 'detonation-torch[models]'") from error
+    return transformers
+
+
+def require_positive(**sizes: int) -> None:
+    """Raises `ValueError` for the first size that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, not {size}")
+
+
+def require_dropout(dropout: float) -> None:
+    """Raises `ValueError` unless `dropout` is a probability below 1."""
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
+
+
+def head_width(hidden_size: int, heads: int) -> int:
+    """Returns the width of an attention head; raises `ValueError` unless `heads` divides `hidden_size`."""
+    require_positive(hidden_size=hidden_size, heads=heads)
+    if hidden_size % heads:
+        raise ValueError(f"heads {heads} does not divide hidden_size {hidden_size}: each head takes an equal share")
+    return hidden_size // heads
+
+
+def require_even(head_dim: int, heads: int, hidden_size: int) -> None:
+    """Raises `ValueError` where attention heads have an odd width, which rotary positions cannot turn."""
+    if head_dim % 2:
+        raise ValueError(f"heads {heads} of hidden_size {hidden_size} are {head_dim} wide: rotary positions need even")
+
+
+def fp32_logits(head: nn.Module) -> None:
+    """Makes `head` return fp32, so that the loss of a bf16 model is fp32, too. Changes `head`."""
+    head.register_forward_hook(_to_fp32)
+
+
+def _to_fp32(module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+    return logits.float()
+
+
+def olmo2(
+    vocab: int = 256,
+    hidden_size: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    feed_forward: int = 512,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Builds a causal language model.
+
+    The model shifts the labels itself: the loss is the mean over B * (T - 1) predictions.
+
+    Args:
+        vocab: Number of tokens; 256 for bytes.
+        hidden_size: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads of each block; divides hidden_size.
+        feed_forward: Width of the gated feed-forward layer of each block.
+        dropout: On attention weights, the only dropout of OLMo2.
+
+    Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
+
+    Raises:
+        ValueError: A size is below 1 or does not divide another.
+
+    Reference: OLMo team, 2025, arXiv 2501.00656.
+    """
+    head_dim = head_width(hidden_size, heads)
+    require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward)
+    require_dropout(dropout)
+    require_even(head_dim, heads, hidden_size)
+    transformers = transformers_or_error()
+    config = transformers.Olmo2Config(
+        vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        attention_dropout=dropout,
+        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
+        pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = transformers.Olmo2ForCausalLM(config)
+    return model
+
+
+def olmoe(
+    vocab: int = 256,
+    hidden_size: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    experts: int = 8,
+    active: int = 2,
+    feed_forward: int = 256,
+    balance: float = 0.01,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Builds a causal language model with a mixture of experts.
+
+    The experts of a block are three matrices of `[experts, ...]`, which FSDP2 shards by expert. The gradient of an
+    expert to which no token of a replica went is zero on that replica.
+
+    Args:
+        vocab: Number of tokens; 256 for bytes.
+        hidden_size: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads of each block; divides hidden_size.
+        experts: Of each block.
+        active: Experts that work on a token.
+        feed_forward: Width of the gated feed-forward layer of each expert.
+        balance: Weight of the loss that keeps experts equally busy; only in training, so that validation losses are in
+            nats, as those of other models are.
+        dropout: On attention weights.
+
+    Shapes: `input_ids` and `labels` `[B, T]` int64, any T.
+
+    Raises:
+        ValueError: A size is below 1 or does not divide another, or `active` is above `experts`.
+
+    Reference: Muennighoff et al., OLMoE, 2024, arXiv 2409.02060.
+    """
+    head_dim = head_width(hidden_size, heads)
+    require_positive(vocab=vocab, layers=layers, experts=experts, active=active, feed_forward=feed_forward)
+    require_dropout(dropout)
+    if active > experts:
+        raise ValueError(f"active {active} is above experts {experts}: a token goes to some of the experts")
+    if balance < 0:
+        raise ValueError(f"balance must be at least 0, not {balance}")
+    require_even(head_dim, heads, hidden_size)
+    transformers = transformers_or_error()
+    config = transformers.OlmoeConfig(
+        vocab_size=vocab, hidden_size=hidden_size, intermediate_size=feed_forward, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, num_experts=experts, num_experts_per_tok=active,
+        router_aux_loss_coef=balance, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        attention_dropout=dropout,
+        # Every byte is text: the embedding of a padding token would be zero and get no gradient.
+        pad_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = transformers.OlmoeForCausalLM(config)
+    model.register_forward_pre_hook(_balanced_in_training, with_kwargs=True)
+    return model
+
+
+def _balanced_in_training(
+    model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return inputs, {"output_router_logits": model.training, **named}
+
+
+def t5(
+    vocab: int = 384,
+    hidden_size: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    feed_forward: int = 512,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Builds a sequence-to-sequence model.
+
+    The loss is the mean over the labels that are not -100. The model makes the decoder's input by shifting the labels
+    right, starting with id 0. Embedding and output matrix are the same tensor, as in T5. After initialisation the loss
+    is about one nat above ln(vocab), because a decoder with tied embeddings first predicts the byte that it has read.
+
+    Args:
+        vocab: Number of ids; ByT5 has 384: 3 special ids, 256 bytes, 125 spare.
+        hidden_size: Width of the residual stream.
+        layers: Of the encoder, and of the decoder.
+        heads: Attention heads of each block; divides hidden_size.
+        feed_forward: Width of the feed-forward layer of each block.
+        dropout: On hidden states and on attention weights.
+
+    Shapes: `input_ids` and `attention_mask` `[B, S]`, `labels` `[B, T]`; all int64.
+
+    Raises:
+        ValueError: A size is below 1, or `heads` does not divide `hidden_size`.
+
+    Reference: T5, Raffel et al., 2020, arXiv 1910.10683; ByT5, Xue et al., 2022, arXiv 2105.13626.
+    """
+    head_dim = head_width(hidden_size, heads)
+    require_positive(vocab=vocab, layers=layers, feed_forward=feed_forward)
+    require_dropout(dropout)
+    transformers = transformers_or_error()
+    config = transformers.T5Config(
+        vocab_size=vocab, d_model=hidden_size, d_kv=head_dim, d_ff=feed_forward, num_layers=layers, num_heads=heads,
+        feed_forward_proj="relu", dropout_rate=dropout,
+        pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    fp32_logits(model.get_submodule("lm_head"))
+    for stack in ("encoder.block", "decoder.block"):
+        for block in model.get_submodule(stack).children():
+            block.register_forward_hook(_copied_output)
+    return model
+
+
+def _copied_output(block: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies the outputs of a block: its position bias is a view, and FSDP2 warns of views."""
+    return tuple(output.clone() if isinstance(output, Tensor) else output for output in outputs)
+
+
+def vit(
+    image_size: int = 28,
+    patch_size: int = 7,
+    channels: int = 1,
+    classes: int = 10,
+    hidden_size: int = 64,
+    layers: int = 4,
+    heads: int = 4,
+    feed_forward: int = 256,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """Builds an image classifier.
+
+    The loss is the mean over B images. Compute grows with the square of `image_size / patch_size`. The defaults suit
+    Fashion-MNIST; for CIFAR-10 use image_size 32, patch_size 4, channels 3.
+
+    Args:
+        image_size: Height and width of an image, in pixels.
+        patch_size: Height and width of a patch; divides image_size.
+        channels: 1 for grey, 3 for colour.
+        classes: Number of labels.
+        hidden_size: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads of each block; divides hidden_size.
+        feed_forward: Width of the feed-forward layer of each block.
+        dropout: On hidden states and on attention weights.
+
+    Shapes: `pixel_values` `[B, channels, image_size, image_size]` float, `labels` `[B]` int64.
+
+    Raises:
+        ValueError: A size is below 1, or does not divide another.
+
+    Reference: Dosovitskiy et al., 2021, arXiv 2010.11929.
+    """
+    head_width(hidden_size, heads)
+    require_positive(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
+    require_positive(layers=layers, feed_forward=feed_forward)
+    require_dropout(dropout)
+    if image_size % patch_size:
+        raise ValueError(
+            f"patch_size {patch_size} does not divide image_size {image_size}: the image is cut into whole patches"
+        )
+    transformers = transformers_or_error()
+    config = transformers.ViTConfig(
+        image_size=image_size, patch_size=patch_size, num_channels=channels, num_labels=classes,
+        hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=feed_forward,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        # Without it transformers guesses the loss from the labels of each batch; one class would mean regression.
+        problem_type="single_label_classification", attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = transformers.ViTForImageClassification(config)
+    fp32_logits(model.get_submodule("classifier"))
+    return model

@@ -1,0 +1,272 @@
+"""`[scheme] name = "auto"`: what a recipe asks for, and the choice for the links that are there, alike on all ranks."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from detonation.choices import unknown
+from detonation.cluster.network.measure import probe_axis
+from detonation.cluster.network.profile import Profile, Step
+from detonation.core.link.link import Link
+from detonation.core.link.link_speed import hops
+from detonation.core.schemes.registry import schemes
+from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import CollectiveKind
+from detonation.plan.advice import advise, row, why
+from detonation.plan.auto import PROBE_S, world_link
+from detonation.plan.cost import Cost, Network, Work, changed, cost, spelled
+from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
+from detonation.plan.search import BUDGET, Candidate, Option, check_budget, options, settings
+from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, start_session
+from detonation.train.loop.timing import forward_backward, optimizer_step
+from detonation.train.output import directory
+from detonation.train.recipe import optimizers
+from detonation.train.recipe.resolve import Layers, read_layers
+from detonation.train.recipe.schema import Config, Table, TrainConfig, require
+from detonation.train.recipe.sizes import shard_shapes
+from detonation.train.recipe.tables import to_table
+from detonation.train.run.adapt import Followed
+
+RINGS: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
+
+
+def predict(config: Config, recipe: Path, path: Path) -> Cost:
+    """The cost of one step of `config` by the profile at `path`, which was measured with `recipe`.
+
+    Forward and backward are assumed to be in proportion to the batch.
+
+    Raises:
+        ValueError: The profile is of another recipe or model, of none, of more than one shard, or of a single replica.
+    """
+    profile = Profile.read(path)
+    compute = profile.compute
+    if compute is None or compute.recipe != recipe.stem:
+        of = "no recipe" if compute is None else f"the recipe {compute.recipe}"
+        raise ValueError(f"{path} is of {of}: measure with detonation probe {recipe} --shards 1")
+    if profile.shards != 1 or profile.replicas < 2:
+        world = f"{profile.replicas} replicas x {profile.shards} shards"
+        raise ValueError(f"{path} was measured with {world}, but a simulated replica has one shard: probe with 2 x 1")
+    shapes = shard_shapes(config)
+    parameters = sum(map(prod, shapes[0].values()))
+    if parameters != compute.parameters:
+        was = f"{path} is of {compute.parameters:,} parameters, and this model has {parameters:,}"
+        raise ValueError(f"{was}: measure with detonation probe {recipe} --shards 1, and the same --set")
+    # a profile that does not say is of the recipe as it stands
+    measured = compute.examples or _examples(read_layers(recipe, (), mesh={}).config().train)
+    seconds = compute.forward_backward_s * _examples(config.train) / measured
+    work = Work(shapes, seconds, compute.steps, accumulate=config.train.accumulate)
+    return cost(scheme_of(config.levels[-1]), work, among(Network.of_profile(profile), config.mesh.replicas))
+
+
+def _examples(train: TrainConfig) -> int:
+    """Examples per rank and step."""
+    return train.batch_size * train.accumulate
+
+
+def among(network: Network, replicas: int) -> Network:
+    """The same links between `replicas` nodes: the latency of a ring grows with its messages in a row."""
+    operations = dict(network.operations)  # an all-to-all sends to all at once
+    for kind in RINGS:
+        chain = hops(kind, replicas) / hops(kind, network.replicas)
+        operations[kind] = replace(operations[kind], latency_s=chain * operations[kind].latency_s)
+    return Network(replicas, network.shards, operations)
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The arguments of scheme "auto" in a recipe.
+
+    Args:
+        budget: The part of a step that full synchronisation, or the adapted setting, may spend waiting for the network,
+            between 0 and 1.
+        adapt: Let the setting of the chosen scheme follow the link during the run.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    budget: float = BUDGET
+    adapt: bool = False
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        require(isinstance(self.adapt, bool), "scheme.adapt", self.adapt, "true or false")
+
+    @classmethod
+    def of(cls, config: Config) -> "Auto | None":
+        """The arguments in `config`; None where it names its scheme. Raises `ValueError` for bad arguments."""
+        names = [level.scheme.name for level in config.levels]
+        if AUTO not in names:
+            return None
+        if len(names) > 1:
+            raise ValueError("scheme auto is for a recipe of one [scheme]: name the scheme of each [[scheme]]")
+        known = [field.name for field in fields(cls)]
+        for key in config.scheme.arguments:
+            if key not in known:
+                raise unknown(f"argument of scheme {AUTO}", key, known)
+        return cls(**config.scheme.arguments)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run whose scheme is still to be chosen: how to choose, and the recipe with its layers."""
+
+    auto: Auto
+    layers: Layers
+
+    def candidates(self) -> dict[str, Config]:
+        """The recipe under every scheme, by spelling: as it is tuned, and at other settings that go with that.
+
+        `none` is left out where the recipe's replicas must agree.
+        """
+        made: dict[str, Config] = {}
+        full = self.layers.under("full", {})
+        agreeing = full.train.log_updates or full.train.publish or full.mesh.elastic
+        for name in [name for name in schemes() if name != "none" or not agreeing]:
+            for arguments in settings(name):
+                config = self.layers.under(name, arguments)
+                try:
+                    made.setdefault(spelled(scheme_of(config.levels[-1])), config)
+                except ValueError:
+                    if not arguments:  # the recipe itself is not valid
+                        raise
+        return made
+
+    def check(self) -> Config:
+        """The recipe under full synchronisation. Raises `ValueError` for anything that would fail under some scheme."""
+        for config in self.candidates().values():
+            check_levels(config.levels)
+            optimizers.check_optimizer(config.optimizer)
+        return check_config(self.layers.under("full", {}))
+
+
+def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
+    """Each scheme that may be chosen, with the optimizer that the recipe trains it with."""
+    found = {}
+    for name, config in candidates.items():
+        optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
+        found[name] = (scheme_of(config.levels[-1]), optimizer)
+    return found
+
+
+def goal_of(config: Config, work: Work, optimizer: str | None = None) -> Goal:
+    """The run of a recipe, for estimates of its loss."""
+    parameters = sum(work.sizes.values())
+    steps = config.train.steps or GOAL_STEPS  # of a recipe in epochs, whose steps its data tell
+    return Goal(config.mesh.replicas, parameters, steps, task_of(config.model.name), optimizer)
+
+
+def settings_in(layers: Layers, chosen: Scheme) -> dict[str, object]:
+    """The arguments that a recipe must be given to train under `chosen`: those that it has otherwise under its name."""
+    if isinstance(layers.tables.get("scheme"), list):
+        return changed(chosen)
+    own = scheme_of(layers.under(chosen.name, {}).levels[-1]).arguments
+    return {key: value for key, value in chosen.arguments.items() if value != own[key]}
+
+
+def standing(layers: Layers) -> Config:
+    """The configuration, with full synchronisation in the place of a scheme that is still to be chosen."""
+    config = layers.config()
+    return config if Auto.of(config) is None else layers.under("full", {})
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The choice: its configuration, a line to show, the `plan` of the run directory, an adapter's first state."""
+
+    config: Config
+    line: str
+    plan: Table
+    followed: Followed
+
+
+def chosen_before(path: Path) -> Table | None:
+    """The scheme of the run in `path`; None where no configuration is there, or none that can be read."""
+    try:
+        scheme = tomllib.loads((path / directory.CONFIG).read_text(encoding="utf-8")).get("scheme")
+    except (OSError, ValueError):  # the other ranks already wait for the answer of this one
+        return None
+    return scheme if isinstance(scheme, dict) and "name" in scheme else None
+
+
+def again(asked: Asked, path: Path, device: torch.device) -> Config | None:
+    """The configuration that the run in `path` has chosen before; None where rank 0 cannot read it. Collective.
+
+    No other rank needs to see the directory yet.
+    """
+    mine = chosen_before(path) if dist.get_rank() == 0 else None
+    scheme: Table | None = world_link(device).send_to_all(mine, device)[0]
+    if scheme is None:
+        return None
+    arguments = {key: value for key, value in scheme.items() if key != "name"}
+    return check_config(asked.layers.under(scheme["name"], arguments))
+
+
+def decide(asked: Asked, device: torch.device) -> Chosen:
+    """Measures the link and the compute of a step, and chooses; all ranks agree. Collective."""
+    candidates = asked.candidates()
+    session = start_session(asked.check(), device)  # for measuring only: the run makes its own weights
+    axis, _ = session.optimizer.levels[0]
+    measured = probe_axis(axis, device, PROBE_S)
+    network = Network(session.config.mesh.replicas, session.config.mesh.shards, measured.operations)
+    compute_s, _ = forward_backward(session)
+    work = Work(shard_shapes(session.config), compute_s, accumulate=session.config.train.accumulate)
+    best, found, work = _search(asked.auto.budget, candidates, session, network, work)
+    goal = goal_of(session.config, work)
+    line = why(found, network, goal, asked.auto.budget)
+    config = check_config(candidates[spelled(best.cost.scheme)])
+    plan = {
+        "chosen": row(best, goal),
+        "why": line,
+        **asdict(asked.auto),
+        "link": asdict(measured),
+        "compute_s": compute_s,
+        "steps": {name: asdict(step) for name, step in work.steps.items()},
+        **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
+    }
+    followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
+    return Chosen(config, f"auto: {line}", plan, followed)
+
+
+def _search(
+    budget: float,
+    candidates: Mapping[str, Config],
+    session: Session,
+    network: Network,
+    work: Work,
+) -> tuple[Option, list[Option], Work]:
+    """The choice, the options that it was made from, and the work with the optimizer steps measured for it.
+
+    The step of a scheme is measured only when it would be chosen: its time changes the share that is spent waiting.
+    """
+    device, world = session.device, world_link(session.device)
+    pairs, goal = trained(candidates), goal_of(session.config, work)
+    steps: dict[str, Step] = {}
+    while True:
+        work = replace(work, steps=dict(steps))
+        found = options(pairs.values(), work, network, goal, budget)
+        name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
+        if name in steps:
+            best = next(option for option in found if spelled(option.cost.scheme) == name)
+            _agree(world, candidates[name], device)
+            return best, found, work
+        step = optimizer_step(session, candidates[name])
+        if step is None:  # the optimizer refuses it
+            del pairs[name]
+        else:
+            steps[name] = step
+
+
+def _agree(world: Link, config: Config, device: torch.device) -> None:
+    """Raises `Mismatch` on all ranks where one has another configuration of the choice."""
+    world.require_same({"chosen": json.dumps(to_table(config), sort_keys=True)}, device, {})
