@@ -1,6 +1,7 @@
 # make train   train a language model as 2 replicas x 2 shards on this machine
-# make test    lint, type check and the whole test suite, in two processes
+# make test    lint, type check and the tests of every change, in two processes: every law for every scheme, some minutes
 #              PART=laws runs one folder of tests alone, PART="laws world" two; see tests/README.md
+# make test-all  the whole products of schemes and settings as well, and the long searches: half an hour, each night
 # make lint    lint and type check
 # make docs    the site of the documentation, in site/
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
@@ -19,18 +20,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of a file stay in one process, which starts them in the order of their names.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test chaos gpu lint docs hooks clean release-check
+.PHONY: train test test-all chaos gpu lint docs hooks clean release-check
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
 
 ifdef PART
-test: $(VENV)/.test
+test test-all: $(VENV)/.test
 else
-test: lint
+test test-all: lint
 endif
 	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu shakespeare
-	$(PYTEST) $(addprefix tests/,$(PART))
+	$(PYTEST) $(if $(filter test-all,$@),-m "" --hypothesis-profile=long) $(addprefix tests/,$(PART))
 
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests:. $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)

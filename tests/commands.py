@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import select
 import signal
@@ -16,11 +17,16 @@ from pathlib import Path
 
 import tomli_w
 import torch
-import torch.distributed.fsdp  # imported before the fork, not once in every command
-import transformers.models.olmo2.modeling_olmo2  # noqa: F401
 
 from detonation.cli.command import run_command
 from limits import LIMIT_S
+
+for name in (
+    *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.olmo2.modeling_olmo2"),
+    *("matplotlib.figure", "matplotlib.lines", "matplotlib.patches"),
+    *("detonation.train.run.start", "detonation.train.run.request", "detonation.report.page"),
+):
+    importlib.import_module(name)  # before the fork, and not once in every command: half of a run of some steps
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},

@@ -25,12 +25,13 @@ torch.set_num_threads(1)
 # one of its files has changed: an eighth of the CPU time of tests with worlds.
 linecache.checkcache = lambda filename=None: None
 
-# The same examples in every run: a test that fails for somebody fails for everybody. Look for new ones with
-# `pytest --hypothesis-profile=search`.
+# The same examples in every run: a test that fails for somebody fails for everybody. `make test-all` has more of them;
+# look for new ones with `pytest --hypothesis-profile=search`.
 with suppress(ImportError):  # where `make gpu` runs some of the tests, there may be torch and pytest alone
     from hypothesis import settings
 
-    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=15)
+    settings.register_profile("long", derandomize=True, deadline=None, max_examples=100)
     settings.register_profile("search", deadline=None, max_examples=500)
     settings.load_profile("repeatable")
 

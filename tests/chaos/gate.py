@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="number of repetitions, with consecutive seeds")
     parser.add_argument("--survive", type=int, default=0, help="only so many faults that others survive in place")
-    parser.add_argument("--short", action="store_true", help="the part that the test suite runs")
+    parser.add_argument("--short", action="store_true", help="the part that `make test-all` runs")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     lost = 0

@@ -1,9 +1,22 @@
-"""A part of the gate that is short enough for every change; `make chaos` runs all of it."""
+"""Parts of the gate: the cheapest faults at each change, one of every kind at night; `make chaos` runs all of it."""
 
-from gate import SHORT, gate
+import pytest
+from faults import killed_and_stopped, uninterrupted
+from gate import SHORT, bad_messages, gate
 from rows import Row, table
+from storage import corruptions
 
 
+def test_nothing_is_lost_by_a_kill_by_damage_and_by_bad_messages(tmp_path):
+    whole = uninterrupted(tmp_path / "whole", 8)
+    rows = killed_and_stopped(tmp_path / "killed", whole, seed=0, kills=1, stops=0)[:1]
+    rows.append(corruptions(max((whole.out / "checkpoints").iterdir()), tmp_path / "corrupted", 0, 25))
+    rows.append(bad_messages(0, 1))
+    assert not any(row.lost for row in rows), "\n" + table(rows)
+    assert all(row.tried for row in rows)
+
+
+@pytest.mark.long
 def test_nothing_is_lost(tmp_path):
     rows = gate(0, SHORT, tmp_path)
     assert not any(row.lost for row in rows), "\n" + table(rows)

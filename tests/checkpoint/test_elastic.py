@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import detonation as dt
 import worlds
+from covering import some
 from detonation.checkpoint.elastic import memory_sources
 from detonation.checkpoint.verify import verify
 from detonation.core.flat.tensors import local
@@ -16,6 +17,8 @@ from zoo import SCHEMES, Menagerie, Plain, batch, built
 
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
 """Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
+SHORT = [(3, 1), (2, 2), (3, 1)]
+"""Both fewer and more of each."""
 SAVED = [0, 4, 6, 8, 10, 12, 14]
 """The steps after which worlds are saved: in the middle of rounds, and with messages on their way."""
 CHOSEN = ["demo", "demo-owner", "demo-tiles-64-sign", "random-late", "sparseloco", "streaming"]
@@ -118,9 +121,16 @@ def exactly(name, kind):
     return not (kind.endswith("residual") or (local_state and kind in ("weight", "exp_avg", "exp_avg_sq")))
 
 
-@pytest.mark.parametrize(("kind", "width"), [(Plain, 32), (Menagerie, 257)], ids=["plain", "awkward"])
-def test_shards_and_replicas_come_and_go_and_nothing_unsent_is_lost(tmp_path, kind, width):
-    names, chain = (CHOSEN, CHAIN) if kind is Plain else (["demo-owner"], [(2, 2), (1, 3), (3, 1)])
+CHAINS = {
+    "plain": (Plain, 32, CHOSEN, SHORT),
+    "awkward": (Menagerie, 257, ["demo-owner"], [(2, 2), (1, 3), (3, 1)]),
+    "six worlds": (Plain, 32, CHOSEN, CHAIN),
+}
+
+
+@some("way", CHAINS, keep=["plain", "awkward"])
+def test_shards_and_replicas_come_and_go_and_nothing_unsent_is_lost(tmp_path, way):
+    kind, width, names, chain = CHAINS[way]
     for turn, (replicas, shards) in enumerate(chain):
         for rank in worlds.run(one_world, replicas, shards, tmp_path, names, kind, width, turn):
             for name, shares in rank.items():

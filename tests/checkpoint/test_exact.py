@@ -5,15 +5,19 @@ import torch
 
 import detonation as dt
 import worlds
+from covering import covered
 from detonation.checkpoint.verify import verify
 from detonation.core.flat.tensors import digest
 from zoo import KINDS, SCHEMES, Menagerie, Plain, batch, built
+
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
 
 BASES = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "SignSGD": lambda params: dt.SignSGD(params, lr=1e-3, momentum=0.5, weight_decay=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
 }
+STATELESS = {"stateless": lambda params: dt.SignSGD(params, lr=1e-3)}
 AHEAD = {
     "random-ahead": dt.schemes.random(rate=1 / 4, delay=2),
     "distro": dt.schemes.distro(topk=4, chunk=16, delay=2),
@@ -43,7 +47,7 @@ def everything(model, optimizer):
 
 def resumed(mesh, folder, schemes, base, kind, width):
     """By scheme, True where a run goes on exactly. Saved after 4 steps: in mid-round, with messages on their way."""
-    same = {}
+    same, base = {}, (BASES | STATELESS)[base]
     for name, scheme in schemes.items():
         model, optimizer = start(mesh, scheme, base, kind)
         with dt.Checkpoints(f"{folder}/{name}", model, optimizer) as checkpoints:
@@ -61,29 +65,26 @@ def resumed(mesh, folder, schemes, base, kind, width):
     return same
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_every_scheme_with_every_optimizer_goes_on_exactly(base, tmp_path):
-    ends = worlds.run(resumed, 2, 1, tmp_path, SCHEMES, BASES[base], Plain, 32)
-    assert ends == [dict.fromkeys(SCHEMES, True)] * 2
+@covered("name, base", SCHEMES, BASES)
+def test_every_scheme_with_every_optimizer_goes_on_exactly(name, base, tmp_path):
+    ends = worlds.run(resumed, 2, 1, tmp_path, {name: SCHEMES[name]}, base, Plain, 32)
+    assert ends == [{name: True}] * 2
 
 
 def test_shards_go_on_exactly(tmp_path):
     """Shards do not depend on the optimizer, so one optimizer with state of its own stands for all."""
-    ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name] for name in KINDS}, BASES["AdamW"], Plain, 32)
+    ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name] for name in KINDS}, "AdamW", Plain, 32)
     assert ends == [dict.fromkeys(KINDS, True)] * 4
 
 
 def test_schemes_that_look_ahead_go_on_exactly(tmp_path):
-    def stateless(params):
-        return dt.SignSGD(params, lr=1e-3)
-
-    ends = worlds.run(resumed, 2, 2, tmp_path, AHEAD, stateless, Plain, 32)
+    ends = worlds.run(resumed, 2, 2, tmp_path, AHEAD, "stateless", Plain, 32)
     assert ends == [dict.fromkeys(AHEAD, True)] * 4
 
 
 @pytest.mark.parametrize("name", ["demo", "diloco"])
 def test_awkward_parameters_go_on_exactly(name, tmp_path):
-    ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name]}, BASES["AdamW"], Menagerie, 257)
+    ends = worlds.run(resumed, 2, 2, tmp_path, {name: SCHEMES[name]}, "AdamW", Menagerie, 257)
     assert ends == [{name: True}] * 4
 
 

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import detonation as dt
 import worlds
+from covering import covered
 from zoo import SCHEMES
 
 CHOSEN = ["demo-owner", "random-late", "streaming"]
@@ -64,9 +65,9 @@ def as_stateful(mesh, folder, names):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", [naive, by_helpers, as_stateful])
-def test_replicas_are_never_mixed(way, tmp_path):
-    assert worlds.run(way, 2, 2, tmp_path, CHOSEN) == [dict.fromkeys(CHOSEN, True)] * 4
+@covered("name, way", CHOSEN, [naive, by_helpers, as_stateful])
+def test_replicas_are_never_mixed(name, way, tmp_path):
+    assert worlds.run(way, 2, 2, tmp_path, [name]) == [{name: True}] * 4
 
 
 def elsewhere(mesh, folder):

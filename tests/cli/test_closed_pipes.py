@@ -28,7 +28,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word(arguments):
     assert running.returncode == 141
 
 
-@pytest.mark.parametrize("verb", ["train", "simulate"])
+@pytest.mark.parametrize("verb", ["train", pytest.param("simulate", marks=pytest.mark.long)])
 def test_a_run_trains_on_without_its_screen(tmp_path, verb):
     """As in `detonation train RECIPE | head -1`."""
     out = tmp_path / "run"

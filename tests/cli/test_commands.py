@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import Command, launched, outliving
+from covering import some
 from detonation.cli.verbs import shortcuts
 from detonation.train.recipe.resolve import parse_sets
 from limits import LIMIT_S
@@ -41,7 +42,11 @@ def test_the_command_of_the_package_is_this_one(tmp_path):
     assert done.stdout.splitlines()[-1] == f"run directory: {tmp_path / 'run'}"
 
 
-@pytest.mark.parametrize("recipe", ["quick-lm", "moe-lm", "vit-fashion", "vit-cifar10", "t5-translation"])
+@some(
+    "recipe",
+    ["quick-lm", "moe-lm", "vit-fashion", "vit-cifar10", "t5-translation"],
+    keep=["quick-lm", "vit-fashion", "t5-translation"],
+)
 def test_every_recipe_trains_on_two_replicas_of_two_shards(recipe, tmp_path):
     short = ["train.steps=3", "train.log_every=1", "train.validation_batches=1"]
     out = tmp_path / "run"

@@ -1,6 +1,10 @@
 """The mistakes of newcomers: each message has the value that was given, the reason and the remedy, in one line."""
 
+import errno
+import importlib
 import re
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 import detonation as dt
-from commands import write_recipe
+from commands import Command, free_port, write_recipe
 from detonation.cli.command import run_command
 from detonation.cluster.network.loopback import LoopbackCommunicator
+from detonation.cluster.position import LaunchPosition, launch_position
+from detonation.cluster.processes import rendezvous
+from detonation.cluster.processes.failure import WorldError
+from detonation.cluster.under_launcher import run_under_launcher
+from detonation.train.output import directory
+from detonation.train.output.trackers import check_trackers
+from detonation.train.recipe.resolve import fill_mesh
+from made import made
 from worlds import caught
 
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
@@ -137,6 +149,106 @@ def not_fetched():
 
 def mesh_of(*arguments, **options):
     return library(lambda: dt.init_mesh(*arguments, **options))
+
+
+class Unlike(LoopbackCommunicator):
+    """Two replicas of which the second says `theirs` where the first says what the pattern `ours` finds."""
+
+    def __init__(self, ours: str, theirs: str) -> None:
+        super().__init__(2)
+        self.ours, self.theirs = ours.encode(), theirs.encode()
+
+    def all_gather(self, tensor):
+        other = re.sub(self.ours, self.theirs, bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
+        return lambda: [
+            tensor,
+            torch.frombuffer(bytearray(other), dtype=torch.uint8).view(tensor.dtype).view_as(tensor),
+        ]
+
+
+def unlike(ours: str, theirs: str, scheme: Any = None) -> Callable[[], str]:
+    """The first step of replicas that were started differently."""
+    return library(lambda: step(nn.Linear(8, 8), axis=Unlike(ours, theirs), scheme=scheme))
+
+
+def resumed(
+    model: Callable[[], nn.Module], scheme: Any = None, base: Any = sgd, replicas: int = 1
+) -> Callable[[], str]:
+    """A checkpoint of a linear layer under `full` that is loaded into something else."""
+
+    def make() -> str:
+        saved = nn.Linear(8, 8)
+        kept = scheme if scheme == dt.none() else dt.full()
+        dt.save_checkpoint("saved", saved, replicated(saved, axis=LoopbackCommunicator(1), scheme=kept))
+        into = model()
+        optimizer = replicated(into, base(into), LoopbackCommunicator(replicas), scheme)
+        return library(dt.load_checkpoint, "saved", into, optimizer)()
+
+    return make
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def meeting(rank: int = 1, **environment: str) -> Callable[[], str]:
+    """The rendezvous of one of two ranks, of whom the other never comes."""
+
+    def make() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("MASTER_ADDR", "MASTER_PORT"):
+                patch.delenv(name, raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            patch.setattr(rendezvous, "_RENDEZVOUS_TIMEOUT_S", 0.1)
+            return library(rendezvous.rendezvous_store, LaunchPosition(rank, 2, 0, 1))()
+
+    return make
+
+
+def port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return meeting(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.getsockname()[1]))()
+
+
+def no_such_host():
+    def unknown(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", unknown)
+        return meeting(0, MASTER_ADDR="hed.example.org", MASTER_PORT="29500")()
+
+
+def full_disk():
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "write_whole", no_space)
+        return library(directory.write_text, Path("run/config.toml"), "")()
+
+
+def without(package: str, make: Callable[[], str]) -> Callable[[], str]:
+    """What happens where `package` is not installed."""
+
+    def made() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+                patch.delitem(sys.modules, name)
+            patch.setitem(sys.modules, package, None)
+            return make()
+
+    return made
+
+
+def integration(name: str) -> Callable[[], str]:
+    def make() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delitem(sys.modules, f"detonation.integrations.{name}", raising=False)
+            return library(importlib.import_module, f"detonation.integrations.{name}")()
+
+    return make
 
 
 MISTAKES = {
@@ -287,6 +399,105 @@ MISTAKES = {
     "a GPU on a machine without": Mistake(
         mesh_of(device="cuda"), "sees no GPU", ("'cuda'", "sees no GPU", "'cpu' needs none")
     ),
+    "another learning rate on a replica": Mistake(
+        unlike('"0.1"', '"0.2"'), "replicas differ: ", ("lr of group 0=0.2", "replica 0 has lr", "the same settings")
+    ),
+    "another scheme on a replica": Mistake(
+        unlike('"scheme": "demo"', '"scheme": "dema"', dt.demo()),
+        "replicas differ: ",
+        ("scheme=dema", "replica 0 has scheme=demo", "Start all with the same settings"),
+    ),
+    "another torch on a replica": Mistake(
+        unlike(re.escape(torch.__version__), torch.__version__[:-1] + "x"),
+        "replicas differ: ",
+        ("replica 1 has torch", f"replica 0 has torch={torch.__version__}", "versions"),
+    ),
+    "other weights on a replica": Mistake(
+        unlike(r'(weight \(weights\)": ").', r"\1?"),
+        "replicas differ: ",
+        ("weight (weights)=?", "replica 0 has weight", "same_weights(model, axis)"),
+    ),
+    "a world that is not replicas x shards": Mistake(
+        library(fill_mesh, {"shards": 2}, LaunchPosition(0, 3, 0, 1)),
+        "but the launcher started",
+        ("1 replicas x 2 shards", "started 3", "leave both out"),
+    ),
+    "a rank beyond the world": Mistake(
+        library(launch_position, {"RANK": "5", "WORLD_SIZE": "2"}),
+        "the launcher says rank",
+        ("rank 5", "from 0 to 1", "correct RANK"),
+    ),
+    "a world of words": Mistake(
+        library(launch_position, {"RANK": "0", "WORLD_SIZE": "two"}),
+        "the launcher's environment has",
+        ("WORLD_SIZE='two'", "must be", "a whole number"),
+    ),
+    "no master": Mistake(meeting(), "not set: name", ("MASTER_ADDR and MASTER_PORT", "not set", "the host of rank 0")),
+    "a port that is none": Mistake(
+        meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT="http"), "MASTER_PORT is", ("'http'", "must be", "65535")
+    ),
+    "a master whose name is wrong": Mistake(
+        no_such_host, "MASTER_ADDR is", ("'hed.example.org'", "no host has that name", "name that of rank 0")
+    ),
+    "a port in use": Mistake(port_in_use, "is in use: give", ("port ", "is in use", "another MASTER_PORT")),
+    "a master that nobody reaches": Mistake(
+        lambda: meeting(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))(),
+        "has not met the others",
+        ("rank 1 of 2", "at 127.0.0.1:", "open that port"),
+    ),
+    "an interface in the environment that is not there": Mistake(
+        library(lambda: rendezvous.keep_to_one_interface({"GLOO_SOCKET_IFNAME": "wg9"}, True)),
+        "but this machine has",
+        ("GLOO_SOCKET_IFNAME is 'wg9'", "this machine has", "lo"),
+    ),
+    "a directory that cannot be made": Mistake(
+        library(lambda: directory.RunDirectory(Path("tiny.toml/run"))),
+        "cannot write",
+        ("tiny.toml/run", "Not a directory", "choose another --out"),
+    ),
+    "a full disk": Mistake(full_disk, "cannot write", ("run/config.toml", "No space left", "free some space")),
+    "a checkpoint of a wider model": Mistake(
+        resumed(lambda: nn.Linear(8, 16)), "resume the same model", ("weight", "is (8, 8) in saved", "here (16, 8)")
+    ),
+    "a checkpoint of other layers": Mistake(
+        resumed(lambda: nn.Sequential(nn.Linear(8, 8))),
+        "resume the same model",
+        ("saved", "0.weight", "other parameters"),
+    ),
+    "a checkpoint of another scheme": Mistake(
+        resumed(linear, dt.demo()), "resume with the same", ("'scheme': 'full'", "this run has", "'demo'")
+    ),
+    "a checkpoint of another optimizer": Mistake(
+        resumed(linear, base=lambda model: dt.SignSGD(model.parameters(), lr=0.1)),
+        "resume with the same",
+        ("written with optimizer SGD", "this run has", "SignSGD"),
+    ),
+    "more replicas that exchange nothing": Mistake(
+        resumed(linear, dt.none(), replicas=2),
+        "nothing in common to go on from",
+        ("of 1 replicas, not 2", "without an exchange", "resume with 1"),
+    ),
+    "no transformers": Mistake(
+        without("transformers", train()), "pip install", ("models", "need transformers", "'detonation-torch[models]'")
+    ),
+    "no datasets": Mistake(
+        without("datasets", train("--data", "hf:a/b")), "pip install", ("datasets", "needs", "'detonation-torch[hub]'")
+    ),
+    "no tracker": Mistake(
+        without("trackio", library(check_trackers, ["trackio"])),
+        "pip install",
+        ("logger trackio", "needs", "install trackio"),
+    ),
+    "no accelerate": Mistake(
+        without("accelerate", integration("huggingface")),
+        "pip install",
+        ("accelerate", "import", "'detonation-torch[hf]'"),
+    ),
+    "no lightning": Mistake(
+        without("lightning", integration("lightning")),
+        "pip install",
+        ("lightning", "need", "'detonation-torch[lightning]'"),
+    ),
     "a mesh larger than the world": Mistake(
         mesh_of(3, 2, "cpu"), "ranks, the world has", ("3 replicas x 2 shards", "the world has 1", "omit one")
     ),
@@ -308,6 +519,33 @@ def test_a_mistake_gets_the_value_the_reason_and_the_remedy(mistake):
     assert [words for words in (mistake.first, *mistake.has) if words not in text] == [], text
     assert "Traceback" not in text
     assert text.startswith(" ") or text.rstrip("\n").count("\n") == 0  # tyro's own frames have several lines
+
+
+@pytest.mark.parametrize(
+    ("out", "path"), [("tiny.toml/a.html", "tiny.toml/a-figures"), ("none/a.html", "none/a-figures")]
+)
+def test_a_page_that_cannot_be_written_names_the_flag(out, path, capsys):
+    made(Path("run"))
+    assert run_command(["report", "run", "--out", out]) == 1
+    assert capsys.readouterr().err.endswith(f" directory: {path}: choose another --out\n")
+
+
+@pytest.mark.parametrize(("local", "told"), [("0", False), ("1", True)])
+def test_what_a_rank_knows_alone_is_said_before_it_waits_for_others_and_once_on_a_machine(local, told, monkeypatch):
+    def check():
+        raise ValueError("topk is 99")
+
+    monkeypatch.setenv("LOCAL_RANK", local)
+    with pytest.raises(WorldError, match="topk is 99") as caught_:
+        run_under_launcher(LaunchPosition(0, 2, int(local), 2), pytest.fail, pytest.fail, check)
+    assert caught_.value.reported is told and caught_.value.failure.bad_input
+
+
+def test_one_of_three_ranks_says_at_once_that_two_shards_do_not_divide_them(tmp_path):
+    place = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = Command(tmp_path, "train", tmp_path / "tiny.toml", "--shards", 2, env=place)
+    assert command.wait() == 2
+    assert command.errors.startswith("error: 1 replicas x 2 shards are 2 processes, but the launcher started 3: ")
 
 
 def test_the_page_has_the_same_mistakes():

@@ -24,7 +24,7 @@ def started():
         command.kill()
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stopped_rank_is_named_after_the_limit(started, tmp_path, victim):
     recipe = write_recipe(tmp_path / "tiny.toml")
     command = Command(tmp_path, "train", recipe, "--out", tmp_path / "run", "--replicas", 2, "--shards", 2, *LONG)
@@ -37,7 +37,7 @@ def test_a_stopped_rank_is_named_after_the_limit(started, tmp_path, victim):
     assert float(silence.removesuffix(REMEDY)) >= 3
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_the_ranks_of_a_launcher_end_too_and_one_of_them_tells(started, tmp_path, how):
     recipe = write_recipe(tmp_path / "tiny.toml")
     ranks = launched(tmp_path, 4, "train", recipe, "--out", tmp_path / "run", "--replicas", 4, *LONG)

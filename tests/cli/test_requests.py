@@ -62,6 +62,7 @@ def test_a_request_travels_as_json():
         assert from_plain(type(request), json.loads(json.dumps(to_plain(request)))) == request
 
 
+@pytest.mark.long
 def test_ranks_that_start_afresh_read_the_recipe_by_themselves(tmp_path, monkeypatch, capfd):
     """As where each has a GPU: a process of its own, to which JSON travels."""
     recipe = str(write_recipe(tmp_path / "tiny.toml"))
@@ -72,6 +73,12 @@ def test_ranks_that_start_afresh_read_the_recipe_by_themselves(tmp_path, monkeyp
     assert run_command([*train, str(tmp_path / "afresh")]) == 0
     forked, afresh = map(json.loads, capfd.readouterr().out.splitlines())
     assert afresh["fingerprint"] == forked["fingerprint"] and afresh["directory"] == str(tmp_path / "afresh")
+
+
+@pytest.mark.long
+def test_ranks_that_start_afresh_are_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "gpus_for", lambda count: True)
+    monkeypatch.setattr(start, "gpus_for", lambda count: True)
     profile = tmp_path / "profile.json"
     assert run_command(["probe", "--replicas", "2", "--shards", "1", "--out", str(profile), "--json"]) == 0
     assert json.loads(profile.read_text())["replicas"] == 2

@@ -43,6 +43,7 @@ def torchrun(arguments):
     return 0
 
 
+@pytest.mark.long
 def test_under_torchrun_a_killed_rank_starts_all_again_from_the_last_checkpoint(tmp_path, recipe, whole):
     out = tmp_path / "run"
     agent = Command(tmp_path, "-m", "detonation", "train", recipe, "--out", out, *SETS, program=torchrun)
@@ -80,7 +81,7 @@ def test_a_restart_goes_on_or_starts_and_a_finished_run_stays(tmp_path, recipe, 
     assert result(out) == whole
 
 
-@pytest.mark.parametrize("by", ["itself", "a launcher"])
+@pytest.mark.parametrize("by", ["a launcher", pytest.param("itself", marks=pytest.mark.long)])
 def test_a_run_in_epochs_keeps_its_steps_in_a_larger_world(tmp_path, recipe, by):
     out = tmp_path / "run"
     train = ("train", recipe, "--out", out, "--shards", 1, "--checkpoint-every", 2, "--set", "train.steps=0")

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from commands import Command, outliving, write_recipe
+from covering import covered
 from detonation.checkpoint.files import manifest, retention
 from detonation.cluster.processes.signals import Stop
 from detonation.train.output import metrics
@@ -42,8 +43,7 @@ def test_the_end_of_a_child_after_the_request_is_no_second_request(monkeypatch):
         stop.receive(signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-@pytest.mark.parametrize("to", ["the launcher", "one rank", "everyone"])
+@covered("to, name", ["the launcher", "one rank", "everyone"], ["SIGTERM", "SIGUSR1"])
 def test_a_run_asked_to_stop_saves_one_step_and_ends_well(start, tmp_path, name, to):
     command = start(*LONG)
     command.wait_for_step(2)

@@ -82,6 +82,7 @@ def smaller(words):
 def test_the_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("my.txt").write_text("a text of the reader's\n" * 2000)
     for block in blocks(page, "bash"):
         for words in block.commands if not block.not_run else []:
             assert words[0] == "detonation", f"{block}: a program that is not run here needs a reason"

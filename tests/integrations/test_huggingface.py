@@ -167,7 +167,8 @@ def trainer_resumes(mesh, folder, scheme, changed):
 @pytest.mark.parametrize(
     ("scheme", "changed"),
     [
-        (dt.diloco(every=3), {}),  # the checkpoint is in the middle of a round
+        # the checkpoint is in the middle of a round
+        pytest.param(dt.diloco(every=3), {}, marks=pytest.mark.long),
         (dt.demo(), {"wrap": SHARDED, "bf16": True, "gradient_accumulation_steps": 2}),
     ],
     ids=["diloco", "demo"],
@@ -246,6 +247,7 @@ def stopped(mesh, folder):
     return found
 
 
+@pytest.mark.long
 def test_where_a_callback_stops_training_the_last_checkpoint_is_the_agreed_model(tmp_path):
     assert worlds.run(stopped, 2, 2, tmp_path) == [[(4, True, True)] * 2] * 4
 
@@ -338,7 +340,10 @@ def accelerate_resumes(mesh, folder, scheme, settings):
 @pytest.mark.parametrize(
     ("scheme", "settings", "steps"),
     [
-        (dt.demo(), {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "clip": 0.01}, 6),
+        pytest.param(
+            *(dt.demo(), {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "clip": 0.01}, 6),
+            marks=pytest.mark.long,
+        ),
         (dt.diloco(every=3), {"wrap": SHARDED}, 12),
     ],
     ids=["demo", "diloco"],
@@ -397,6 +402,7 @@ def clips_of_two_models(mesh):
     return [worlds.caught(accelerator.clip_grad_norm_, models[0].parameters(), clip)[0] for clip in (1.0, 0.5)]
 
 
+@pytest.mark.long
 def test_two_models_of_one_accelerator_are_clipped_each_by_its_own_norm():
     assert worlds.run(clips_of_two_models, 2, 2) == [["nothing", "ValueError"]] * 4
 
@@ -486,6 +492,7 @@ def rotating_on_own_disks(mesh, scratch):
     return sorted(path.name for path in (scratch / "out").iterdir())
 
 
+@pytest.mark.long
 def test_without_a_shared_file_system_old_checkpoints_and_nothing_else_are_removed_on_every_node(tmp_path):
     outcome = worlds.run_alone(rotating_on_own_disks, 2, 2, own_disks.make(tmp_path))
     assert outcome[:2] == [["checkpoint-5"]] * 2
@@ -564,7 +571,9 @@ def example(mesh, name, folder):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", ["huggingface_trainer.py", "huggingface_accelerate.py"])
+@pytest.mark.parametrize(
+    "name", ["huggingface_accelerate.py", pytest.param("huggingface_trainer.py", marks=pytest.mark.long)]
+)
 def test_an_example_learns_and_its_replicas_end_equal(tmp_path, name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 60
     printed, *_ = worlds.run_alone(example, 2, 2, name, tmp_path)

@@ -170,6 +170,7 @@ def rotating_on_own_disks(mesh, scratch):
     return sorted(path.name for path in (scratch / "saved").iterdir())
 
 
+@pytest.mark.long
 def test_without_a_shared_file_system_old_checkpoints_are_removed_on_every_node(tmp_path):
     for names in worlds.run_alone(rotating_on_own_disks, 2, 2, own_disks.make(tmp_path)):
         assert names == [f"epoch=2-step={3 * BATCHES}.ckpt", "other=1.ckpt"]
@@ -446,7 +447,7 @@ def validated(mesh, child):
     return found
 
 
-@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize("child", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_validation_changes_nothing_and_what_thaws_after_it_trains(child):
     for rank in worlds.run_alone(validated, 2, 2, child):
         for name in ("diloco", "ahead"):

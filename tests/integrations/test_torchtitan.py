@@ -116,7 +116,7 @@ def against_hybrid(mesh, assets, folder):
     return torch.equal(*(weights(trainer.model_parts[0]) for trainer in (hybrid, ours))), logs, sent
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_full_trains_as_torchtitans_hybrid_sharding_does_bit_for_bit(assets, tmp_path, shards):
     """Clipping and the schedule included; so the norms and losses in the logs are equal, too."""
     for equal, (hybrid, ours), sent in worlds.run(against_hybrid, 2, shards, assets, tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 import detonation as dt
+from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
 from detonation.core.codec.aggregate import ClippedMean, Received
@@ -322,19 +323,11 @@ def trained(scheme, triton, base, monkeypatch, replicas=2):
     return simulate_replicas(act, replicas)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "demo",
-        "demo-clipped-2bit",
-        "random-sign",
-        "demo-owner",
-        "random-late",
-        "loco-sign-owner",
-        "random-sign-owner",
-        "int8",
-    ],
-)
+TRAINED = ("demo-clipped-2bit", "random-sign", "demo-owner", "random-late")
+TRAINED_LONG = ("demo", "loco-sign-owner", "random-sign-owner", "int8")
+
+
+@some("name", (*TRAINED, *TRAINED_LONG), keep=TRAINED)
 def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
     base = dt.SignSGD if name not in ("random-late", "random-sign-owner") else torch.optim.SGD
     scheme = SCHEMES.get(name) or RUN[name]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import detonation as dt
+from covering import some
 from detonation.core.flat.tensors import digest
 from detonation.feed.weights import folders
 from detonation.feed.weights.differences import changes, decode_difference, encode_difference, move, patterns_of
@@ -153,11 +154,12 @@ def test_a_plane_that_grows_without_bound_takes_no_memory():
 # Training and readers.
 
 
-def test_2000_followed_steps_are_equal_by_hash(tmp_path):
+@some("steps", [200, 2000], keep=[200])
+def test_each_of_many_followed_steps_is_equal_by_hash(tmp_path, steps):
     loop = Loop(tmp_path, lr=1e-4)
     loop.step()
     follower = reader(tmp_path)
-    for _ in range(2000):
+    for _ in range(steps):
         loop.step()
         assert follower.update() == loop.steps
         assert held(follower.model) == loop.hashes[loop.steps]

@@ -12,6 +12,7 @@ from torch import nn
 
 import detonation as dt
 import worlds
+from covering import covered
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
@@ -167,8 +168,7 @@ def test_a_run_that_was_resumed_writes_its_steps_anew(tmp_path):
     assert digest(again.parameters()) == digest(model.parameters())
 
 
-@pytest.mark.parametrize("name", LOGGED)
-@pytest.mark.parametrize("before", [5, 7])
+@covered("name, before", LOGGED, [5, 7])
 def test_replay_takes_the_steps_of_a_training_that_went_back(name, before, tmp_path):
     """In the same process, by two steps and by four; from the beginning, and from the state to which it went back."""
     model, optimizer = started(LoopbackCommunicator(2), LOGGED[name])

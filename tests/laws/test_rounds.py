@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 import detonation as dt
+from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.layout import Layout
 from detonation.core.round import Round
@@ -149,8 +150,7 @@ def trained(scheme, replicas, spoiled=False):
     return simulate_replicas(act, replicas)
 
 
-@pytest.mark.parametrize("name", ROUNDS)
-@pytest.mark.parametrize("replicas", [2, 3])
+@covered("name, replicas", ROUNDS, [2, 3])
 def test_buckets_change_no_bit_of_a_round(name, replicas, monkeypatch):
     whole = trained(ROUNDS[name], replicas)
     monkeypatch.setattr(buckets, "SMALLEST", 2**13)

@@ -7,6 +7,7 @@ import torch
 
 import detonation as dt
 import worlds
+from covering import covered
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.precision import PRECISIONS
@@ -82,10 +83,11 @@ def require_alike(found, whole, limit):
         assert (one - other).norm() <= limit * moved, step
 
 
-@pytest.mark.parametrize("name", LAW)
-def test_law_12_a_loss_at_any_moment_changes_nothing(name):
+@covered("name, left, come", LAW, [2, 3], [2, 3])
+def test_law_12_a_loss_at_any_moment_changes_nothing(name, left, come):
+    """Four replicas of which so many are left, and so many to which others come, until they are four."""
     scheme = LAW[name]
-    for before, after, points in ((4, 2, moments(scheme)), (4, 3, [5]), (2, 4, [6]), (3, 4, [5])):
+    for before, after, points in ((4, left, moments(scheme)), (come, 4, [8 - come])):
         whole = trained(scheme, before)
         for at in points:
             require_alike(trained(scheme, before, at, after), whole, most(scheme, before, after))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import detonation as dt
+from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.codec.aggregate import aggregate
 from detonation.core.codec.precision import PRECISIONS
@@ -77,9 +78,7 @@ def reach(updates):
     return float(updates.cumsum(0).abs().max())
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("error_feedback", [True, False])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@covered("precision, error_feedback, replicas", PRECISIONS, [True, False], [2, 3, 4])
 def test_law_11_a_coordinate_without_a_signal_stays_and_one_with_a_signal_moves(precision, error_feedback, replicas):
     schemes = gradient_schemes(precision, error_feedback)
     for name, scheme in (schemes | parameter_schemes(precision, error_feedback)).items():
@@ -232,8 +231,7 @@ def padding_after(scheme, replicas, tied=False):
     return [(weight[Padded.padding], weight[Padded.padding - 1] - start[Padded.padding - 1]) for weight in found]
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("name", [*TALKING, "eager-2bit", "diloco-owner"])
+@covered("name, replicas", [*TALKING, "eager-2bit", "diloco-owner"], [2, 3])
 def test_the_padding_row_of_an_embedding_stays_exactly_where_it_is(name, replicas):
     """Though chunks cross rows, and one bit has no zero."""
     more = {

@@ -129,6 +129,7 @@ def test_it_reports_its_versions_and_its_files_are_those_of_the_wheel(clean, bui
     assert first == f"detonation {found['packages']['detonation-torch']}"
 
 
+@pytest.mark.long
 def test_it_trains_a_recipe_by_name(clean, built):
     short = ["train.steps=2", "train.validation_batches=1", "model.layers=1"]
     ranks = ["--replicas", "2", "--shards", "1"]
@@ -137,6 +138,7 @@ def test_it_trains_a_recipe_by_name(clean, built):
     assert (built / "work/run/report.html").is_file()
 
 
+@pytest.mark.long
 def test_the_loop_of_the_readme_runs(clean, built):
     (readme,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert "shards=4" in readme
@@ -147,6 +149,7 @@ def test_the_loop_of_the_readme_runs(clean, built):
     assert said[1] == "equal: True steps: 3"
 
 
+@pytest.mark.long
 def test_type_checkers_see_its_types(clean, built):
     """mypy, without the types of torch, which it would read for a quarter of a minute; pyright where it is there."""
     work = built / "work"

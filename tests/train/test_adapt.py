@@ -67,7 +67,10 @@ def followed(config, paces, assumed=FAST):
     ("sets", "key", "phases"),
     [
         (("scheme.name=demo", "scheme.topk=4", "scheme.chunk=64"), "topk", [(4, FAST), (4, SLOW), (32, FAST)]),
-        (("scheme.name=random", "scheme.rate=0.0625"), "rate", [(4, FAST), (4, SLOW), (32, FAST)]),
+        pytest.param(
+            *(("scheme.name=random", "scheme.rate=0.0625"), "rate", [(4, FAST), (4, SLOW), (32, FAST)]),
+            marks=pytest.mark.long,
+        ),
         (("scheme.name=diloco", "scheme.every=20"), "every", [(20, FAST), (20, LinkSpeed(3.6e6)), (60, FAST)]),
     ],
     ids=["topk", "rate", "every"],

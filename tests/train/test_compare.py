@@ -48,7 +48,7 @@ def test_settings_are_varied_and_the_run_with_the_lowest_loss_is_marked(tmp_path
     assert "lr=1e-2" in marked and all(name in shown for name in names)
 
 
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_comparison_that_was_interrupted_goes_on(tmp_path, capfd, monkeypatch, saved):
     arguments = ["compare", QUICK, "--schemes", "full,random_sign", *SHORT, "--out", str(tmp_path), "--json"]
 

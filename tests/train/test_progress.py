@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from commands import RECIPE, free_port, write_recipe
+from covering import covered
 from detonation.cli import answers
 from detonation.cli.command import run_command
 from detonation.cluster.network.simulated import simulate_replicas
@@ -200,8 +201,7 @@ def recorded(config, path, done):
     return recorder.Recorder(session, path, screens.Screen(silent=True, to_stderr=False), done), session
 
 
-@pytest.mark.parametrize("own", [(), (21, 22)], ids=["before-its-first-step", "after-two"])
-@pytest.mark.parametrize("shared", [True, False])
+@covered("own, shared", [(), (21, 22)], [True, False])
 def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(tiny, tmp_path, monkeypatch, shared, own):
     opened, started = [], []
     monkeypatch.setattr(trackers, "open_trackers", lambda path, config, done, warn: opened.append(done) or [])

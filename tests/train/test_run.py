@@ -63,7 +63,7 @@ def test_bytes_are_those_of_one_replica_with_all_its_shards(train):
 @pytest.mark.parametrize(
     ("world", "sets"),
     [
-        ("2x1", ["optimizer.name=AdamW", "optimizer.lr=0.003"]),
+        pytest.param("2x1", ["optimizer.name=AdamW", "optimizer.lr=0.003"], marks=pytest.mark.long),
         ("2x2", ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "scheme.name=random"]),
         ("2x1", ["scheme.name=diloco", "scheme.every=4", "model.dropout=0.1"]),
         ("2x2", ["scheme.name=eager_diloco", "scheme.every=2", "optimizer.name=Muon", "optimizer.lr=0.003"]),
@@ -151,7 +151,11 @@ def test_when_nothing_is_whole_it_says_why(train, tmp_path):
 
 @pytest.mark.parametrize(
     "sets",
-    [[], ["mesh.shards=2", "train.accumulate=2"], ["mesh.shards=2", "scheme.name=none"]],
+    [
+        pytest.param([], marks=pytest.mark.long),
+        ["mesh.shards=2", "train.accumulate=2"],
+        pytest.param(["mesh.shards=2", "scheme.name=none"], marks=pytest.mark.long),
+    ],
     ids=["2x1", "2x2", "agreed-later"],
 )
 def test_a_lost_loss_stops_the_run_with_its_state_saved(train, tmp_path, sets):

@@ -1,7 +1,5 @@
 """Real worlds of gloo ranks: replicas agree, bytes are what was predicted, awkward parameters train."""
 
-from functools import lru_cache
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import detonation as dt
 import worlds
+from covering import some
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.flat.tensors import local
 from detonation.core.schemes import traffic
@@ -64,26 +63,15 @@ def predicted(model, mesh, scheme):
     return sent
 
 
-def every_menagerie(mesh, sharded, names):
-    return {name: menagerie(mesh, SCHEMES[name], sharded) for name in names}
+EVERYWHERE = [(name, *world) for world in WORLDS for name in (SCHEMES if world[0] > 1 else KINDS)]
+"""One replica has nobody to tell anything."""
+ONCE = [(name, *WORLDS[number % 3]) for number, name in enumerate(SCHEMES)] + [(name, 1, 2) for name in KINDS[::3]]
 
 
-@lru_cache
-def menageries(replicas, shards):
-    """One world for all schemes: starting it costs more than the training."""
-    return worlds.run(every_menagerie, replicas, shards, shards > 1, trained_by(replicas))
-
-
-def trained_by(replicas):
-    """One replica has nobody to tell anything."""
-    return list(SCHEMES) if replicas > 1 else KINDS
-
-
-@pytest.mark.parametrize(
-    "name, replicas, shards", [(name, *world) for world in WORLDS for name in trained_by(world[0])]
-)
+@some("name, replicas, shards", EVERYWHERE, keep=ONCE)
 def test_laws_2_4_10_replicas_agree_bytes_are_predicted_and_nothing_crashes(name, replicas, shards):
-    scheme, results = SCHEMES[name], [rank[name] for rank in menageries(replicas, shards)]
+    scheme = SCHEMES[name]
+    results = worlds.run(menagerie, replicas, shards, scheme, shards > 1)
     assert len({fingerprint for (fingerprint, _), *_ in results}) == 1
     alone = scheme.signal == "nothing" and replicas > 1
     assert all(equal is not alone for (_, equal), *_ in results)

@@ -224,7 +224,7 @@ def quiet(mesh, names):
     return True
 
 
-@pytest.mark.parametrize(("shards", "names"), [(1, TALKING), (2, KINDS)])
+@pytest.mark.parametrize(("shards", "names"), [(1, TALKING), pytest.param(2, KINDS, marks=pytest.mark.long)])
 def test_what_must_be_equal_is_for_every_scheme(shards, names):
     assert all(worlds.run(quiet, 2, shards, list(names)))
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import detonation as dt
+from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.runtime import Runtime
 from zoo import TALKING
@@ -49,8 +50,7 @@ def run(scheme, kernels, surroundings):
     return simulate_replicas(act, 2)[0]
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("name", SCHEMES)
+@covered("name, kernels", SCHEMES, [True, False])
 def test_autocast_and_the_defaults_of_torch_do_not_reach_into_a_step(name, kernels):
     expected, *others = run(SCHEMES[name], kernels, OF_A_THREAD)
     for dtype in (torch.bfloat16, torch.float64):  # of the process, so for both replicas at once

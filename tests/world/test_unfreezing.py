@@ -7,6 +7,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 import detonation as dt
 import worlds
+from covering import covered
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest, local
 from detonation.core.integrity.fault_counts import Desync
@@ -57,25 +58,27 @@ def changing_apart(axis, scheme, who, when, frozen, overlap=False):
     return caught(advance, model, optimizer, axis.replica, range(when, when + 9), overlap)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("name", APART)
-def test_ranks_that_disagree_all_hear_who_changed_what(name, overlap, monkeypatch):
+@covered(
+    "name, overlap, who, when, frozen",
+    APART,
+    [False, True],
+    [(1,), (0, 2)],  # of two replicas and of three
+    [2, 3, 4],
+    [(), ("layers.0", "layers.1.bias")],
+)
+def test_ranks_that_disagree_all_hear_who_changed_what(name, overlap, who, when, frozen, monkeypatch):
     monkeypatch.setattr(buckets, "SMALLEST", 4096)
     monkeypatch.setattr(buckets, "BUCKETS", 32)
-    for replicas, who in ((2, (1,)), (3, (0, 2))):
-        for when in (2, 3, 4):
-            for frozen in ((), ("layers.0", "layers.1.bias")):
-                errors = simulate_replicas(
-                    lambda axis, to=(who, when, frozen): changing_apart(axis, APART[name], *to, overlap), replicas
-                )
-                (kind, text), *others = errors
-                assert others == [(kind, text)] * (replicas - 1), errors
-                changed = "layers.1.bias" if frozen else "layers.0.weight"
-                # the owner that raises first may have heard one of the two alone
-                owned = (" 2", "s 0, 2") if "owner" in name else ("s 0, 2",)
-                said = [f"replica{heard} began" in text for heard in ((" 1",) if replicas == 2 else owned)]
-                assert kind == Desync.__name__ and any(said)
-                assert f"began or ceased to train {changed}, the others did not" in text
+    replicas = 1 + max(who)
+    errors = simulate_replicas(lambda axis: changing_apart(axis, APART[name], who, when, frozen, overlap), replicas)
+    (kind, text), *others = errors
+    assert others == [(kind, text)] * (replicas - 1), errors
+    changed = "layers.1.bias" if frozen else "layers.0.weight"
+    # the owner that raises first may have heard one of the two alone
+    owned = (" 2", "s 0, 2") if "owner" in name else ("s 0, 2",)
+    said = [f"replica{heard} began" in text for heard in ((" 1",) if replicas == 2 else owned)]
+    assert kind == Desync.__name__ and any(said)
+    assert f"began or ceased to train {changed}, the others did not" in text
 
 
 def changing_otherwise(axis):
@@ -252,9 +255,7 @@ def turned_after_an_evaluation(mesh, name, frozen, by_group, reshards):
     return moved, digest(shards)
 
 
-@pytest.mark.parametrize("by_group", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["full", "demo", "diloco"])
+@covered("name, frozen, by_group", ["full", "demo", "diloco"], [False, True], [False, True])
 def test_what_is_set_after_an_evaluation_counts(name, frozen, by_group):
     ends = worlds.run(turned_after_an_evaluation, 2, 2, name, frozen, by_group, False)
     assert ends == worlds.run(turned_after_an_evaluation, 2, 2, name, frozen, by_group, True)

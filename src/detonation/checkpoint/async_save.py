@@ -34,8 +34,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     and in `news`. As a context manager it waits for the last save, unless an exception leaves the context.
 
     Args:
-        directory: of the checkpoints. Where nodes share no file system, each has one of its own here, with the files of
-            its own ranks.
+        directory: of the checkpoints; nodes without a shared file system each have one, with the files of their ranks.
         keep: how many of the newest checkpoints stay.
 
     Raises:
@@ -164,8 +163,7 @@ def save_checkpoint(
     `Checkpoints` saves while training goes on.
 
     Args:
-        directory: of the checkpoints. Where nodes share no file system, each has one of its own here, with the files of
-            its own ranks.
+        directory: of the checkpoints; nodes without a shared file system each have one, with the files of their ranks.
         extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
         keep: how many of the newest checkpoints stay.
         frozen: False leaves out the parameters that require no gradient, such as the model under a LoRA adapter;

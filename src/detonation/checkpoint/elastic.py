@@ -9,8 +9,7 @@ R replicas saved, R' go on. State that differs between replicas becomes, for rep
 The first rule keeps the mean of the memories, (1/R') sum r' = (1/R) sum r, which is their sum once all is sent:
 neighbours are merged by mean, and a joiner starts with zero. The second rule keeps the mean of the weights, and so the
 mean distance of the replicas from their anchor, which is the signal of the open round. The server residuals, which the
-owners have not sent, are common to all replicas: they are assembled in the coordinates of the parameters, and dealt
-out to the new owners.
+owners have not sent, are common to all replicas: they are put together by coordinate, and go to the new owners.
 """
 
 from collections.abc import Sequence

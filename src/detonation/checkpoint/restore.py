@@ -51,7 +51,9 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         key = f"model.{name}"
         if isinstance(source, ShardReader):
             read = source.tensor(key)
-            if name in parameters and source.boxes.get(key) not in (None, Box.of(tensor)):
+            if name in parameters and (was := source.boxes.get(key)) and was != (here := Box.of(tensor)):
+                if was.whole != here.whole:
+                    raise ValueError(f"{name} is {was.whole} in {saved.path}, here {here.whole}: resume the same model")
                 raise ValueError(f"{key} was cut otherwise over the shards: resume with the same mesh and placements")
         else:
             box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
@@ -100,7 +102,8 @@ def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own
         )
     if manifest.replicas != own.replicas and all(scheme.signal == "nothing" for _, scheme in optimizer.levels):
         counts = f"{manifest.replicas} replicas, not {own.replicas}"
-        raise ValueError(f"{saved.path} is of {counts}: without an exchange they have nothing in common to go on from")
+        why = "without an exchange they have nothing in common to go on from"
+        raise ValueError(f"{saved.path} is of {counts}: {why}; resume with {manifest.replicas}")
 
 
 def _other_groups(saved: Sequence[Any], own: Sequence[Sequence[str]]) -> str:

@@ -28,7 +28,9 @@ def explain(verb: Common, error: Exception) -> int:
     if world and world.reported:
         return 2 if world.failure.bad_input else 1
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
-    return fail(describe(error), 2 if bad_input else 1, verb.json)
+    out, name = getattr(verb, "out", None), str(getattr(error, "filename", None) or "")
+    unwritable = out and name and (str(out).startswith(name) or name.startswith(str(out.with_suffix(""))))
+    return fail(describe(error) + ": choose another --out" * bool(unwritable), 2 if bad_input else 1, verb.json)
 
 
 def fail(line: str, code: int, as_json: bool) -> int:

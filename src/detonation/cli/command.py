@@ -138,4 +138,6 @@ def _quiet() -> int:
 def _under_launcher() -> bool:
     from detonation.cluster.position import launch_position  # without torch
 
-    return launch_position(os.environ) is not None
+    with contextlib.suppress(ValueError):  # variables that are no numbers; the verb has said so
+        return launch_position(os.environ) is not None
+    return False

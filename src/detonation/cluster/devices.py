@@ -20,8 +20,7 @@ _CPU = 'To train on the CPU, set CUDA_VISIBLE_DEVICES to "" (in the library: ini
 class GPUs:
     """The GPUs of this machine, as this process sees them.
 
-    usable: the number that torch can use. supported: torch is built for GPUs. driver: a device file of the driver, ""
-    without one.
+    usable: the number that torch can use. supported: torch is built for GPUs. driver: its device file, or "".
     """
 
     usable: int

@@ -160,8 +160,7 @@ def watch_waiting(end: Callable[[str], NoReturn] = _end_alone) -> None:
 
 
 def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None = None) -> tuple[Store, torch.device]:
-    """Takes this rank's device (see `take_device`), keeps to one network interface, and opens the store where all
-    ranks meet.
+    """Takes this rank's device (see `take_device`), keeps to one interface, and opens the store where ranks meet.
 
     Args:
         folder: as in `init_rank`.
@@ -203,8 +202,7 @@ def take_device(position: LaunchPosition, asked: str | None = None) -> torch.dev
 def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:
     """Sets how long this rank waits for others. Called once the size of the largest message between nodes is known.
 
-    A rank counts as lost after `silence_limit_s(silence_s, ...)`. Collectives wait longer, because a rank that is alive
-    may be late.
+    A rank counts as lost after `silence_limit_s(silence_s, ...)`. Collectives wait longer: a live rank may be late.
 
     Args:
         message_bytes: the largest message between nodes.
@@ -240,8 +238,7 @@ def leave() -> None:
 
     Call it after the function that trained has returned. The threads end with the last reference to the group, and an
     interpreter that shuts down around them may abort ("terminate called without an active exception"). torch itself
-    keeps some references longer: in functions of torch.distributed.nn that are imported later, and in caches of sharded
-    tensors.
+    keeps some references longer: in functions of torch.distributed.nn imported later, and in caches of sharded tensors.
 
     Example:
         >>> import torch.distributed as dist, detonation as dt

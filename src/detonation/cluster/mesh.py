@@ -154,7 +154,6 @@ def init_mesh(
         shards: ranks that share one copy, usually the accelerators of a node; when left out the ranks of a node, or as
             many as `replicas` leave.
         device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in sight.
-
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process groups; above 0. By
             default 1800 s where this call initialises the process group, and otherwise what that group has.
         slow_backend: "gloo" carries messages between replicas over TCP, from host memory, while NCCL serves the ranks
@@ -183,13 +182,14 @@ def init_mesh(
         raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
     if timeout_s is None and not dist.is_initialized():
         timeout_s = GROUP_TIMEOUT_S
-    taken = join_world(device)
-    world = dist.get_world_size()
+    place = launch_position(os.environ)
+    world = dist.get_world_size() if dist.is_initialized() else place.world_size if place else 1
     if shards is None:
         shards = _ranks_of_a_node(world) if replicas is None else world // max(1, replicas)
     replicas = world // max(1, shards) if replicas is None else replicas
     if (ranks := replicas * shards) != world or replicas < 1 or shards < 1:
         raise ValueError(f"{replicas} replicas x {shards} shards are {ranks} ranks, the world has {world}: omit one")
+    taken = join_world(device)
     mesh = init_device_mesh(
         taken.type,
         (replicas, shards),
@@ -219,8 +219,7 @@ def shard(
     """Shards `model` in place within each replica (FSDP2 on `mesh["shard"]`) and makes all replicas equal. Collective.
 
     Every rank ends up with its shard of the weights of rank 0. Each element of an outermost `nn.ModuleList` (the layers
-    of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest of the model; the whole model is
-    the last unit.
+    of a transformer) becomes an FSDP unit, unless it shares a parameter with the rest; the whole model is the last one.
 
     Args:
         mesh: the mesh of `init_mesh`.

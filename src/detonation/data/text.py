@@ -99,8 +99,7 @@ def hold_out(text: Tensor) -> tuple[Tensor, Tensor]:
 def bigram_loss(data: Data) -> float | None:
     """Validation loss in nats per byte of a bigram model with add-one smoothing: a baseline for trained models.
 
-    It makes the predictions that a model makes, so the first byte of each block does not count. None for other data
-    than bytes in blocks.
+    It predicts what a model predicts, so the first byte of each block does not count. None unless data are such blocks.
     """
     train, held_out = data.train, data.validation
     if not (isinstance(train, TextBlocks) and isinstance(held_out, TextBlocks) and train.ids.dtype == torch.uint8):
@@ -166,8 +165,7 @@ class TextStream:
     """Blocks of ids of the documents in a `datasets.IterableDataset`.
 
     A part of the ranks reads files of its own where their number is a multiple of the parts. Otherwise it reads all
-    files and takes every so many-th row. Its documents follow one another without padding; behind the last one the
-    first comes again.
+    files and takes every so many-th row. Documents follow one another without padding, and begin again after the last.
 
     Args:
         source: The name of the data, for errors.

@@ -110,8 +110,7 @@ class Follower(AbstractContextManager["Follower"]):
 
         Args:
             to: Take steps up to this one, and wait for it.
-            wait_s: Seconds to wait: without `to` for anything new, 0 when left out; with `to` for that step, as long as
-                it takes when left out.
+            wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by default no limit).
 
         Raises:
             LostFeed: The feed refuses this follower, or ends before `to`, or `to` has passed.
@@ -269,8 +268,7 @@ def follow(
     This process is no replica: it sends nothing, and training does not wait for it. It gets a copy of the state of
     training, and then the messages of each step, which it applies with the optimizer of training. It needs the memory
     that training needs without gradients: weights and the state of the optimizer. Shards of a replica come in streams
-    of their own, and become one model here; a model that `detonation.shard` has cut into as many gets its own stream
-    on each rank.
+    of their own, and become one model here; each rank of a model that `detonation.shard` has cut into as many gets one.
 
     A connection that is lost comes again by itself, with a copy of the state as it is then.
 
@@ -283,15 +281,13 @@ def follow(
             shards, separated by commas. Or the `Path` of a directory of weights, or a `RemoteFolder`.
         token: At least 16 bytes, in the place of that of the environment; see `Feed`.
         optimizer: Makes the base optimizer over parameter groups, where it is neither of torch nor of this library.
-        most_behind: Steps that may wait for `Follower.update`; with more of them the feed drops this follower, which
-            comes again.
+        most_behind: Steps that may wait for `Follower.update`; with more the feed drops the follower, which reconnects.
         wait: Return when the model has the first weights.
         timeout_s: Seconds to wait for them.
 
     Raises:
         LostFeed: The feed refuses the token, or no weights came in time.
-        ValueError: There is no token or a shorter one, the training is of another model, or this process would round
-            otherwise.
+        ValueError: The token is missing or short, the training is of another model, or this process rounds otherwise.
 
     Example:
         >>> follow(nn.Linear(8, 1), "127.0.0.1", token=b"0123456789abcdef")

@@ -40,8 +40,7 @@ class Feed(StepRecorder):
     messages of all replicas, as they travelled. Training never waits for a follower: threads send, and one that is too
     far behind is dropped, and comes again. Without followers a step costs nothing.
 
-    A follower needs the token of the feed (`DETONATION_TOKEN`, or a file that `DETONATION_TOKEN_FILE` names). Nothing
-    is encrypted.
+    A follower needs its token (`DETONATION_TOKEN`, or a file that `DETONATION_TOKEN_FILE` names). Nothing is encrypted.
 
     Args:
         model: The trained model.

@@ -27,8 +27,7 @@ def advise(
 ) -> dict[str, Any]:
     """Describes the plan: every option, the reason for the first, and the first on a slower and a faster network.
 
-    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s` is None where nothing limits it,
-        as with one node.
+    settings: The arguments that choose a scheme where it is trained. `rate_bits_per_s` is None without a limit.
     """
     best = ranked[0]
     among = [(option.cost.scheme, option.optimizer) for option in ranked]

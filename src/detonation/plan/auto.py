@@ -58,8 +58,7 @@ def auto(
         step_seconds: Duration of a training step without the network; above 0.
         budget: Share of a step that full synchronisation may spend waiting for the network; between 0 and 1.
         steps: Length of the training; at least 1.
-        recipe: The one whose measured losses count: "quick-lm" for text, "vit-fashion" for images, "t5-translation" for
-            translation.
+        recipe: Whose measured losses count: "quick-lm" (text), "vit-fashion" (images), "t5-translation" (translation).
 
     Returns:
         The scheme, to be passed to `replicate`.

@@ -199,8 +199,7 @@ def _exposed_s(scheme: Scheme, layout: Layout, work: Work, step_s: float, networ
 def _delayed_wait_s(scheme: Scheme, transfer_s: float, latency_s: float, local_s: float) -> float:
     """Seconds of waiting for a message that has `delay` steps of `local_s` to arrive.
 
-    In the long run a link cannot take messages faster than it transfers them, so the time between two messages is a
-    lower bound, too.
+    In the long run a link takes messages no faster than it transfers them: the time between two is a bound, too.
     """
     between = scheme.round.every / scheme.fragments * local_s
     return max(0.0, transfer_s - scheme.round.delay * local_s, transfer_s - latency_s - between)

@@ -1,5 +1,4 @@
 """Finished runs for people: `read` parses a run directory, `terminal` prints, `figures` draws, `page` writes the page.
 
-`words` formats numbers and texts. No module here imports torch or another package of detonation; `train` and `cli` may
-call it.
+`words` formats numbers and texts. No module here imports torch or another package of detonation.
 """

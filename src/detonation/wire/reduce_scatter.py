@@ -107,11 +107,7 @@ class ErrorFeedbackReduce(ReduceScatter):
     """
 
     def __init__(
-        self,
-        link: Link,
-        local: dist.ProcessGroup | None,
-        codec: BlockIntegers,
-        sizes: Callable[[], Mapping[str, int]],
+        self, link: Link, local: dist.ProcessGroup | None, codec: BlockIntegers, sizes: Callable[[], Mapping[str, int]]
     ) -> None:
         self._link, self._local, self._codec, self._sizes = link, local, codec, sizes
         self._others = link.replicas - 1

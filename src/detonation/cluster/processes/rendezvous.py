@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from detonation.cluster.devices import device_name, require_own_devices
 from detonation.cluster.position import LOOPBACK, LaunchPosition, addresses_of, interface_towards, is_loopback
+from detonation.cluster.processes.failure import RunError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 INTERFACES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME")
@@ -31,8 +33,8 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
     alone (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
 
     Raises:
-        ValueError: another process has the port, or MASTER_ADDR or MASTER_PORT is missing.
-        TimeoutError: the ranks did not meet within 300 s.
+        ValueError: another process has the port, or MASTER_ADDR or MASTER_PORT is missing or wrong.
+        RunError: the ranks did not meet within 300 s.
     """
     rank, world_size = position.rank, position.world_size
     if folder is not None:
@@ -42,14 +44,26 @@ def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> St
         raise ValueError(
             f"{' and '.join(missing)} not set: name the host of rank 0 and a free port there, for all ranks"
         )
-    if rank or _agent_hosts_store(os.environ):
-        store: Store = next(iter(rendezvous("env://", rank, world_size)))[0]
-        return PrefixStore(_attempt_name(store, rank, world_size), store) if _agent_hosts_store(os.environ) else store
-    address, listener = _listen(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), position.one_machine)
-    port, timeout = listener.getsockname()[1], timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
-    return TCPStore(
-        address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach(), use_libuv=True
-    )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"MASTER_PORT is {port!r}, but must be a port that is free at rank 0: at most 65535")
+    timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
+    try:
+        if rank or _agent_hosts_store(os.environ):
+            store: Store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+            return (
+                PrefixStore(_attempt_name(store, rank, world_size), store) if _agent_hosts_store(os.environ) else store
+            )
+        host, listener = _listen(address, int(port), position.one_machine)
+        taken, fd = listener.getsockname()[1], listener.detach()
+        return TCPStore(host, taken, world_size, True, timeout, master_listen_fd=fd, use_libuv=True)
+    except socket.gaierror as error:
+        raise ValueError(f"MASTER_ADDR is {address!r}, but no host has that name: name that of rank 0") from error
+    except (DistError, TimeoutError) as error:
+        met = f"rank {rank} of {world_size} has not met the others at {address}:{port} in {_RENDEZVOUS_TIMEOUT_S:.0f} s"
+        raise RunError(
+            f"{met}: start all, with one MASTER_ADDR and MASTER_PORT, and open that port at rank 0"
+        ) from error
 
 
 def compare_devices(store: Store, position: LaunchPosition, device: torch.device) -> None:
@@ -122,8 +136,9 @@ def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, inte
         ValueError: this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
-    if interface and interface not in known:
-        raise ValueError(f"--interface is {interface!r}, but this machine has {', '.join(known)}")
+    named, wanted = ("--interface", interface) if interface else (GLOO_INTERFACE, env.get(GLOO_INTERFACE, ""))
+    if not {*wanted.split(",")} <= {*known, ""}:
+        raise ValueError(f"{named} is {wanted!r}, but this machine has {', '.join(known)}")
     for name in INTERFACES:
         if interface:
             env[name] = interface

@@ -60,8 +60,7 @@ def elastic(
         store: Where all ranks meet; by default the store of the default process group. Without it nobody can agree, so
             the process that keeps it must not be lost: under torchrun the agent of the first node, otherwise rank 0.
         min_replicas: From 1 to the number of replicas; with fewer left all raise `ReplicaLost`.
-        silence_s: A rank that is silent for this long is lost, above 1. A killed rank is noticed at once, because its
-            connections close.
+        silence_s: A rank that is silent for this long is lost, above 1. A killed rank's connections close at once.
         timeout_s: Seconds for which a collective waits for a rank that is alive.
         end: Called with the reason, in another thread, in a rank whose replica was left out and whose main thread waits
             for something else; by default it logs, and ends the process with code 1.

@@ -60,8 +60,7 @@ class Membership:
         min_replicas: With fewer left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
-        confirm_s: A rank that neither reports nor beats for this long after a loss was noticed is lost, too; None is
-            `CONFIRM_S`.
+        confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None is `CONFIRM_S`.
     """
 
     def __init__(

@@ -80,8 +80,7 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
 
         Args:
             to: Take steps up to this one, and wait for it.
-            wait_s: Seconds to wait: without `to` for anything new, 0 when left out; with `to` for that step, as long as
-                it takes when left out.
+            wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by default no limit).
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.

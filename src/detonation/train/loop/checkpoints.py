@@ -66,10 +66,8 @@ def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followe
         if isinstance(error.__cause__, PeerLost):
             session.optimizer.synchronize()  # which goes on without the lost replica
             return save_now(session, checkpoints, before, followed)
-        path, reason = (
-            checkpoints.directory / checkpoint_name(session.optimizer.step_count),
-            str(error).partition(" failed: ")[2],
-        )
+        path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
+        reason = str(error).partition(" failed: ")[2]
         raise Unwritable(f"cannot write {path}: {reason}; free some space or choose another --out") from error
     assert saved is not None
     return saved

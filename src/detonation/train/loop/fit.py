@@ -169,8 +169,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
     """Computes the gradients of one step's examples.
 
     Returns the mean loss and the signal as `_agreed` does, and the seconds for which this rank waited for them.
-    Gradients that are sent during backward cannot be taken back, so ranks agree on the loss first. Otherwise they agree
-    while backward computes.
+    Gradients that leave during backward cannot be taken back, so ranks agree on the loss before, otherwise during it.
     """
     losses: list[torch.Tensor] = []
     for loss in _losses(session, step):

@@ -92,15 +92,17 @@ def fresh_directory(name: str) -> Path:
 class RunDirectory:
     """A run's files. Makes the directory and holds its lock until closed, or until the process ends, however it ends.
 
-    Raises `InUse` when another process holds the lock.
+    Raises `InUse` when another process holds the lock, and `Unwritable`.
     """
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._lock = (path / LOCK).open("a+")
         try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / LOCK).open("a+")
             _take(self._lock, path)
+        except OSError as error:
+            raise unwritable(path, error) from error
         except InUse:
             self._lock.close()
             raise

@@ -89,7 +89,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         replicas = place.world_size // shards
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
-        raise ValueError(f"{product}, but the launcher started {place.world_size}")
+        raise ValueError(f"{product}, but the launcher started {place.world_size}: leave both out, or start as many")
     return {**mesh, "replicas": replicas, "shards": shards}
 
 

@@ -1,6 +1,5 @@
 """The start of a run: everything that can be checked is checked, then the processes start."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -65,7 +64,7 @@ def run_training(request: Request, fail: Callable[[Exception], int]) -> Table:
             _check_directory(task)
         return train_on_rank(task)
 
-    return run_under_launcher(place, on_this_rank, fail, interface=request.interface)
+    return run_under_launcher(place, on_this_rank, fail, lambda: configure(request, place), request.interface)
 
 
 def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
@@ -75,10 +74,8 @@ def _steps_begun(request: Request, place: LaunchPosition | None) -> int:
     """
     if request.out is None or not (request.resume or restarted(os.environ)):
         return 0
-    with contextlib.suppress(ValueError):  # a recipe that is not valid: `make_task` says so on all ranks
-        train = configure(request, place).train
-        return 0 if train.steps else directory.steps_of_epochs(request.out, train.epochs)
-    return 0
+    train = configure(request, place).train
+    return 0 if train.steps else directory.steps_of_epochs(request.out, train.epochs)
 
 
 def _with_steps(request: Request, steps: int) -> Request:

@@ -262,8 +262,7 @@ def _kept(session: Session, file: Path, done: int, volumes: Volumes) -> tuple[li
 def _run_directory(session: Session, task: RunTask) -> Iterator[tuple[Path, Volumes]]:
     """The run's directory on this node, and who shares it.
 
-    Where nodes share no file system each has one under the same name, or under its own --out. The leader of each makes
-    it, and holds its lock.
+    Nodes without a shared file system have one each, under one name or their own --out; its leader makes and locks it.
     """
     texts, path = session.world.texts(), task.request.out or Path()
     with contextlib.ExitStack() as held:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -69,7 +70,8 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
         task = _prepare(request, None)
         ranks = on_ranks(probe_on_rank, task, probe_afresh, [to_plain(request)], task.mesh)
         return Profile.of(ranks[0])
-    profile = run_under_launcher(place, lambda: Profile.of(probe_on_rank(_prepare(request, place))), fail)
+    prepare = partial(_prepare, request, place)
+    profile = run_under_launcher(place, lambda: Profile.of(probe_on_rank(prepare())), fail, prepare)
     return profile if place.rank == 0 else None
 
 
