@@ -213,16 +213,9 @@ def _export(verb: of.Export) -> dict[str, Any]:
 
 
 def _follow(verb: of.Follow) -> dict[str, Any]:
-    from detonation.train.verbs.follow import Following, Replaying, follow_run, replay_run
+    from detonation.train.verbs.follow import Following, follow_run
 
-    if ":" not in verb.source or Path(verb.source).is_dir():
-        if ignored := next((name for name in ("every", "keep") if getattr(verb, name) is not None), ""):
-            raise ValueError(f"--{ignored} is of a live run, HOST:PORT, and {verb.source} is a directory: leave it out")
-        found = replay_run(Replaying(Path(verb.source), verb.to, verb.out, verb.trust_code))
-    elif verb.out is None:
-        raise ValueError(f"--out is missing: give a run directory for the checkpoints of {verb.source}")
-    else:
-        found = follow_run(requested(Following, verb))
+    found = follow_run(requested(Following, verb))
     steps = f", {found['replayed']} steps replayed" if "replayed" in found else ""
     saved = f", checkpoint: {found['checkpoint']}" if "checkpoint" in found else ""
     say(verb, f"step {found['step']}{steps}, fingerprint {found['fingerprint'][:16]}{saved}")

@@ -195,37 +195,26 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self.own = (0.0, 0.0)
-        self._seconds: list[list[float]] = []
-        self._network: list[float] = []
-        self._lasted = 0.0
+        self.own, self._lasted = (0.0, 0.0), 0.0
+        self._waited = torch.zeros(0, 1, dtype=torch.float64)  # [replicas, replicas, and the network last]
 
     def add(self, seconds: float, waited: float) -> None:
         """Takes in a step of this rank of `seconds`, of which it `waited` some."""
-        busy, before = self.own
-        self.own = (busy + seconds - waited, before + waited)
+        self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
     def meet(self, reports: Sequence[Sequence[float]], shards: int) -> None:
         """Takes in the `own` seconds of all ranks, in rank order; they count as reported then.
 
         shards: Ranks of each replica; they wait for each other in backward, and their mean counts.
         """
-        self.own = (0.0, 0.0)
-        groups = [reports[first : first + shards] for first in range(0, len(reports), shards)]
-        busy, waited = ([sum(rank[i] for rank in group) / len(group) for group in groups] for i in (0, 1))
-        replicas = range(len(groups))
-        if len(self._network) != len(groups):
-            self._seconds, self._network, self._lasted = (
-                [[0.0 for _ in replicas] for _ in replicas],
-                [0.0] * len(groups),
-                0.0,
-            )
-        last = max(replicas, key=busy.__getitem__)
-        for replica in replicas:
-            for_it = min(waited[replica], busy[last] - busy[replica])
-            self._seconds[replica][last] += for_it
-            self._network[replica] += waited[replica] - for_it
-        self._lasted += sum([*busy, *waited]) / len(groups)
+        busy, waited = torch.tensor(reports, dtype=torch.float64).view(-1, shards, 2).mean(1).unbind(1)  # [replicas]
+        if len(busy) != len(self._waited):
+            self._waited, self._lasted = self._waited.new_zeros(len(busy), len(busy) + 1), 0.0
+        last = int(busy.argmax())
+        for_it = waited.minimum(busy[last] - busy)
+        self._waited[:, last] += for_it
+        self._waited[:, -1] += waited - for_it
+        self.own, self._lasted = (0.0, 0.0), self._lasted + float((busy + waited).mean())
 
     def table(self, most: int = 1_000_000) -> dict[str, Any]:
         """The sums by name; {} before the first report, and where there is one replica or more than `most`.
@@ -233,8 +222,8 @@ class Waits:
         `seconds[i][j]` that replica i waited for replica j, `network_s` of each replica, the `slowest`, and `lasted_s`,
         the mean over replicas of the seconds of the steps.
         """
-        if not 2 <= len(self._network) <= most:
+        seconds, network = self._waited[:, :-1], self._waited[:, -1].tolist()
+        if not 2 <= len(network) <= most:
             return {}
-        caused = [sum(column) for column in zip(*self._seconds, strict=True)]
-        seconds, slowest = [list(row) for row in self._seconds], max(range(len(caused)), key=caused.__getitem__)
-        return {"seconds": seconds, "network_s": [*self._network], "slowest": slowest, "lasted_s": self._lasted}
+        slowest = int(seconds.sum(0).argmax())
+        return {"seconds": seconds.tolist(), "network_s": network, "slowest": slowest, "lasted_s": self._lasted}

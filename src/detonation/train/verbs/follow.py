@@ -17,7 +17,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.follower import Follower, follow
+from detonation.feed.follower import follow
 from detonation.feed.stream import read_about
 from detonation.feed.token import Refused, read_token
 from detonation.log.repeat import replay
@@ -36,21 +36,21 @@ class Following:
     """A run to follow; the fields are named like the flags of `detonation follow`.
 
     Args:
-        source: The address of its feed.
-        out: A run directory, new or of an earlier call.
-        every: Steps between checkpoints.
-        keep: Checkpoints that stay, the newest.
-        to: The step at which to stop; None for the end of the run.
+        source: The address of its feed; or its directory, to repeat it from its log of updates.
+        out: A run directory, of a live run new or of an earlier call; a log needs none.
+        every: Steps between checkpoints of a live run; 100 when None.
+        keep: Checkpoints of a live run that stay, the newest; 3 when None.
+        to: The step at which to stop; None for the end of the run, or for all that the log has.
         trust_code: Run code that the run's configuration names as "package.module:function".
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or a flag is missing or of no use for this source.
     """
 
     source: str
-    out: Path
-    every: int = 100
-    keep: int = 3
+    out: Path | None = None
+    every: int | None = None
+    keep: int | None = None
     to: int | None = None
     trust_code: bool = False
     to_stderr: bool = False
@@ -59,6 +59,13 @@ class Following:
         for name in ("every", "keep", "to"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name}", value, "at least 1")
+            if name != "to" and value is not None and not self.is_live:
+                problem = f"--{name} is of a live run, HOST:PORT, and {self.source} is a directory"
+                raise ValueError(f"{problem}: leave it out")
+
+    @property
+    def is_live(self) -> bool:
+        return ":" in self.source and not Path(self.source).is_dir()
 
 
 def follow_run(request: Following) -> Table:
@@ -66,6 +73,10 @@ def follow_run(request: Following) -> Table:
 
     Raises `ValueError` for a run that cannot be followed, and `LostFeed` where it ends before `to`.
     """
+    if not request.is_live:
+        return _replay_run(request)
+    if request.out is None:
+        raise ValueError(f"--out is missing: give a run directory for the checkpoints of {request.source}")
     directory.check_free(request.out, resume=True, may_start=True)
     trained = request.out / directory.METRICS
     if trained.exists() and trained.stat().st_size:
@@ -75,7 +86,7 @@ def follow_run(request: Following) -> Table:
         raise ValueError(f"{request.source} feeds no run of detonation train: follow it with detonation.follow")
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
-    found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, config])
+    found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, request.out, config])
     return found[0]
 
 
@@ -92,72 +103,57 @@ def _about(address: str) -> Table:
         raise RunError(f"cannot follow {address}: {error.strerror or error}; {remedy}") from error
 
 
-def _follow_on_rank(request: Following, config: Config) -> Table:
-    model = build_model(config.model.name, config.model.arguments).to(local_device())
+def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
+    model, every = build_model(config.model.name, config.model.arguments).to(local_device()), request.every or 100
     screen, saved, joins, path = Screen(False, request.to_stderr), -1, 1, Path()
-    with contextlib.closing(directory.RunDirectory(request.out)), follow(model, request.source) as follower:
-        directory.write_text(request.out / directory.CONFIG, tomli_w.dumps(to_table(config)))
-        directory.write_text(request.out / directory.METRICS, "")
+    with contextlib.closing(directory.RunDirectory(out)), follow(model, request.source) as follower:
+        directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(config)))
+        directory.write_text(out / directory.METRICS, "")
         screen.line(f"follows {request.source} from step {follower.step} on")
+
+        def save() -> Path:
+            return _saved(out, model, follower.join(LoopbackCommunicator()), config, request.keep or 3)
+
         while not follower.ended and follower.step != request.to:
             follower.update(request.to, wait_s=1.0)
             if follower.joins > joins:
                 joins = follower.joins
                 screen.line(f"came again, at step {follower.step}: {follower.trouble}")
-            if follower.step // request.every != saved // request.every:
-                path, saved = _saved(follower, request, config), follower.step
+            if follower.step // every != saved // every:
+                path, saved = save(), follower.step
                 screen.line(f"step {saved}, fingerprint {follower.fingerprint[:16]}: {path}")
         if follower.step != saved:
-            path = _saved(follower, request, config)
+            path = save()
         return {"step": follower.step, "fingerprint": follower.fingerprint, "checkpoint": str(path)}
 
 
-def _saved(follower: Follower, request: Following, config: Config) -> Path:
+def _saved(out: Path, model: nn.Module, optimizer: Replicated, config: Config, keep: int = 3) -> Path:
     """A checkpoint of one replica, whose memory is empty."""
-    optimizer = follower.join(LoopbackCommunicator())
-    return _written(request.out, follower.model, optimizer, config, request.keep)
-
-
-def _written(out: Path, model: nn.Module, optimizer: Replicated, config: Config, keep: int = 3) -> Path:
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, extra, keep)
 
 
-@dataclass(frozen=True)
-class Replaying:
-    """A run to repeat from its log; the fields are named like the flags of `detonation follow`.
-
-    Args:
-        to: The number of steps; None for all that the log has.
-        out: A directory for a checkpoint of the state that was reached; None for none.
-        trust_code: Run code that the run's configuration names as "package.module:function".
-    """
-
-    directory: Path
-    to: int | None = None
-    out: Path | None = None
-    trust_code: bool = False
-
-
-def replay_run(request: Replaying) -> Table:
+def _replay_run(request: Following) -> Table:
     """Replays in processes on this machine, one per shard; returns step, fingerprint and, with `out`, its path.
 
     It begins with the newest checkpoint before `to`, or with the weights of the start. Raises `ValueError` for a run
     without a log, and `DamagedLog` where the log ends before `to`.
     """
-    config = _config_of(request.directory)
+    run, out = Path(request.source), request.out
+    config = _config_of(run)
     require_trust(request.trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
-    if not (request.directory / directory.UPDATES).is_dir():
-        raise ValueError(f"{request.directory} has no log of updates: train with --log")
-    if request.out is not None and request.out.exists() and any(request.out.iterdir()):
-        raise ValueError(f"{request.out} is not empty: choose another --out")
-    out = None if request.out is None else str(request.out)
-    found: Sequence[Table] = run_local(replay_on_rank, config.mesh.shards, [str(request.directory), request.to, out])
-    if request.out is not None and (request.directory / directory.METRICS).exists():
-        records = metrics.read_metrics(request.directory / directory.METRICS)
+    if not (run / directory.UPDATES).is_dir():
+        raise ValueError(f"{run} has no log of updates: train with --log")
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose another --out")
+    found: Sequence[Table] = run_local(
+        replay_on_rank, config.mesh.shards, [str(run), request.to, None if out is None else str(out)]
+    )
+    if out is not None and (run / directory.METRICS).exists():
+        records = metrics.read_metrics(run / directory.METRICS)
         kept = [record.line() for record in records if record.step <= found[0]["step"]]
-        directory.write_text(request.out / directory.METRICS, "".join(kept))  # for --resume
+        directory.write_text(out / directory.METRICS, "".join(kept))  # for --resume
     return found[0]
 
 
@@ -199,4 +195,4 @@ def _agreed(session: Session, out: Path) -> Path:
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)
-    return _written(out, session.model, optimizer, session.config)
+    return _saved(out, session.model, optimizer, session.config)
