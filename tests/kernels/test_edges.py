@@ -199,3 +199,22 @@ def test_a_bucket_that_is_not_finite_counts_as_lost():
         return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
     assert simulate_replicas(act, 2) == [True, True]
+
+
+def test_a_log_of_an_accelerator_is_replayed_on_it(tmp_path):
+    """The tape of a replay gives each message once, whoever opens it."""
+
+    def trained(steps):
+        model = nn.ParameterList([torch.zeros(16, 16)])
+        optimizer = dt.replicate(dt.SignSGD(model.parameters()), model, LoopbackCommunicator(2), dt.demo(chunk=16))
+        if steps:
+            optimizer.record(dt.UpdateLog(tmp_path))
+        for step in range(steps):
+            model[0].grad = torch.randn(16, 16, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        return model, optimizer
+
+    wanted, _ = trained(3)
+    found, optimizer = trained(0)
+    assert dt.replay(tmp_path, optimizer) == 3
+    assert torch.equal(found[0], wanted[0]) and found[0].any()

@@ -49,8 +49,8 @@ class TritonGuard(Guard):
         tape: Tape | None = None,
         workspace: Workspace | None = None,
     ) -> Arrived:
-        octets = message.wait()
-        if message.absent or tape is not None:  # rare, and told apart by the host
+        octets = [] if tape is not None else message.wait()
+        if message.absent or not octets:  # rare, and told apart by the host
             return super().open(message, rows, shared, aggregation, phase, signals, tape)
         codec, workspace = message.codec, workspace or Workspace()
         body = self._inspected(message, octets, rows, workspace, phase, signals)
