@@ -1,6 +1,8 @@
 """What bad input gets: one line that says what to do, exit 2, and nothing written."""
 
+import errno
 import json
+import os
 import re
 import socket
 import typing
@@ -141,6 +143,16 @@ def test_the_other_verbs(capsys, monkeypatch, tmp_path):
     assert "unknown data set 'mnit'" in capsys.readouterr().err
     assert run_command(["fetch"]) == 2
     assert "fetch needs at least one name" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_with_what_to_do(capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("detonation.report.page.write_page", full)
+    assert run_command(["report", "run", "--out", "page.html"]) == 1
+    said = "No space left on device: free some space, or choose another --out"
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 def test_a_link_without_a_unit_is_refused(fails):

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from torch import nn
@@ -16,7 +17,6 @@ from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
 from detonation.core.optimizer.replicate import replicate
-from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.follower import follow
 from detonation.feed.stream import read_about
 from detonation.feed.token import Refused, read_token
@@ -127,7 +127,7 @@ def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
         return {"step": follower.step, "fingerprint": follower.fingerprint, "checkpoint": str(path)}
 
 
-def _saved(out: Path, model: nn.Module, optimizer: Replicated, config: Config, keep: int = 3) -> Path:
+def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
     """A checkpoint of one replica, whose memory is empty."""
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
