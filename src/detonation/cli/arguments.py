@@ -163,7 +163,7 @@ class Report(of.Common):
 class Verify(of.Common):
     """Check that checkpoints are whole and that replicas agree in them."""
 
-    directory: of.Run
+    directory: of.OfRun
     """A run directory, or one checkpoint."""
 
 
@@ -171,7 +171,7 @@ class Verify(of.Common):
 class Export(of.Common):
     """Write the model of a run's newest whole checkpoint for from_pretrained."""
 
-    directory: of.Run
+    directory: of.OfRun
     """A run directory, or one checkpoint."""
     out: Annotated[Path, arg(metavar="DIR")]
     """The directory for the model, new or empty."""

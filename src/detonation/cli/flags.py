@@ -23,7 +23,7 @@ Rate = Annotated[str | None, shown("RATE[,LATENCY]")]
 Address = Annotated[str | None, shown("HOST:PORT")]
 Directory = Annotated[Path | None, shown("DIR")]
 File = Annotated[Path | None, shown("FILE")]
-Run = Positional[Annotated[Path, arg(metavar="DIR")]]
+OfRun = Positional[Annotated[Path, arg(metavar="DIR")]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,13 +66,14 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
 def _print_recipe(verb: of.Train) -> dict[str, Any]:
     """Prints the text of a recipe of the package, or the names of all that a run can be made of."""
     from detonation.choices import unknown
+    from detonation.train.recipe.resolve import names_of_parts
     from detonation.train.recipe.shipped import headline, shipped_recipes
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
         raise ValueError("train needs a recipe, and --print no other flag: detonation train alone lists the recipes")
     texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
     if verb.recipe is None:
-        names, about = _names(), {name: headline(text) for name, text in texts.items()}
+        names, about = names_of_parts(), {name: headline(text) for name, text in texts.items()}
         rows = about | {f"{kind}:": ", ".join(found) for kind, found in names.items()}
         for row in rows.items():
             say(verb, fill("{:15} {}".format(*row), 100, subsequent_indent=" " * 16, break_on_hyphens=False))
@@ -82,21 +83,6 @@ def _print_recipe(verb: of.Train) -> dict[str, Any]:
         raise unknown("recipe", name, texts)
     say(verb, texts[name].removesuffix("\n"))
     return {name: texts[name]}
-
-
-def _names() -> dict[str, list[str]]:
-    from detonation.choices import entry_points
-    from detonation.core.schemes.registry import SCHEMES
-    from detonation.data import SOURCES
-    from detonation.models import MODELS
-    from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
-
-    return {
-        "schemes": sorted({*SCHEMES, *entry_points("detonation.schemes")}),
-        "optimizers": sorted(optimizer_classes().keys() - REFUSED),
-        "models": sorted({*MODELS, *entry_points("detonation.models")}),
-        "data sets": sorted(SOURCES),
-    }
 
 
 def _compare(verb: of.Compare) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def html(directory: Path) -> str:
     loss, costs = charts([run])
     waits = next((record["waits"] for record in reversed(run.records) if "waits" in record), None)
     costs = [chart for chart in costs if chart.name == "step-time"]
-    return rendered(**page, tiles=tiles(run), loss=loss, costs=costs, waits=waits_grid(waits))
+    return rendered(**page, tiles=progress(run), loss=loss, costs=costs, waits=waits_grid(waits))
 
 
-def tiles(run: Run) -> list[tuple[str, str]]:
+def progress(run: Run) -> list[tuple[str, str]]:
     """The state of a run in training, each number with its label."""
     steps, done, latest = run.summary["steps"], run.records[-1]["step"], run.records[-_LATEST:]
     step_s, sent = fmean(record["seconds"] for record in latest), run.bytes_so_far()[-1]
