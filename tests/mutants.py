@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -209,6 +210,8 @@ def outcome(root: Path, batch: list[str], everything: bool, printed: Path) -> st
     if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return "survived"
     failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed.read_text(), re.MULTILINE)
+    if code > 0 and not failed:
+        raise RuntimeError(f"pytest did not run, code {code}: {printed.read_text()[-2000:]}")
     return f"found by {failed[0]}" if failed else f"found: the tests end with code {code}"
 
 
@@ -222,8 +225,12 @@ def _test(root: Path, arguments: list[str], printed: Path) -> NoReturn:
         os.chdir(root)
         sys.path.insert(0, str(root / "src"))  # before the package that is installed
         os.environ["PYTHONPATH"] = str(root / "src")
-        code = pytest.main(["-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", *arguments])
+        options = ["-x", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what transformers has imported
+        code = pytest.main([*options, *arguments])
         sys.stdout.flush()
+    except BaseException:
+        printed.write_text(traceback.format_exc())
     finally:
         os._exit(code)
 

@@ -11,8 +11,7 @@ import detonation as dt
 import worlds
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
-from detonation.checkpoint.initial_weights import load_weights
-from detonation.checkpoint.verify import verify
+from detonation.checkpoint.verify import load_weights, verify
 from zoo import Plain, built
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")

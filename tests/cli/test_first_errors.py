@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import detonation as dt
 from commands import Command, free_port, write_recipe
+from detonation.cli.answers import explain
 from detonation.cli.command import run_command
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.position import LaunchPosition, launch_position
@@ -25,7 +27,6 @@ from detonation.cluster.under_launcher import run_under_launcher
 from detonation.train.output import directory
 from detonation.train.output.trackers import check_trackers
 from detonation.train.recipe.resolve import fill_mesh
-from made import made
 from worlds import caught
 
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
@@ -521,13 +522,12 @@ def test_a_mistake_gets_the_value_the_reason_and_the_remedy(mistake):
     assert text.startswith(" ") or text.rstrip("\n").count("\n") == 0  # tyro's own frames have several lines
 
 
-@pytest.mark.parametrize(
-    ("out", "path"), [("tiny.toml/a.html", "tiny.toml/a-figures"), ("none/a.html", "none/a-figures")]
-)
-def test_a_page_that_cannot_be_written_names_the_flag(out, path, capsys):
-    made(Path("run"))
-    assert run_command(["report", "run", "--out", out]) == 1
-    assert capsys.readouterr().err.endswith(f" directory: {path}: choose another --out\n")
+@pytest.mark.parametrize(("path", "remedy"), [("there/model", True), ("there", True), ("data/a.txt", False)])
+def test_an_output_that_cannot_be_written_names_the_flag(path, remedy, capsys):
+    verb = SimpleNamespace(json=False, debug=False, out=Path("there/model"))
+    assert explain(verb, FileNotFoundError(errno.ENOENT, "No such file or directory", path)) == 1
+    line = f"error: No such file or directory: {path}" + ": choose another --out" * remedy
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.mark.parametrize(("local", "told"), [("0", False), ("1", True)])

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import own
-from detonation.checkpoint.initial_weights import load_weights
+from detonation.checkpoint.verify import load_weights
 from detonation.cli.command import run_command
 from detonation.models import build_model
 from detonation.train.output import metrics

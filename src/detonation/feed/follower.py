@@ -18,8 +18,7 @@ from detonation.core.link.communicator import Axis
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.feed.frames import host_and_port
-from detonation.feed.newcomer import joined_optimizer
-from detonation.feed.shard import MakeOptimizer, ShardFollower, reachable_moments
+from detonation.feed.shard import MakeOptimizer, ShardFollower, joined_optimizer, reachable_moments
 from detonation.feed.stream import Joined, Stepped, Stream, close_all
 from detonation.feed.token import LostFeed, checked_token
 from detonation.feed.weights.folders import Folder, folder_at

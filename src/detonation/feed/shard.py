@@ -1,7 +1,7 @@
 """One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,22 +12,27 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import selftest
-from detonation.core.flat.tensors import local, padding_row
+from detonation.core.flat.tensors import local
+from detonation.core.link.communicator import Axis
+from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
+from detonation.core.optimizer.reconfigure import welcome
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.trained import note_padding
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.feed.shared_state import (
     BUFFERS,
     NORM,
+    is_shared,
     load_shared_state,
     load_weights_of,
     options_of_group,
     part_of,
+    require_elementwise,
+    shard_views,
     show_agreed,
     show_own,
 )
@@ -35,53 +40,6 @@ from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
 from detonation.log.repeat import Player, repeat_step
 from detonation.log.writer import identity
-
-
-def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
-    """A module with the names of `model`, whose parameters are the parts that the shard of `saved` has of them.
-
-    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change.
-
-    Args:
-        trained: The names of the parameters that training moves.
-    """
-    views: dict[str, Tensor] = {}
-    parameters = local_parameters(model)
-    note_padding(model)
-    for name, parameter in parameters.items():
-        box = saved.boxes.get(f"model.{name}", Box.of(parameter))
-        view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
-        view.whole_numel = parameter.numel()  # type: ignore[attr-defined]
-        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[0] + box.shape[0]:
-            view.padding_row = row - box.offset[0]  # type: ignore[attr-defined]
-        views[name] = view
-    return _tree(views)
-
-
-def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` where an optimizer looks at more than one shard of a parameter at a time."""
-    name = type(base).__name__
-    for view in views.values():
-        for state in base.state.get(view, {}).values():
-            if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
-                raise ValueError(f"{name} keeps state of whole matrices: its shards cannot be followed in one process")
-    if name == "Muon":
-        raise ValueError("Muon moves whole matrices: its shards cannot be followed in one process")
-
-
-def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
-    """A module in which each parameter has its full name, in the order of the model."""
-    root = nn.Module()
-    for name, parameter in parameters.items():
-        owner = root
-        *path, own_name = name.split(".")
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(own_name, parameter)  # type: ignore[arg-type]
-    return root
-
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
@@ -180,7 +138,8 @@ class ShardFollower:
         for key, here in identity(optimizer).items():
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
                 raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
-        if selftest(chosen, optimizer.build()[0].channel.runtime) != about["selftest"]:
+        first = optimizer.build()[0]
+        if selftest(chosen, first.channel.runtime, first.stepped) != about["selftest"]:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
                 f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "
@@ -257,3 +216,80 @@ def reachable_moments(moment: Moment | None, inbox: Iterable[Joined | Stepped], 
             break
         found.append(moment)
     return found
+
+
+@torch.no_grad()
+def joined_optimizer(
+    model: nn.Module, shards: Sequence[ShardFollower], make: MakeOptimizer | None, axis: Axis, safety: Safety
+) -> Replicated:
+    """An optimizer over the parameters of `model` along `axis`, at the step of the shards, with an empty memory.
+
+    Collective over `axis`; see `Follower.join`.
+    """
+    first = shards[0]
+    about, saved, before = first.about, first.saved, first.optimizer
+    assert saved is not None and before is not None
+    if len(shards) > 1 and axis.size() > 1:
+        raise ValueError(f"training has {len(shards)} shards, this model is whole: make it with detonation.shard first")
+    parameters = local_parameters(model)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in about["trained"])
+    base = base_optimizer(make, about, saved.groups, parameters)
+    for mine, group in zip(base.param_groups, before.param_groups, strict=True):
+        mine |= {key: value for key, value in group.items() if key != "params"}
+    for name, parameter in parameters.items():
+        views = [local_parameters(shard.module)[name] for shard in shards]
+        states = [s.optimizer.base.state.get(view, {}) for s, view in zip(shards, views, strict=True) if s.optimizer]
+        base.state[parameter].update(
+            {key: _whole([state[key] for state in states], _boxes(shards, name), parameter) for key in states[0]}
+        )
+        if not states[0]:
+            del base.state[parameter]
+    chosen = scheme_of_training(about)
+    alike = {key: about[key] for key in ("clip", "balance", "seed", "kernels")}
+    optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
+    _hand_over(shards, optimizer, parameters)
+    if isinstance(axis, ElasticCommunicator):
+        welcome(optimizer.build(), optimizer.settings, optimizer.param_groups, newcomer=True)
+        optimizer.step_count = before.step_count
+        for replicator in optimizer.build():
+            replicator.go_on()
+        return optimizer
+    optimizer.resume_at(before.step_count)
+    return optimizer
+
+
+def _hand_over(shards: Sequence[ShardFollower], optimizer: Replicated, parameters: dict[str, Tensor]) -> None:
+    """Gives the replicators the state that all replicas share."""
+    found = [shard.optimizer.local_state() for shard in shards if shard.optimizer is not None]
+    for level, replicator in enumerate(optimizer.build()):
+        state: dict[str, Tensor] = {}
+        for key, tensor in replicator.local_state().named().items():
+            full, name = f"{level}.{key}", key.partition(".")[2]
+            if not is_shared(full) or full not in found[0]:
+                state[key] = tensor.clone()  # empty
+            elif name in parameters:
+                state[key] = _whole([each[full] for each in found], _boxes(shards, name), tensor)
+            else:
+                state[key] = found[0][full]
+        replicator.local_state().load(state)
+
+
+def _boxes(shards: Sequence[ShardFollower], name: str) -> list[Box | None]:
+    if len(shards) == 1:
+        return [None]
+    return [shard.saved.boxes[f"model.{name}"] for shard in shards if shard.saved is not None]
+
+
+def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> Any:
+    """The parts of a tensor as one, in memory of its own; other values are those of the first shard."""
+    first, box = parts[0], boxes[0]
+    if not isinstance(first, Tensor):
+        return first
+    if box is None or not first.ndim or first.shape != box.shape:
+        return first.clone()
+    whole = torch.empty(like.shape, dtype=first.dtype, device=first.device)
+    for part, each in zip(parts, boxes, strict=True):
+        assert each is not None
+        part_of(whole, each).copy_(part)
+    return whole

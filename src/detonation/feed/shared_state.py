@@ -1,7 +1,7 @@
 """The state that a follower begins with: how a feed describes and writes it, and how it is put into an optimizer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
 from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.layout import copy
-from detonation.core.flat.tensors import local, locals_of
+from detonation.core.flat.tensors import local, locals_of, padding_row
+from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.optimizer.trained import note_padding
 from detonation.core.schemes.traffic import collective_for
 from detonation.feed.frames import encoded, table_of
 from detonation.log.writer import identity
@@ -57,7 +59,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "kernels": settings.kernels,
         "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
-        "selftest": selftest(scheme, replicators[0].channel.runtime),
+        "selftest": selftest(scheme, replicators[0].channel.runtime, replicators[0].stepped),
         "versions": versions(),
         "memory_norm": memory_norm(optimizer),
     }
@@ -172,3 +174,49 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group, as a state has them."""
     plain = {key: tuple(value) if isinstance(value, list) else value for key, value in saved["options"].items()}
     return plain | {key: torch.tensor(value) for key, value in saved["tensors"].items()}
+
+
+def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
+    """A module with the names of `model`, whose parameters are the parts that the shard of `saved` has of them.
+
+    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change.
+
+    Args:
+        trained: The names of the parameters that training moves.
+    """
+    views: dict[str, Tensor] = {}
+    parameters = local_parameters(model)
+    note_padding(model)
+    for name, parameter in parameters.items():
+        box = saved.boxes.get(f"model.{name}", Box.of(parameter))
+        view = nn.Parameter(part_of(parameter.detach(), box), requires_grad=name in trained)
+        view.whole_numel = parameter.numel()  # type: ignore[attr-defined]
+        if (row := padding_row(parameter)) is not None and box.offset[0] <= row < box.offset[0] + box.shape[0]:
+            view.padding_row = row - box.offset[0]  # type: ignore[attr-defined]
+        views[name] = view
+    return _tree(views)
+
+
+def require_elementwise(base: torch.optim.Optimizer, views: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` where an optimizer looks at more than one shard of a parameter at a time."""
+    name = type(base).__name__
+    for view in views.values():
+        for state in base.state.get(view, {}).values():
+            if isinstance(state, Tensor) and state.ndim and state.shape != view.shape:
+                raise ValueError(f"{name} keeps state of whole matrices: its shards cannot be followed in one process")
+    if name == "Muon":
+        raise ValueError("Muon moves whole matrices: its shards cannot be followed in one process")
+
+
+def _tree(parameters: Mapping[str, Tensor]) -> nn.Module:
+    """A module in which each parameter has its full name, in the order of the model."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        owner = root
+        *path, own_name = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(own_name, parameter)  # type: ignore[arg-type]
+    return root

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -76,16 +75,17 @@ class BlockIntegers:
         return self._rotated(values).flatten(-2)[..., :count]
 
     def _rotated(self, blocks: Tensor) -> Tensor:  # [..., blocks, block] -> the same
-        return blocks @ _hadamard(self.block, blocks.device) if self.rotate else blocks
+        return _hadamard(blocks) if self.rotate else blocks
 
 
-@lru_cache(maxsize=4)
-def _hadamard(size: int, device: torch.device) -> Tensor:
-    """The orthonormal, symmetric Hadamard matrix of a power of two, in Sylvester's order."""  # [size, size]
-    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix.div_(size**0.5)
+def _hadamard(blocks: Tensor) -> Tensor:
+    """Blocks times the orthonormal Hadamard matrix of their length, a power of two, in Sylvester's order."""
+    width, size = 1, blocks.shape[-1]
+    while width < size:  # a product of matrices rounds by the number of blocks, and by the machine
+        one, other = blocks.view(*blocks.shape[:-1], -1, 2, width).unbind(-2)
+        blocks = torch.stack([one + other, one - other], -2).flatten(-3)
+        width *= 2
+    return blocks.mul(size**-0.5)
 
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from detonation.checkpoint.gather import Texts, Volumes, survey
-from detonation.checkpoint.initial_weights import load_weights
 from detonation.checkpoint.newest import Loaded, candidates
+from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts

@@ -11,9 +11,8 @@ from safetensors.torch import save_file, save_model
 from detonation.checkpoint.elastic import Elastic
 from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ShardReader
-from detonation.checkpoint.initial_weights import EXPORTED
 from detonation.checkpoint.snapshot import weights
-from detonation.checkpoint.verify import newest, whole_replicas
+from detonation.checkpoint.verify import EXPORTED, newest, whole_replicas
 from detonation.core.link.coordinates import Coordinates
 from detonation.data.tokens import tokenizer_of
 from detonation.models import build_model

@@ -11,7 +11,7 @@ import tomli_w
 from torch import nn
 
 from detonation.checkpoint.async_save import save_checkpoint
-from detonation.checkpoint.initial_weights import load_weights
+from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator

@@ -9,7 +9,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from detonation.checkpoint.initial_weights import load_weights
+from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.core.optimizer.replicate import replicate
