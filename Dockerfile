@@ -30,4 +30,4 @@ USER detonation
 WORKDIR /work
 ENV OMP_NUM_THREADS=1
 ENTRYPOINT ["detonation"]
-CMD ["env"]
+CMD ["--version"]

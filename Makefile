@@ -7,8 +7,9 @@
 # make chaos   kills, hangs, signals, crashes in saves, damage, full disks, bad messages: nothing may be lost
 # make gpu     checks and measures the package on a GPU, with the torch, triton and pytest that PYTHON has: no install
 #              GPU="fast twin" runs parts, GPU="--device cpu --tiny" tries the script; docs/gpu.md
+# make release-check   the wheel in an empty environment: help, torchrun, type checkers; pip downloads torch
 # make hooks   installs the git hooks of .pre-commit-config.yaml, if pre-commit is there
-# All but gpu make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
+# All but gpu and release-check make .venv first. A torch that PYTHON already has is kept; otherwise TORCH is installed.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of a file stay in one process, which starts them in the order of their names.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all chaos gpu lint docs hooks clean
+.PHONY: train test test-all chaos gpu lint docs hooks clean release-check
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
@@ -37,6 +38,9 @@ chaos: $(VENV)/.test
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(GPU)
+
+release-check:
+	$(PYTHON) tests/package/release.py
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check

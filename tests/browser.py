@@ -59,9 +59,9 @@ class Browser:
         while not self._loaded:
             self._take()
 
-    def evaluate(self, expression):
-        """The value of a JavaScript expression in the page."""
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+    def evaluate(self, expression, wait=False):
+        """The value of a JavaScript expression in the page; with `wait` that of its promise."""
+        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=wait)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 

@@ -171,8 +171,8 @@ assert run_command({ask} + ["0"]) == 2 and "torch" in sys.modules"""
 
 
 def test_a_command_runs_without_an_output():
-    """As in `detonation recipes >&-`, where Python has no stdout."""
-    command = f'exec "{sys.executable}" -m detonation recipes >&-'
+    """As in `detonation train >&-`, where Python has no stdout."""
+    command = f'exec "{sys.executable}" -m detonation train >&-'
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -70,7 +70,7 @@ def test_the_others_finish_the_run_when_the_first_replica_is_lost(begun, tmp_pat
     found = summary(tmp_path)
     assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
     assert [loss["replicas"] for loss in found["losses"]] == [[0]]
-    replayed = Command(tmp_path / "replay", "replay", tmp_path / "run", "--json")
+    replayed = Command(tmp_path / "replay", "follow", tmp_path / "run", "--json")
     assert replayed.wait() == 0, replayed.errors
     assert json.loads(replayed.stdout.splitlines()[-1])["fingerprint"] == found["fingerprint"]
     records = metrics(tmp_path)

@@ -339,7 +339,7 @@ MISTAKES = {
         run("verify", "."), "holds no checkpoint", (".", "no checkpoint", "give")
     ),
     "a replay of nothing": Mistake(
-        run("replay", "none"), "holds no run", ("none", "No such file", "one that trained with --log")
+        run("follow", "none"), "holds no run", ("none", "No such file", "one that trained with --log")
     ),
     "a comparison of one": Mistake(
         run("compare", "tiny.toml"), "compare needs two runs", ("''", "needs two", "--schemes full,demo")

@@ -1,4 +1,4 @@
-"""Keys that are gone: each gets one line with what to do in its place."""
+"""Keys and verbs that are gone: each gets one line with what to do in its place."""
 
 from pathlib import Path
 
@@ -37,3 +37,18 @@ def test_in_a_recipe_too(capsys, tmp_path):
     assert run_command(["train", str(recipe)]) == 2
     line = "key of [mesh] 'namespaces' is gone since version 0.2: leave it out; `link` emulates the network"
     assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["replay", "runs/first", "--to", "3"], "detonation follow DIR"),
+        (["recipes"], "detonation train, which lists them, and detonation train NAME --print"),
+        (["env", "--json"], "detonation --version"),
+    ],
+)
+def test_a_verb_that_is_not_there_any_more_names_the_new_one(arguments, instead, capsys):
+    assert run_command(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"error: detonation {arguments[0]} is gone: say {instead}\n"
+    assert (instead in printed.out) == ("--json" in arguments)

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from detonation.cli.arguments import Train
 from detonation.cli.command import run_command
-from detonation.cli.flags import MODEL_NAMES, OPTIMIZER_NAMES
 from detonation.cli.verbs import requested
 from detonation.core.link.link_speed import LinkSpeed
+from detonation.core.schemes.registry import SCHEMES
 from detonation.models import MODELS
 from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
 from detonation.train.recipe.resolve import read_recipe, resolve
@@ -20,15 +21,15 @@ from detonation.version import __version__
 
 def test_recipes_are_listed_printed_and_found_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # no checkout here
-    assert run_command(["recipes", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    assert run_command(["train", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["recipes"]
     assert {"quick-lm", "vit-fashion", "t5-translation", "three-tiers"} <= listed.keys() == shipped_recipes().keys()
     assert all(text.endswith((".", "images.")) for text in listed.values())
     for name in listed:
-        assert run_command(["recipes", name]) == 0
+        assert run_command(["train", name, "--print"]) == 0
         (tmp_path / f"{name}.toml").write_text(capsys.readouterr().out)
         assert read_recipe(tmp_path / f"{name}.toml") == packaged(name)
-    assert run_command(["recipes", "quick"]) == 2
+    assert run_command(["train", "quick", "--print"]) == 2
     assert "unknown recipe 'quick', did you mean 'quick-lm'?" in capsys.readouterr().err
 
 
@@ -71,13 +72,29 @@ def test_the_name_of_an_optimizer_is_known_in_any_case():
     assert (found.name, found.lr, found.arguments) == ("SignSGD", 1e-3, {"momentum": 0.5})
 
 
-def test_the_names_in_the_help_are_those_that_there_are():
-    assert {*OPTIMIZER_NAMES} == optimizer_classes().keys() - REFUSED and {*MODEL_NAMES} == {*MODELS}
+def test_train_alone_lists_all_that_a_run_can_be_made_of(capsys):
+    assert run_command(["train", "--json"]) == 0
+    printed = capsys.readouterr()
+    listed = json.loads(printed.out)
+    assert {*listed["optimizers"]} == optimizer_classes().keys() - REFUSED
+    assert {*listed["schemes"]} >= SCHEMES.keys() and {*listed["models"]} >= {*MODELS} and "sotu" in listed["data sets"]
+    assert all(name in printed.err for names in listed.values() for name in names)
+    assert max(map(len, printed.err.splitlines())) <= 100
 
 
-def test_the_version_is_printed(capsys):
+@pytest.mark.parametrize("flags", [["--steps", "3"], ["quick-lm", "--print", "--web"]])
+def test_a_flag_that_would_train_nothing_is_refused(flags, capsys):
+    assert run_command(["train", *flags]) == 2
+    said = "train needs a recipe, and --print no other flag: detonation train alone lists the recipes"
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_the_version_is_printed_and_all_others_for_a_bug_report(capsys):
     assert run_command(["--version"]) == 0
-    assert capsys.readouterr().out == f"detonation {__version__}\n"
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"detonation {__version__}" and any(line.startswith("- torch: ") for line in others)
+    assert run_command(["--version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["packages"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("text", ["20mbit", "20Mbit", "20Mbps", "20mbit/s", "20 Mbit/s", "0.02Gbit/s", "20000kbps"])

@@ -1,4 +1,4 @@
-"""`detonation replay`: a run's log and its checkpoints are any step since, for every way of saving them."""
+"""`detonation follow DIR`: a run's log and its checkpoints are any step since, for every way of saving them."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def run(request, tmp_path_factory):
 
 def test_a_replay_ends_with_the_weights_of_the_run(run):
     folder, _, out, summary = run
-    done = detonation(folder, "replay", out, "--json")
+    done = detonation(folder, "follow", out, "--json")
     assert done.code == 0, done.stderr
     assert last_line(done.stdout) == {"step": 6, "replayed": 2, "fingerprint": summary["fingerprint"]}
 
@@ -56,7 +56,7 @@ def test_verify_reads_logs_too(run, tmp_path):
 
 def test_the_checkpoint_that_it_writes_is_whole_and_goes_on(run, tmp_path):
     folder, recipe, out, summary = run
-    done = detonation(folder, "replay", out, "--to", 5, "--out", tmp_path / "at-5")
+    done = detonation(folder, "follow", out, "--to", 5, "--out", tmp_path / "at-5")
     assert done.code == 0 and done.stdout.startswith("step 5, 1 steps replayed, fingerprint "), done.stderr
     assert detonation(folder, "verify", tmp_path / "at-5").code == 0
     rounds = ["scheme.every=3"] if "diloco" in summary["scheme"] else []
@@ -74,11 +74,11 @@ def test_steps_that_are_not_there_are_said_in_one_line(run, tmp_path):
         (["--to", 9], "ends after 6 steps, not 9"),
         (["--out", out], "is not empty"),
     ):
-        done = detonation(folder, "replay", out, *flags)
+        done = detonation(folder, "follow", out, *flags)
         assert done.code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     (tmp_path / "config.toml").write_text((out / "config.toml").read_text())
-    assert "train with --log" in detonation(folder, "replay", tmp_path).stderr
-    assert "holds no run" in detonation(folder, "replay", tmp_path / "nothing").stderr
+    assert "train with --log" in detonation(folder, "follow", tmp_path).stderr
+    assert "holds no run" in detonation(folder, "follow", tmp_path / "nothing").stderr
 
 
 def test_a_run_of_levels_or_of_none_keeps_no_log(tmp_path):
@@ -97,10 +97,10 @@ def test_a_run_that_is_killed_has_left_whole_steps(tmp_path):
     whole = detonation(tmp_path, "train", recipe, *flags, "--stop-after", 20, "--out", tmp_path / "second")
     assert whole.code == 0, whole.stderr
     shutil.rmtree(tmp_path / "second" / "checkpoints")
-    found = last_line(detonation(tmp_path, "replay", tmp_path / "first", "--json").stdout)
+    found = last_line(detonation(tmp_path, "follow", tmp_path / "first", "--json").stdout)
     seen = min(found["step"], 20)
     ends = [
-        last_line(detonation(tmp_path, "replay", tmp_path / run, "--to", seen, "--json").stdout)["fingerprint"]
+        last_line(detonation(tmp_path, "follow", tmp_path / run, "--to", seen, "--json").stdout)["fingerprint"]
         for run in ("first", "second")
     ]
     assert found["step"] >= 5 and ends[0] == ends[1]
@@ -113,11 +113,11 @@ def test_a_run_that_began_with_weights_is_replayed_from_them(run, tmp_path):
     trained = detonation(folder, "train", recipe, *flags)
     assert trained.code == 0, trained.stderr
     checkpoints = (tmp_path / "run" / "checkpoints").rename(tmp_path / "aside")
-    done = detonation(folder, "replay", tmp_path / "run", "--json")
+    done = detonation(folder, "follow", tmp_path / "run", "--json")
     assert done.code == 0, done.stderr
     assert last_line(done.stdout)["fingerprint"] == last_line(trained.stdout)["fingerprint"]
     checkpoints.rename(tmp_path / "run" / "checkpoints")
     shutil.rmtree(start)  # which a replay from a checkpoint does not read
-    done = detonation(folder, "replay", tmp_path / "run", "--json")
+    done = detonation(folder, "follow", tmp_path / "run", "--json")
     assert done.code == 0, done.stderr
     assert last_line(done.stdout) == {"step": 6, "replayed": 0, "fingerprint": last_line(trained.stdout)["fingerprint"]}

@@ -115,9 +115,9 @@ def test_replay_runs_code_that_a_run_names_on_request_alone(tmp_path, stranger, 
     (tmp_path / "run" / "updates").mkdir(parents=True)
     for tables in NAMING.values():
         (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps({**RECIPE, **tables}))
-        assert run_command(["replay", str(tmp_path / "run")]) == 2
+        assert run_command(["follow", str(tmp_path / "run")]) == 2
         said = capsys.readouterr().err
-        assert ":build, which replay would run: say --trust-code" in said and not stranger.exists(), said
+        assert ":build, which follow would run: say --trust-code" in said and not stranger.exists(), said
 
 
 @pytest.mark.parametrize("section", ["model", "scheme", "a scheme with the prefix of models"])
@@ -136,7 +136,7 @@ def test_follow_runs_code_that_a_run_names_on_request_alone(tmp_path, stranger, 
 
 def test_a_model_of_transformers_is_no_code():
     config = replace(from_table(RECIPE), model=Choice("hf:somebody/model"))
-    require_trust(False, config, "the run", "replay", "model", "data", "optimizer", "scheme")
+    require_trust(False, config, "the run", "follow", "model", "data", "optimizer", "scheme")
 
 
 def test_an_interface_that_is_not_there_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from detonation.train.loop import fit as fitting
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import start_session
 from detonation.train.loop.summary import summarise
-from detonation.train.loop.world import Waiting, gathered_waits, waits_between
+from detonation.train.loop.world import Waits
 from detonation.train.verbs.simulate import virtual
 
 ROUNDS = ("scheme.name=diloco", "scheme.every=4", "train.steps=16", "train.balance=true")
@@ -103,7 +103,7 @@ def test_a_record_tells_waiting_for_the_slowest_from_computing(tiny, clock, monk
         busy = [r.seconds - r.step_s - r.agreeing_s for r in records]
         assert busy == [(1.0 + replica) * computed.count(step) for step in range(16)]
         assert {r.step_s for r in records} == {0.0}
-        assert [r.waited_s + r.agreeing_s for r in records] == session.waiting.waited
+        assert session.waits.table() == found[0][2].waits.table()
     first, second = ([r.agreeing_s for r in records] for records, *_ in found)
     assert first[:4] == ([0.0, 0.0, 0.0, 4.0] if sets == ROUNDS else [1.0] * 4) and second[:4] == [0.0] * 4
 
@@ -136,12 +136,14 @@ def test_gradient_schemes_are_refused_before_anything_starts(tiny):
 
 
 def test_waiting_is_the_slowest_replicas_up_to_what_it_was_busy_for():
-    waits = waits_between(busy=[[1, 3, 1], [2, 1, 9]], waited=[[2, 0, 5], [0, 1, 0]])
-    assert waits == {
+    waits = Waits()
+    waits.meet([[1, 2], [3, 0], [1, 5]], shards=1)
+    waits.meet([[2, 0], [1, 1], [9, 0]], shards=1)
+    assert waits.table() == {
         "seconds": [[0, 2, 0], [0, 0, 1], [0, 2, 0]],
         "network_s": [0, 0, 3],
         "slowest": 1,
-        "lasted_s": 25 / 3,
+        "lasted_s": pytest.approx(25 / 3),
     }
 
 
@@ -164,16 +166,16 @@ def test_the_slow_replica_is_named_under_every_kind_of_scheme(tiny, sets):
     assert first["waits"]["seconds"][0][1] > first["waits"]["seconds"][1][0]
 
 
-class WithNewcomer:
-    """A world of this rank and of one that came before the last step."""
-
-    def all_gather(self, values):
-        theirs = [1] if values.dtype == torch.int64 else [4.0, 0.0]
-        assert len(values) == len(theirs)
-        return lambda: [values.tolist(), theirs]
-
-
-def test_waits_are_of_the_steps_that_all_replicas_took():
-    own = Waiting([1.0, 1.0, 1.0], [9.0, 9.0, 3.0], [1, 2, 3])
-    found = gathered_waits(WithNewcomer(), own, 1, torch.device("cpu"))
-    assert found == {"seconds": [[0.0, 3.0], [0.0, 0.0]], "network_s": [0.0, 0.0], "slowest": 1, "lasted_s": 4.0}
+def test_waits_begin_anew_where_a_replica_comes_in():
+    waits = Waits()
+    waits.add(seconds=3.0, waited=1.0)
+    assert waits.own == (2.0, 1.0) and waits.table() == {}
+    waits.meet([[1.0, 9.0]] * 4, shards=2)
+    assert waits.own == (0.0, 0.0) and waits.table()["network_s"] == [9.0, 9.0]
+    waits.meet([[1.0, 3.0], [1.0, 1.0], [3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 0.0]], shards=2)
+    assert waits.table() == {
+        "seconds": [[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+        "network_s": [0.0, 0.0, 0.0],
+        "slowest": 1,
+        "lasted_s": 2.0,
+    }

@@ -1,6 +1,8 @@
 """The answers of a command to people: lines, errors in one line, and exit codes."""
 
+import errno
 import json
+import os
 import sys
 import traceback
 
@@ -9,11 +11,12 @@ from detonation.report.words import printable
 
 
 def say(verb: Common, line: str) -> None:
-    """Prints a line for people: to stderr where stdout is for a program."""
+    """Prints lines for people: to stderr where stdout is for a program."""
+    line = "\n".join(map(printable, line.splitlines()))
     if verb.json:
-        _to_stderr(printable(line))
+        _to_stderr(line)
     else:
-        print(printable(line))
+        print(line)
 
 
 def explain(verb: Common, error: Exception) -> int:
@@ -29,7 +32,9 @@ def explain(verb: Common, error: Exception) -> int:
     bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
     out, name = getattr(verb, "out", None), str(getattr(error, "filename", None) or "")
     unwritable = out and name and (str(out).startswith(name) or name.startswith(str(out.with_suffix(""))))
-    return fail(describe(error) + ": choose another --out" * bool(unwritable), 2 if bad_input else 1, verb.json)
+    full = out and os.strerror(errno.ENOSPC) in str(error)
+    remedy = ": free some space, or choose another --out" if full else ": choose another --out" * bool(unwritable)
+    return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
 
 
 def fail(line: str, code: int, as_json: bool) -> int:

@@ -13,8 +13,9 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from detonation.cli.answers import explain, fail
-from detonation.cli.arguments import Probe, Train, Verb
+from detonation.cli.arguments import Probe, Train, verbs
 from detonation.cli.verbs import VERBS
+from detonation.report.words import printable
 from detonation.version import __version__
 
 _SHELLS = {
@@ -25,13 +26,18 @@ _SHELLS = {
 }
 """What follows tyro's script of a shell, so that file names are offered where nothing else fits; zsh needs a marker."""
 _INTERFACE: dict[str, Any] = {
-    "f": Verb,
     "prog": "detonation",
-    "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes. "
-    "--completion bash|zsh|fish prints a script for the shell, --version the version.",
+    "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes.\n\n"
+    "--version prints all versions, for a bug report; --completion bash|zsh|fish a script for the shell.",
     "config": (FlagCreatePairsOff,),
 }
-"""The verbs and their look, as tyro takes them."""
+"""The look of the verbs, as tyro takes it."""
+_GONE = {
+    "replay": "detonation follow DIR",
+    "recipes": "detonation train, which lists them, and detonation train NAME --print",
+    "env": "detonation --version",
+}
+"""Verbs of earlier versions, and what to say in their place."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
@@ -53,12 +59,16 @@ def run_command(arguments: list[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-    if arguments[:1] == ["--version"]:
-        print(f"detonation {__version__}")
-        return 0
-    if arguments[:1] == ["--completion"]:
+    name = arguments[0] if arguments else "--help"
+    if name == "--version":
+        return _print_versions("--json" in arguments)
+    if name == "--completion":
         return _print_completion(" ".join(arguments[1:]))
-    verb: Any = tyro.cli(args=arguments, **_INTERFACE)
+    if name in _GONE:
+        return fail(f"detonation {name} is gone: say {_GONE[name]}", 2, "--json" in arguments)
+    if name in ("-h", "--help"):
+        arguments = ["--help"]
+    verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)
     # Both are read when torch is imported, and only then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if verb.debug else "ERROR")
@@ -72,12 +82,23 @@ def _command(arguments: list[str]) -> int:
     return code
 
 
+def _print_versions(as_json: bool) -> int:
+    """Prints the version of this package, and then all others, which need torch."""
+    if not as_json:
+        print(f"detonation {__version__}", flush=True)
+    from detonation.train.output.environment import environment, lines
+
+    found = environment()
+    print(json.dumps(found) if as_json else "\n".join(map(printable, lines(found))))
+    return 0
+
+
 def _print_completion(shell: str) -> int:
     """Prints tyro's script, which offers file names where it would offer nothing."""
     if shell not in _SHELLS:
         return fail(f"--completion takes {', '.join(_SHELLS)}, not {shell!r}", 2, False)
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        tyro.cli(args=["--tyro-print-completion", shell], **_INTERFACE)
+        tyro.cli(verbs(), args=["--tyro-print-completion", shell], **_INTERFACE)
     nothing = "words, current_index, COMPLETION_SPEC)"
     print(printed.getvalue().replace(nothing, f"{nothing} or ['__TYRO_COMPLETE_FILES__']") + _SHELLS[shell])
     return 0

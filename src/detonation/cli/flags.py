@@ -1,62 +1,58 @@
 """The flags that verbs share, and their look in the help, which must not wait for an import of torch."""
 
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from detonation.choices import entry_points
-
-SCHEME_NAMES = (
-    "decoupled_adamw", "demo", "demo_diloco", "demo_published", "diloco", "distro", "eager_diloco", "full", "local_sgd",
-    "loco", "muloco", "none", "random", "random_sign", "slicing", "sparseloco", "sparta", "streaming_diloco",
-    "striding",
-)  # fmt: skip
-OPTIMIZER_NAMES = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD", "SignSGD",
-)  # fmt: skip
-MODEL_NAMES = ("olmo2", "olmoe", "t5", "vit")
-"""The names that the help lists, known here without torch; tests compare them with those that there are."""
+_T = TypeVar("_T")
 
 
-def shown(metavar: str | None = None, hint: Any = "") -> Any:
-    """The look of an argument: its text names its default, and `hint` the values."""
-    return arg(metavar=metavar, help_behavior_hint=hint)
-
-
-def listed_schemes(_: str) -> str:
-    """All schemes: of this library, of installed packages, and those registered in this process."""
-    registry = sys.modules.get("detonation.core.schemes.registry")
-    names = {*SCHEME_NAMES, *entry_points("detonation.schemes"), *getattr(registry, "SCHEMES", ())}
-    return f"Schemes: {', '.join(sorted(names))}."
+def shown(metavar: str | None = None) -> Any:
+    """The look of an argument whose text names its default."""
+    return arg(metavar=metavar, help_behavior_hint="")
 
 
 Flag = Annotated[bool, shown()]
 Integer = Annotated[int | None, shown("INT")]
-Sets = UseAppendAction[tuple[tuple[str, ...], ...]]
+Text = Annotated[str | None, shown("NAME")]
+Sets = Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], shown("[KEY=VALUE ...]")]
 Rate = Annotated[str | None, shown("RATE[,LATENCY]")]
 Address = Annotated[str | None, shown("HOST:PORT")]
 Directory = Annotated[Path | None, shown("DIR")]
 File = Annotated[Path | None, shown("FILE")]
+OfRun = Positional[Annotated[Path, arg(metavar="DIR")]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
     json: Flag = False
-    """Print exactly one JSON object last on stdout; the lines for people go to stderr."""
+    """Print one JSON object last on stdout; lines for people go to stderr."""
     debug: Flag = False
     """Show tracebacks and the warnings of the libraries underneath."""
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
+    """Makes a class the flags of a verb: in the help those named `first` come first, and those of `Common` last."""
+
+    def made(kind: type[_T]) -> type[_T]:
+        fields: dict[str, Any] = dataclass(frozen=True, kw_only=True)(kind).__dataclass_fields__  # type: ignore[attr-defined]
+        own = [name for name in fields if name not in Common.__dataclass_fields__]
+        kind.__dataclass_fields__ = {name: fields[name] for name in (*first, *own, *fields)}  # type: ignore[attr-defined]
+        return kind
+
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides(Common):
     """What lies over a recipe."""
 
-    set: Annotated[Sets, arg(help_behavior_hint=f"Optimizers: {', '.join(OPTIMIZER_NAMES)}.")] = ()
-    """Override any key of the recipe: --set train.steps=100 scheme.topk=1. A wrong key lists the valid ones."""
+    set: Sets = ()
+    """Override any key of the recipe; a wrong key lists the valid ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +60,9 @@ class Processes(Overrides):
     """The processes that a verb starts, and the network between them."""
 
     replicas: Integer = None
-    """Copies of the model (nodes); the recipe's when left out."""
+    """Copies of the model, one per node; the recipe's when left out."""
     shards: Integer = None
-    """Parts that each copy is cut into (accelerators in a node); the recipe's when left out."""
+    """Parts of each copy, one per accelerator; the recipe's when left out."""
     link: Rate = None
     """Emulate a slow network between the replicas, such as 100mbit,5ms."""
 
@@ -75,17 +71,17 @@ class Processes(Overrides):
 class Shortcuts(Overrides):
     """Flags for the settings that change most; --set has all of them."""
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
-    """The recipe: a TOML file, or a name of detonation recipes."""
-    scheme: Annotated[str | None, shown("NAME", listed_schemes)] = None
-    """The same as --set scheme.name=NAME, as the recipe tunes it; auto chooses, package.module:function is yours."""
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
+    """A TOML file, or a name that detonation train alone lists."""
+    scheme: Text = None
+    """What replicas exchange: demo, diloco, full, ...; auto chooses."""
     steps: Integer = None
-    """The same as --set train.steps=INT."""
+    """Steps of the optimizer (train.steps)."""
     lr: Annotated[float | None, shown("NUMBER")] = None
-    """The same as --set optimizer.lr=NUMBER."""
-    model: Annotated[str | None, shown("NAME", f"Models: {', '.join(MODEL_NAMES)}.")] = None
-    """The same as --set model.name=NAME; hf:DIRECTORY and hf:ID are of transformers, package.module:function yours."""
+    """Learning rate (optimizer.lr)."""
+    model: Text = None
+    """Such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
     data: Annotated[str | None, shown("SOURCE")] = None
-    """The same as --set data.source=SOURCE: a name of detonation fetch, a file, a directory, or hf:ID of the hub."""
+    """A name of detonation fetch, a file, a directory, hf:ID (data.source)."""
     init_from: Annotated[str | None, shown("DIR")] = None
-    """The same as --set train.init_from=DIR: begin with the weights of a run, a checkpoint or an exported model."""
+    """Begin with the weights of a run or of an exported model."""

@@ -7,27 +7,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import Any, TypeVar
 
-from detonation.choices import unknown
+from detonation.cli import arguments as of
 from detonation.cli.answers import explain, say
-from detonation.cli.arguments import (
-    Compare,
-    Env,
-    Export,
-    Fetch,
-    Follow,
-    Meet,
-    Plan,
-    Probe,
-    Recipes,
-    Replay,
-    Report,
-    Simulate,
-    Train,
-    Verify,
-)  # fmt: skip
 from detonation.cli.flags import Common
 
 _R = TypeVar("_R")
@@ -39,15 +24,15 @@ SHORTCUTS = {
 
 
 def requested(kind: type[_R], verb: Common) -> _R:
-    """The request of this `kind`, whose fields are named like the flags of `verb`; it needs no field without a flag."""
+    """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out has its default."""
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     renamed = {
         "overrides": (*shortcuts(flags), *flat_sets(flags.pop("set", ()))),
-        "loggers": flags.pop("logger", ()),
+        "loggers": (*flags.pop("logger", ()), *(("web",) if flags.pop("web", False) else ())),
         "to_stderr": flags.pop("json"),
     }
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known})
+    return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known and value is not None})
 
 
 def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
@@ -62,7 +47,9 @@ def flat_sets(groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return tuple(assignment for group in groups for assignment in group)
 
 
-def _train(verb: Train) -> dict[str, Any] | None:
+def _train(verb: of.Train) -> dict[str, Any] | None:
+    if verb.recipe is None or verb.print:
+        return _print_recipe(verb)
     from detonation.report.page import try_write
     from detonation.report.terminal import show
     from detonation.train.run.request import Request
@@ -76,7 +63,29 @@ def _train(verb: Train) -> dict[str, Any] | None:
     return summary
 
 
-def _compare(verb: Compare) -> dict[str, Any]:
+def _print_recipe(verb: of.Train) -> dict[str, Any]:
+    """Prints the text of a recipe of the package, or the names of all that a run can be made of."""
+    from detonation.choices import unknown
+    from detonation.train.recipe.resolve import names_of_parts
+    from detonation.train.recipe.shipped import headline, shipped_recipes
+
+    if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
+        raise ValueError("train needs a recipe, and --print no other flag: detonation train alone lists the recipes")
+    texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
+    if verb.recipe is None:
+        names, about = names_of_parts(), {name: headline(text) for name, text in texts.items()}
+        rows = about | {f"{kind}:": ", ".join(found) for kind, found in names.items()}
+        for row in rows.items():
+            say(verb, fill("{:15} {}".format(*row), 100, subsequent_indent=" " * 16, break_on_hyphens=False))
+        return {"recipes": about, **names}
+    name = str(verb.recipe)
+    if name not in texts:
+        raise unknown("recipe", name, texts)
+    say(verb, texts[name].removesuffix("\n"))
+    return {name: texts[name]}
+
+
+def _compare(verb: of.Compare) -> dict[str, Any]:
     from detonation.report.page import try_write
     from detonation.report.terminal import show_all
     from detonation.train.run.request import Request
@@ -90,7 +99,9 @@ def _compare(verb: Compare) -> dict[str, Any]:
     return {"good": len(finished) == len(summaries), "runs": summaries, "report": str(page) if finished else None}
 
 
-def _simulate(verb: Simulate) -> dict[str, Any]:
+def _simulate(verb: of.Simulate) -> dict[str, Any]:
+    if verb.recipe is None:
+        raise ValueError("simulate needs a recipe: detonation train alone lists them")
     from detonation.report.page import try_write
     from detonation.report.terminal import show
     from detonation.train.verbs.simulate import Simulation, simulate
@@ -100,7 +111,7 @@ def _simulate(verb: Simulate) -> dict[str, Any]:
     return summary
 
 
-def _probe(verb: Probe) -> dict[str, Any] | None:
+def _probe(verb: of.Probe) -> dict[str, Any] | None:
     from detonation.report.terminal import show_profile
     from detonation.train.verbs.probe import ProbeRequest, probe
 
@@ -140,7 +151,7 @@ def _lazy_torch() -> Iterator[None]:
             del sys.modules["torch"]
 
 
-def _plan(verb: Plan) -> dict[str, Any]:
+def _plan(verb: of.Plan) -> dict[str, Any]:
     with _lazy_torch():  # without a recipe a plan is arithmetic, and the import of torch takes over a second
         from detonation.report.terminal import show_plan
         from detonation.train.verbs.plan import Question, plan
@@ -150,7 +161,7 @@ def _plan(verb: Plan) -> dict[str, Any]:
     return found
 
 
-def _report(verb: Report) -> dict[str, Any]:
+def _report(verb: of.Report) -> dict[str, Any]:
     from detonation.report.page import write_page
 
     written = write_page(list(verb.directories), verb.out, verb.plan)
@@ -158,7 +169,7 @@ def _report(verb: Report) -> dict[str, Any]:
     return {"report": str(written.page), "figures": [str(path) for path in written.pictures]}
 
 
-def _verify(verb: Verify) -> dict[str, Any]:
+def _verify(verb: of.Verify) -> dict[str, Any]:
     from detonation.checkpoint.verify import checkpoints, verify
     from detonation.log.repeat import log_files
     from detonation.train.output.directory import UPDATES
@@ -176,7 +187,7 @@ def _verify(verb: Verify) -> dict[str, Any]:
     return {"good": good, "checkpoints": found, "updates": files}
 
 
-def _export(verb: Export) -> dict[str, Any]:
+def _export(verb: of.Export) -> dict[str, Any]:
     from detonation.train.verbs.export import export
 
     exported = export(verb.directory, verb.out, verb.trust_code)
@@ -187,31 +198,23 @@ def _export(verb: Export) -> dict[str, Any]:
     return exported
 
 
-def _replay(verb: Replay) -> dict[str, Any]:
-    from detonation.train.verbs.replay import Replaying, replay_run
-
-    found = replay_run(requested(Replaying, verb))
-    say(verb, f"step {found['step']}, {found['replayed']} steps replayed, fingerprint {found['fingerprint'][:16]}")
-    if "checkpoint" in found:
-        say(verb, f"checkpoint: {found['checkpoint']}")
-    return found
-
-
-def _follow(verb: Follow) -> dict[str, Any]:
+def _follow(verb: of.Follow) -> dict[str, Any]:
     from detonation.train.verbs.follow import Following, follow_run
 
     found = follow_run(requested(Following, verb))
-    say(verb, f"step {found['step']}, fingerprint {found['fingerprint'][:16]}, checkpoint: {found['checkpoint']}")
+    steps = f", {found['replayed']} steps replayed" if "replayed" in found else ""
+    saved = f", checkpoint: {found['checkpoint']}" if "checkpoint" in found else ""
+    say(verb, f"step {found['step']}{steps}, fingerprint {found['fingerprint'][:16]}{saved}")
     return found
 
 
-def _meet(verb: Meet) -> None:
+def _meet(verb: of.Meet) -> None:
     from detonation.cluster.survive.meeting import serve_meeting
 
     serve_meeting(verb.address, lambda where: say(verb, f"replicas meet at {where}"))
 
 
-def _fetch(verb: Fetch) -> dict[str, Any]:
+def _fetch(verb: of.Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
     from detonation.data.fetch import fetch
 
@@ -224,32 +227,7 @@ def _fetch(verb: Fetch) -> dict[str, Any]:
     return paths
 
 
-def _recipes(verb: Recipes) -> dict[str, Any]:
-    from detonation.train.recipe.shipped import headline, shipped_recipes
-
-    texts = {name: file.read_text(encoding="utf-8") for name, file in shipped_recipes().items()}
-    if verb.name is None:
-        for name, text in texts.items():
-            say(verb, f"{name:16}  {headline(text)}")
-        return {name: headline(text) for name, text in texts.items()}
-    if verb.name not in texts:
-        raise unknown("recipe", verb.name, texts)
-    for line in texts[verb.name].splitlines():
-        say(verb, line)
-    return {verb.name: texts[verb.name]}
-
-
-def _env(verb: Env) -> dict[str, Any]:
-    from detonation.train.output.environment import environment, lines
-
-    found = environment()
-    for line in lines(found):
-        say(verb, line)
-    return found
-
-
 VERBS: dict[type, Any] = {
-    Train: _train, Compare: _compare, Simulate: _simulate, Probe: _probe, Plan: _plan, Report: _report, Verify: _verify,
-    Export: _export, Replay: _replay, Follow: _follow, Meet: _meet, Fetch: _fetch, Recipes: _recipes,
-    Env: _env,
+    of.Train: _train, of.Compare: _compare, of.Simulate: _simulate, of.Probe: _probe, of.Plan: _plan,
+    of.Report: _report, of.Verify: _verify, of.Export: _export, of.Follow: _follow, of.Meet: _meet, of.Fetch: _fetch,
 }  # fmt: skip

@@ -93,7 +93,6 @@ def _page_html(
     plan: Mapping[str, Any] | None,
 ) -> str:
     """The page for `target`, with the PNGs in `folder`: page.html, filled in."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     first, single = runs[0], len(runs) == 1
@@ -104,26 +103,33 @@ def _page_html(
     short = [f"torch {here.get('packages', {}).get('torch')}", here.get("platform"), *here.get("gpus", [])[:1]]
     values = {
         "title": first.name if single else f"{len(runs)} runs",
-        "subtitle": _subtitle(runs),
-        "paper": PAPER, "night": NIGHT, "light": variables(dark=False), "dark": variables(dark=True),
+        "subtitle": subtitle(runs),
         "runs": runs,
         "tiles": tiles(first) if single else [],
         "numbers": Grid([], run_rows(first.summary)) if single else None,
         "results": None if single else _results(runs, names),
         "loss": loss, "costs": costs, "folder": _address(Path(folder.name)),
-        "waits": _waits(first) if single else None,
+        "waits": waits_grid(first.summary.get("waits")) if single else None,
         "plans": _plans(runs, plan),
         "settings": what_differs(names, [run.settings for run in runs]),
         "machine": ", ".join(str(word) for word in short if word) if any(machines) else "",
         "elsewhere": what_differs(names, machines), "everywhere": in_common(machines),
         "files": _files(runs, target),
     }  # fmt: skip
+    return rendered(**values)
+
+
+def rendered(**values: Any) -> str:
+    """page.html, filled in with `values`; a part of the page without its value is left out."""
+    from jinja2 import Environment
+
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return environment.from_string(text).render(values)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    colours = {"paper": PAPER, "night": NIGHT, "light": variables(dark=False), "dark": variables(dark=True)}
+    return environment.from_string(text).render(colours | values)
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
+def subtitle(runs: Sequence[Run]) -> str:
     """The settings that all runs share, in one line."""
     first, summaries = runs[0].summary, [run.summary for run in runs]
     meshes = [run.settings.get("mesh") for run in runs]
@@ -181,14 +187,14 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Grid:
     return Grid([*rows[0]], [[*row.values()] for row in rows])
 
 
-def _waits(run: Run) -> Grid | None:
+def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:
     """The seconds that each replica waited for each other one, and for the network."""
-    found = run.summary.get("waits")
     if not found or len(found["seconds"]) > _MOST_REPLICAS:
         return None
-    head = ["waited", *(f"for replica {replica}" for replica in range(len(found["seconds"]))), "for the network"]
+    # Spaces that do not break keep a row in one line on a phone, where the table scrolls.
+    head = ["waited", *(f"for replica\xa0{replica}" for replica in range(len(found["seconds"]))), "for the network"]
     rows = [(*row, network) for row, network in zip(found["seconds"], found["network_s"], strict=True)]
-    return Grid(head, [[f"replica {i}", *(f"{seconds:.1f} s" for seconds in row)] for i, row in enumerate(rows)])
+    return Grid(head, [[f"replica\xa0{i}", *(f"{seconds:.1f} s" for seconds in row)] for i, row in enumerate(rows)])
 
 
 def _plans(runs: Sequence[Run], given: Mapping[str, Any] | None) -> list[dict[str, Any]]:

@@ -80,6 +80,15 @@ def read_all(directories: Sequence[Path]) -> list[Run]:
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
+def read_begun(directory: Path) -> Run:
+    """Reads the configuration of the run in `directory`, which trains still."""
+    config, path = (directory / "config.toml").read_text(encoding="utf-8", errors="replace"), directory.resolve()
+    settings = _printable(tomllib.loads(config))
+    known = {"steps": settings["train"]["steps"], "data": settings["data"].get("source", settings["data"]["task"])}
+    summary = known | {key: settings["mesh"][key] for key in ("replicas", "shards")}
+    return Run(printable(path.name), path, summary, "\n".join(map(printable, config.splitlines())), settings, [])
+
+
 def read_run(directory: Path) -> Run:
     """Reads the run in `directory`. Raises `ValueError`, with the remedy, where it holds no finished run."""
     _require_finished_run(directory)

@@ -71,7 +71,7 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         seconds, step_s = time.perf_counter() - began, time.perf_counter() - computed
         step_s -= agreeing if rounds else 0.0  # rounds agree after the optimizer's step
         waited = session.optimizer.stats.waited_s - waited
-        session.waiting.add(seconds, waited + agreeing, rounds is None or rounds.ends(step))
+        session.waits.add(seconds, waited + agreeing)
         now = session.optimizer.stats.bytes_sent_by_level
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
         held_out: dict[str, Any] = {}
@@ -147,21 +147,22 @@ class UnevenRounds:
 
     def agreed(self, stop: Stop) -> tuple[float, int, float]:
         """The mean loss of the round over all ranks, the signal as `_agreed` returns it, and the seconds of waiting."""
-        own = [sum(self._losses), len(self._losses), self._lost_at, stop.number]
+        own = [sum(self._losses), len(self._losses), self._lost_at, stop.number, *self._session.waits.own]
         began = time.perf_counter()
         reports = self._session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._session.device))()
         agreeing = time.perf_counter() - began
-        for rank, (_, _, lost_at, _) in enumerate(reports):
+        self._session.waits.meet([report[4:] for report in reports], self._session.config.mesh.shards)
+        for rank, (_, _, lost_at, *_) in enumerate(reports):
             if lost_at:
                 replica, shard = divmod(rank, self._session.config.mesh.shards)
                 raise NonFiniteLoss(
                     f"the loss is not finite at step {lost_at:.0f} on replica {replica} (shard {shard})"
                 )
-        taken = sum(count for _, count, _, _ in reports)
+        taken = sum(count for _, count, *_ in reports)
         if taken:
-            self._loss, self._known = sum(total for total, _, _, _ in reports) / taken, True
+            self._loss, self._known = sum(total for total, *_ in reports) / taken, True
         self._losses.clear()
-        return self._loss, int(max(number for *_, number in reports)), agreeing
+        return self._loss, int(max(number for _, _, _, number, *_ in reports)), agreeing
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, float]:
@@ -176,13 +177,18 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
         if len(losses) < session.config.train.accumulate:
             loss.backward()  # type: ignore[no-untyped-call]
     total = torch.stack(losses).sum().float()
-    reports = session.world.all_gather(torch.stack([total, total.new_tensor(stop.number)]))  # [2] fp32: loss, signal
+    report = total.new_tensor(
+        [0.0, stop.number, *session.waits.own]
+    )  # [4] fp32: loss, signal, seconds of the last step
+    report[0] = total
+    reports = session.world.all_gather(report)
     _, innermost = session.optimizer.levels[0]
     if not innermost.worth_overlapping:
         loss.backward()  # type: ignore[no-untyped-call]
     began = time.perf_counter()
     arrived = reports()
     agreeing = time.perf_counter() - began
+    session.waits.meet([seconds for _, _, *seconds in arrived], session.config.mesh.shards)
     agreed = _agreed(session, step, arrived)
     if innermost.worth_overlapping:
         with session.optimizer.overlap():
@@ -218,11 +224,11 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> tuple[fl
 
     Raises `NonFiniteLoss` on all of them where the loss is not finite on one.
     """
-    for rank, (value, _) in enumerate(reports):
+    for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
             replica, shard = divmod(rank, session.config.mesh.shards)
             raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
-    return sum(value for value, _ in reports) / len(reports), int(max(number for _, number in reports))
+    return sum(value for value, *_ in reports) / len(reports), int(max(number for _, number, *_ in reports))
 
 
 def _update(session: Session, schedule: LambdaLR) -> None:

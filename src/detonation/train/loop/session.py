@@ -32,7 +32,7 @@ from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
-from detonation.train.loop.world import ElasticRanks, Ranks, Waiting, World, require_same_settings
+from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, require_same_settings
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
 from detonation.train.recipe.tables import REPLICATE
@@ -51,7 +51,7 @@ class Session:
     model: nn.Module
     base: torch.optim.Optimizer
     optimizer: Replicated
-    waiting: Waiting = field(default_factory=Waiting)
+    waits: Waits = field(default_factory=Waits)
 
     @property
     def rank(self) -> int:

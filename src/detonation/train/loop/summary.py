@@ -11,7 +11,6 @@ import torch
 from detonation.cluster.devices import peak_memory
 from detonation.data import bigram_loss
 from detonation.train.loop.session import Session
-from detonation.train.loop.world import gathered_waits
 from detonation.train.output.metrics import Portion, Record, reduction
 
 _LATEST = 20
@@ -54,7 +53,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `bytes_sent_per_step` is the mean over steps of the bytes that one replica sends, all its shards together.
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
-    `waits` is `waits_between` of the steps since the last start, `local_steps` those that replicas agreed on last.
+    `waits` is `Waits.table` of the steps since the last start, `local_steps` those that replicas agreed on last.
     `adapted_to` is the last scheme of a run that followed its link.
     """
     config, last = session.config, records[-1]
@@ -66,7 +65,9 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
     taken = data.times(records)
     examples = _examples(session) * taken
-    waits = gathered_waits(session.world, session.waiting, config.mesh.shards, session.device)
+    session.waits.meet(
+        session.world.all_gather(torch.tensor(session.waits.own, device=session.device))(), config.mesh.shards
+    )
     return {
         "scheme": config.schemes,
         **_levels(session, records),
@@ -90,7 +91,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         **({"tokens_per_second": data.count * taken / seconds} if data.unit == "tokens" else {}),
         **({"peak_memory": memory} if memory else {}),
         **({"mfu": mfu} if mfu else {}),
-        **({"waits": waits} if waits and config.mesh.replicas > 1 else {}),
+        **({"waits": waits} if (waits := session.waits.table()) else {}),
         **({"local_steps": counts} if (counts := session.optimizer.stats.local_steps) else {}),
         "bytes_sent_per_step": sent,
         "bytes_full_sync_per_step": full_sync,

@@ -6,16 +6,8 @@ from importlib import metadata
 from typing import Any
 
 _PACKAGES = (
-    "detonation-torch",
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "tyro",
-    "rich",
-    "tomli-w",
-    "matplotlib",
-)
+    "detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "tomli-w", "matplotlib",
+)  # fmt: skip
 
 
 def environment() -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Record:
         grad_norm: The global norm before clipping, where the run clips; measured where a line is shown, as is `memory`.
         memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
         mfu: The share of the peak in bf16 that forward and backward used since the last line, mean over replicas.
+        waits: Who has waited for whom, `Waits.table`; where a line is shown, of up to 16 replicas.
         setting: The scheme from the next step on, where it changes.
         taking: The replicas that took this step, where their number may change: slow ones sit steps out, and `loss` is
             then that of the last round; or replicas may be lost, and come.
@@ -52,6 +53,7 @@ class Record:
     shard_bytes_sent: int | None = None
     taking: int | None = None
     agreeing_s: float | None = None
+    waits: dict[str, Any] | None = None
 
     def values(self) -> dict[str, Any]:
         """The values by name, without those that were not measured, and without `levels` where there is only one."""

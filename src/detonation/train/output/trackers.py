@@ -1,10 +1,15 @@
-"""Trackers: TensorBoard, trackio, Weights & Biases and your own behind one protocol, besides `metrics.jsonl`."""
+"""Trackers: TensorBoard, trackio, Weights & Biases, a page, your own: behind one protocol, besides `metrics.jsonl`."""
 
 import contextlib
+import errno
 import importlib.util
 import io
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +17,9 @@ from detonation.choices import imported
 from detonation.train.output.metrics import Record
 from detonation.train.recipe.schema import Config
 from detonation.train.recipe.tables import to_table
+
+PORT = 8000
+"""Of the page of a run, unless its logger is "web:PORT"."""
 
 
 class Logger(Protocol):
@@ -94,7 +102,48 @@ class Trackio:
             self._trackio.finish()  # the module's finish: after the run's own, trackio finishes again at exit, aloud
 
 
-OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
+class Web:
+    """A page about the run in `path` at http://127.0.0.1:PORT; it reads what the run writes."""
+
+    def __init__(self, path: Path, config: Config, done: int, port: int = PORT) -> None:
+        with listener_on(port) as listener:
+            command = [sys.executable, "-m", "detonation.report.live", str(path), str(listener.fileno())]
+            nowhere = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, pass_fds=[listener.fileno()]
+            )
+        self.said = f"watch it at http://127.0.0.1:{port}"
+
+    def write(self, record: Record) -> None:
+        """Does nothing: the page reads the metrics file."""
+
+    def close(self) -> None:
+        """Ends the page."""
+        self._process.communicate()
+
+
+def port_of(name: str) -> int | None:
+    """The port of the logger "web" or "web:PORT"; None for another logger.
+
+    >>> port_of("web"), port_of("web:8080"), port_of("package:web")
+    (8000, 8080, None)
+    """
+    kind, _, port = name.partition(":")
+    return int(port or PORT) if kind == "web" and (port.isdecimal() or name == kind) else None
+
+
+def listener_on(port: int) -> socket.socket:
+    """A socket of this machine alone; raises `ValueError` for a port that is not to be had."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"the port of logger web is {port}, but must be from 1 to 65535")
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        problem = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        raise ValueError(f"port {port} of 127.0.0.1 {problem}: give another one, --logger web:{PORT + 1}") from error
+
+
+OPENERS: dict[str, Opener] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases, "web": Web}
 """By name; each needs the package of that name. Any other opener is named "package.module:function"."""
 
 
@@ -106,6 +155,11 @@ class Forgiving:
         self._inner: Logger | None = None
         with self._given_up():
             self._inner = open_it()
+
+    @property
+    def said(self) -> str:
+        """What a person should know of the logger; "" for nothing."""
+        return getattr(self._inner, "said", "")
 
     def write(self, record: Record) -> None:
         if self._inner is not None:
@@ -129,14 +183,19 @@ class Forgiving:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a logger that does not exist, or whose package is not installed."""
+    """Raises `ValueError` for a logger that does not exist, whose package is not installed, or whose port is taken."""
     for name in names:
+        if (port := port_of(name)) is not None:
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError(f"logger {name} needs matplotlib: pip install 'detonation-torch[plots]'")
+            listener_on(port).close()
+            continue
         _opener(name)
         if name in OPENERS and importlib.util.find_spec(name) is None:
             raise ValueError(f"logger {name} needs the package {name}: pip install {name}")
 
 
-def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Logger]:
+def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], None]) -> list[Forgiving]:
     """The loggers that `config` names, for the run in `path`; `warn` gets a line for each that fails."""
 
     def opened(name: str) -> Callable[[], Logger]:
@@ -146,6 +205,8 @@ def open_trackers(path: Path, config: Config, done: int, warn: Callable[[str], N
 
 
 def _opener(name: str) -> Opener:
+    if (port := port_of(name)) is not None:
+        return partial(Web, port=port)
     return imported(name) if ":" in name else OPENERS[name]
 
 
@@ -155,6 +216,9 @@ def values(record: Record) -> dict[str, float]:
     for name, value in record.values().items():
         if name == "levels":
             found |= {f"bytes_sent/{axis}": count for axis, count in value.items()}
+        elif name == "waits":
+            rows = enumerate(value["seconds"])
+            found |= {f"waited/{i} for {j}": seconds for i, row in rows for j, seconds in enumerate(row) if i != j}
         elif name not in ("step", "setting"):  # which is text
             found[name] = value
     return found

@@ -267,3 +267,18 @@ def require_trust(trusted: bool, config: Config, where: str, verb: str, *section
     code = [name for section in sections for name in named[section] if ":" in name]
     if code and not trusted:
         raise ValueError(f"{where} names the code {code[0]}, which {verb} would run: say --trust-code if you trust it")
+
+
+def names_of_parts() -> dict[str, list[str]]:
+    """The names of all that a recipe can be made of."""
+    from detonation.choices import entry_points
+    from detonation.data import SOURCES
+    from detonation.models import MODELS
+    from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
+
+    return {
+        "schemes": sorted({*SCHEMES, *entry_points("detonation.schemes")}),
+        "optimizers": sorted(optimizer_classes().keys() - REFUSED),
+        "models": sorted({*MODELS, *entry_points("detonation.models")}),
+        "data sets": sorted(SOURCES),
+    }

@@ -10,8 +10,8 @@ from detonation.wire.wire import ShardWire
 
 Table = dict[str, Any]
 
-LOGGERS = ("tensorboard", "trackio", "wandb")
-"""Valid names in `train.loggers`, besides "package.module:function"; `output/trackers.py` opens them."""
+LOGGERS = ("tensorboard", "trackio", "wandb", "web")
+"""Valid names in `train.loggers`, besides "web:PORT" and "package.module:function"; `output/trackers.py` opens them."""
 
 
 def require(holds: bool, setting: str, value: object, allowed: str) -> None:
@@ -101,7 +101,7 @@ class TrainConfig:
         verify_every: Steps between comparisons of the state that replicas share; 0 never compares.
         on_desync: "stop" the run where replicas differ in it, or "repair" it.
         loggers: Trackers that get each step, besides `metrics.jsonl`.
-        log_updates: Keep each step's agreed messages since the last two checkpoints, for `detonation replay`.
+        log_updates: Keep each step's agreed messages since the last two checkpoints, for `detonation follow DIR`.
         publish: "HOST:PORT" at which `detonation follow` finds the weights in training, shard s at PORT + s; it needs
             a token in the environment. "" publishes nothing.
 

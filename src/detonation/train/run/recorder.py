@@ -25,6 +25,9 @@ from detonation.train.output.screen import Screen
 from detonation.train.recipe.sizes import misfits
 from detonation.train.recipe.tables import to_table
 
+_MOST_REPLICAS = 16
+"""In a line of the metrics file; the table of more would be longer than the rest of it."""
+
 
 class Recorder:
     """Keeps every step's record; rank 0 also writes each down, and shows those that are due.
@@ -66,7 +69,9 @@ class Recorder:
         peak = peak_flops(self._session.device)
         self._least_s = (flops(self._session) or math.inf) / peak if peak else math.inf
         self._loggers = [metrics.MetricsFile(self._path / directory.METRICS, self.records)]
-        self._loggers += trackers.open_trackers(self._path, self._session.config, done, lambda line: self.warn([line]))
+        opened = trackers.open_trackers(self._path, self._session.config, done, lambda line: self.warn([line]))
+        self._loggers += opened
+        self.show([logger.said for logger in opened if logger.said])
 
     def take_over(self) -> bool:
         """Writes and shows in the place of a first rank that was lost; True where this rank begins to."""
@@ -104,7 +109,8 @@ class Recorder:
     def _measured(self, record: metrics.Record) -> dict[str, Any]:
         """The measurements for which the host may wait for a device, and which are therefore not of every step."""
         norm, memory = self._session.optimizer.stats.grad_norm, peak_memory(self._session.device)
-        found = {"memory": memory, "grad_norm": None if norm is None else float(norm)}
+        waits = self._session.waits.table(most=_MOST_REPLICAS) or None
+        found = {"memory": memory, "grad_norm": None if norm is None else float(norm), "waits": waits}
         if self._least_s == math.inf:
             return found
         seconds = sum(each.seconds for each in [*self.records[self._logged :], record])

@@ -1,22 +1,30 @@
-"""`detonation follow`: the weights of a run that trains elsewhere, as checkpoints of a run here."""
+"""`detonation follow`: a run again from its updates, of one that trains elsewhere or from a log that is here."""
 
 import contextlib
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tomli_w
+from torch import nn
 
 from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
-from detonation.feed.follower import Follower, follow
+from detonation.core.optimizer.replicate import replicate
+from detonation.feed.follower import follow
 from detonation.feed.stream import read_about
 from detonation.feed.token import Refused, read_token
+from detonation.log.repeat import replay
 from detonation.models import build_model
-from detonation.train.output import directory
+from detonation.train.loop.checkpoints import resume
+from detonation.train.loop.session import Session, check_config, scheme_of, start_session
+from detonation.train.output import directory, metrics
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import require_trust
 from detonation.train.recipe.schema import Config, Table, require
@@ -28,21 +36,21 @@ class Following:
     """A run to follow; the fields are named like the flags of `detonation follow`.
 
     Args:
-        address: Of its feed.
-        out: A run directory, new or of an earlier call.
-        every: Steps between checkpoints.
-        keep: Checkpoints that stay, the newest.
-        to: The step at which to stop; None for the end of the run.
+        source: The address of its feed; or its directory, to repeat it from its log of updates.
+        out: A run directory, of a live run new or of an earlier call; a log needs none.
+        every: Steps between checkpoints of a live run; 100 when None.
+        keep: Checkpoints of a live run that stay, the newest; 3 when None.
+        to: The step at which to stop; None for the end of the run, or for all that the log has.
         trust_code: Run code that the run's configuration names as "package.module:function".
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or a flag is missing or of no use for this source.
     """
 
-    address: str
-    out: Path
-    every: int = 100
-    keep: int = 3
+    source: str
+    out: Path | None = None
+    every: int | None = None
+    keep: int | None = None
     to: int | None = None
     trust_code: bool = False
     to_stderr: bool = False
@@ -51,6 +59,13 @@ class Following:
         for name in ("every", "keep", "to"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name}", value, "at least 1")
+            if name != "to" and value is not None and not self.is_live:
+                problem = f"--{name} is of a live run, HOST:PORT, and {self.source} is a directory"
+                raise ValueError(f"{problem}: leave it out")
+
+    @property
+    def is_live(self) -> bool:
+        return ":" in self.source and not Path(self.source).is_dir()
 
 
 def follow_run(request: Following) -> Table:
@@ -58,16 +73,20 @@ def follow_run(request: Following) -> Table:
 
     Raises `ValueError` for a run that cannot be followed, and `LostFeed` where it ends before `to`.
     """
+    if not request.is_live:
+        return _replay_run(request)
+    if request.out is None:
+        raise ValueError(f"--out is missing: give a run directory for the checkpoints of {request.source}")
     directory.check_free(request.out, resume=True, may_start=True)
     trained = request.out / directory.METRICS
     if trained.exists() and trained.stat().st_size:
         raise ValueError(f"{request.out} holds a run that has trained: choose another --out")
-    about = _about(request.address)
+    about = _about(request.source)
     if not isinstance(about.get("config"), dict):
-        raise ValueError(f"{request.address} feeds no run of detonation train: follow it with detonation.follow")
+        raise ValueError(f"{request.source} feeds no run of detonation train: follow it with detonation.follow")
     config = from_table(about["config"])
     require_trust(request.trust_code, config, "the run", "follow", "model", "scheme")
-    found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, config])
+    found: Sequence[Table] = run_local(_follow_on_rank, 1, [request, request.out, config])
     return found[0]
 
 
@@ -84,29 +103,96 @@ def _about(address: str) -> Table:
         raise RunError(f"cannot follow {address}: {error.strerror or error}; {remedy}") from error
 
 
-def _follow_on_rank(request: Following, config: Config) -> Table:
-    model = build_model(config.model.name, config.model.arguments).to(local_device())
+def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
+    model, every = build_model(config.model.name, config.model.arguments).to(local_device()), request.every or 100
     screen, saved, joins, path = Screen(False, request.to_stderr), -1, 1, Path()
-    with contextlib.closing(directory.RunDirectory(request.out)), follow(model, request.address) as follower:
-        directory.write_text(request.out / directory.CONFIG, tomli_w.dumps(to_table(config)))
-        directory.write_text(request.out / directory.METRICS, "")
-        screen.line(f"follows {request.address} from step {follower.step} on")
+    with contextlib.closing(directory.RunDirectory(out)), follow(model, request.source) as follower:
+        directory.write_text(out / directory.CONFIG, tomli_w.dumps(to_table(config)))
+        directory.write_text(out / directory.METRICS, "")
+        screen.line(f"follows {request.source} from step {follower.step} on")
+
+        def save() -> Path:
+            return _saved(out, model, follower.join(LoopbackCommunicator()), config, request.keep or 3)
+
         while not follower.ended and follower.step != request.to:
             follower.update(request.to, wait_s=1.0)
             if follower.joins > joins:
                 joins = follower.joins
                 screen.line(f"came again, at step {follower.step}: {follower.trouble}")
-            if follower.step // request.every != saved // request.every:
-                path, saved = _saved(follower, request, config), follower.step
+            if follower.step // every != saved // every:
+                path, saved = save(), follower.step
                 screen.line(f"step {saved}, fingerprint {follower.fingerprint[:16]}: {path}")
         if follower.step != saved:
-            path = _saved(follower, request, config)
+            path = save()
         return {"step": follower.step, "fingerprint": follower.fingerprint, "checkpoint": str(path)}
 
 
-def _saved(follower: Follower, request: Following, config: Config) -> Path:
+def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
     """A checkpoint of one replica, whose memory is empty."""
-    optimizer = follower.join(LoopbackCommunicator())
     ((_, scheme),) = optimizer.levels
     extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
-    return save_checkpoint(request.out / directory.CHECKPOINTS, follower.model, optimizer, extra, request.keep)
+    return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, extra, keep)
+
+
+def _replay_run(request: Following) -> Table:
+    """Replays in processes on this machine, one per shard; returns step, fingerprint and, with `out`, its path.
+
+    It begins with the newest checkpoint before `to`, or with the weights of the start. Raises `ValueError` for a run
+    without a log, and `DamagedLog` where the log ends before `to`.
+    """
+    run, out = Path(request.source), request.out
+    config = _config_of(run)
+    require_trust(request.trust_code, config, "the run", "follow", "model", "data", "optimizer", "scheme")
+    if not (run / directory.UPDATES).is_dir():
+        raise ValueError(f"{run} has no log of updates: train with --log")
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose another --out")
+    found: Sequence[Table] = run_local(
+        replay_on_rank, config.mesh.shards, [str(run), request.to, None if out is None else str(out)]
+    )
+    if out is not None and (run / directory.METRICS).exists():
+        records = metrics.read_metrics(run / directory.METRICS)
+        kept = [record.line() for record in records if record.step <= found[0]["step"]]
+        directory.write_text(out / directory.METRICS, "".join(kept))  # for --resume
+    return found[0]
+
+
+def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
+    """Replays one shard of the run in the directory `run`, and saves it in `out`. Collective."""
+    config = check_config(_config_of(Path(run)))
+    session = start_session(_alone(config), local_device(), LoopbackCommunicator(config.mesh.replicas))
+    found, _ = resume(session, Path(run) / directory.CHECKPOINTS, may_start=True, most=to)
+    if found is None and config.train.init_from:
+        load_weights(Path(config.train.init_from), session.model)
+    begun = session.optimizer.step_count
+    steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
+    with session.optimizer.agreed_weights():
+        fingerprint, _ = session.world.fingerprint(session.model)
+    saved = {} if out is None else {"checkpoint": str(_agreed(session, Path(out)))}
+    return {"step": steps, "replayed": steps - begun, "fingerprint": fingerprint, **saved}
+
+
+def _config_of(run: Path) -> Config:
+    try:
+        return from_table(tomllib.loads((run / directory.CONFIG).read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{run} holds no run: {error}; give the --out of one that trained with --log") from error
+
+
+def _alone(config: Config) -> Config:
+    """`config` with one replica, which compares itself with none."""
+    levels = tuple(replace(level, replicas=1) for level in config.levels)
+    train = replace(config.train, verify_every=0, on_desync="stop", log_updates=False)
+    mesh = replace(config.mesh, replicas=1, link="", elastic=False, min_replicas=1, meet="")
+    return replace(config, levels=levels, mesh=mesh, train=train)
+
+
+def _agreed(session: Session, out: Path) -> Path:
+    """A checkpoint of what the replicas agreed on: of one replica, whose memory is empty."""
+    scheme, replayed = scheme_of(session.config.levels[-1]), session.optimizer
+    balance, seed = session.config.train.balance, session.config.seed
+    optimizer = replicate(session.base, session.model, LoopbackCommunicator(), scheme, balance=balance, seed=seed)
+    for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
+        mine.repair(agreed.replicated())
+    optimizer.resume_at(replayed.step_count)
+    return _saved(out, session.model, optimizer, session.config)

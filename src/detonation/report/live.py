@@ -1,0 +1,94 @@
+"""The page of a run while it trains, for `train --web`: a process of its own serves it on 127.0.0.1.
+
+It draws when somebody looks, at most every two seconds, and ends with the process that started it.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import fmean
+
+from detonation.report.figures import charts
+from detonation.report.page import rendered, subtitle, waits_grid
+from detonation.report.read import FILES, Run, agreeing_s, read_begun, records
+from detonation.report.words import duration, loss_text, size_text
+
+_EVERY_S = 2.0
+_LATEST = 20
+_HOSTS = ("127.0.0.1", "localhost")
+
+
+def html(directory: Path) -> str:
+    """The page about the run in `directory` so far."""
+    run = read_begun(directory)
+    levels = run.settings["scheme"]
+    scheme = "+".join(level["name"] for level in (levels if isinstance(levels, list) else [levels]))
+    page = {"title": run.name, "subtitle": f"{scheme} {subtitle([run])} · in training", "runs": [run], "live": True}
+    if not (directory / FILES[0]).stat().st_size:
+        return rendered(**page, tiles=[("0", "steps: the first one sets up")])
+    run = replace(run, records=records(directory / FILES[0]))
+    loss, costs = charts([run])
+    waits = next((record["waits"] for record in reversed(run.records) if "waits" in record), None)
+    costs = [chart for chart in costs if chart.name == "step-time"]
+    return rendered(**page, tiles=progress(run), loss=loss, costs=costs, waits=waits_grid(waits))
+
+
+def progress(run: Run) -> list[tuple[str, str]]:
+    """The state of a run in training, each number with its label."""
+    steps, done, latest = run.summary["steps"], run.records[-1]["step"], run.records[-_LATEST:]
+    step_s, sent = fmean(record["seconds"] for record in latest), run.bytes_so_far()[-1]
+    waited = sum(record.get("waited_s", 0.0) + agreeing_s(record) for record in run.records)
+    return [
+        (f"{done:,} of {steps:,}", "steps"),
+        (loss_text(fmean(record["loss"] for record in latest)), "training loss, mean of the last steps"),
+        *((loss_text(loss), "validation loss") for _, loss in run.validations()[-1:]),
+        (size_text(sent / len(run.records)), "sent per step by a replica, on average"),
+        (size_text(sent), "sent by a replica so far"),
+        (duration(step_s), "per step"),
+        (f"{waited / run.seconds_so_far()[-1]:.1%}", "of the time waiting for others"),
+        (duration(step_s * (steps - done)), "left"),
+    ]
+
+
+def serve(directory: Path, listener: socket.socket) -> ThreadingHTTPServer:
+    """A server on `listener` of the page about the run in `directory`."""
+    lock, drawn_at, page = threading.Lock(), -_EVERY_S, b""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal drawn_at, page
+            host, content = self.headers.get("Host", "").partition(":")[0], b""
+            # A page from elsewhere may reach this server, but under its own name.
+            code = 403 if host not in _HOSTS else 200 if self.path == "/" else 404
+            if code == 200:
+                with lock:  # matplotlib draws for one reader at a time
+                    if time.monotonic() - drawn_at >= _EVERY_S:
+                        page, drawn_at = html(directory).encode(), time.monotonic()
+                    content = page
+            self.send_response(code)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing: the screen is that of the run."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket, server.server_address = listener, listener.getsockname()
+    return server
+
+
+if __name__ == "__main__":  # until the standard input ends, which the process that started this one holds open
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(10)
+    server = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.buffer.read()
