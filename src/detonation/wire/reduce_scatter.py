@@ -86,10 +86,10 @@ def _hadamard(blocks: Tensor) -> Tensor:
     """  # [..., block] -> the same
     width, size = 1, blocks.shape[-1]
     while width < size:
-        first, second = blocks.unflatten(-1, (-1, 2, width)).unbind(-2)
+        first, second = blocks.reshape(*blocks.shape[:-1], -1, 2, width).unbind(-2)
         blocks = torch.stack([first + second, first - second], -2).flatten(-3)
         width *= 2
-    return blocks * size**-0.5
+    return blocks.mul(size**-0.5)
 
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
