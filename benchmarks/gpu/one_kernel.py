@@ -226,7 +226,7 @@ def weigh(device: torch.device, number: int) -> list[Compared]:
     weights, message = torch.empty(len(scales), device=device), wanted.source.body.to(device)
     inspector = launches.Inspector(len(scales), device)
     inspector.weigh(message, places_of(codec, rows), coding_of(codec), weights)
-    return [("weights", weights, wanted.aggregation.of_replicas, 1e-6)]
+    return [("weights", weights, wanted.aggregation.of_replicas, 0.0)]
 
 
 def _engines(device: torch.device, number: int) -> tuple[TritonEngine, ReferenceEngine]:

@@ -3,6 +3,7 @@
 from types import MethodType
 from typing import Any
 
+import numpy
 import pytest
 
 from fused import fused
@@ -10,7 +11,7 @@ from fused import fused
 
 @pytest.fixture(autouse=True)
 def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each element of a product is a sum in one order, as on a GPU.
+    """Each element of a product is a sum in one order, by fused multiply-add, as on a GPU.
 
     The interpreter asks numpy, whose product for processors with AVX2 alone adds up the last rows of a tile in another
     order: there the bits of a row would depend on how many rows its tile has.
@@ -20,7 +21,7 @@ def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         total = d.data.copy()
         for each in range(a.data.shape[1]):
-            total += a.data[:, each, None] * b.data[each]
+            total = fused(numpy.broadcast_to(a.data[:, each, None], total.shape), b.data[each], total)
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     builder = interpreter.interpreter_builder

@@ -89,7 +89,6 @@ KERNELS_THROUGH = "core/compute/kernel_library.py"
 MOST_FILES, MOST_LINES, FEWEST_LINES = 9, 400, 20
 SHORT = {
     "core/base_error.py": "the base class of all errors, which every room of core and the rooms below it may import",
-    "core/optim/closure.py": "the closure of torch optimizers, which SignSGD, Muon and Replicated evaluate alike",
     "version.py": "the version, for all that may not import the package's face",
 }
 """Files below the least number of lines, each with its reason."""

@@ -1,13 +1,19 @@
-"""Replicas on processors of different kinds, with and without compiled kernels, train together to the last bit."""
+"""Replicas on processors of different kinds, with and without compiled kernels, train together to the last bit.
+
+One of every kind of arithmetic. `STEPS=200 python -m pytest tests/world/test_unlike_processors.py` trains every scheme
+of the zoo, so many steps under each.
+"""
 
 import os
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 from limits import LIMIT_S
+from zoo import KINDS as SOME
+from zoo import TALKING
 
+NAMES = [*TALKING] if "STEPS" in os.environ else [*SOME, "demo-tiles", "random-int8-clipped", "random-majority"]
 KINDS = [
     {},
     {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -16,29 +22,35 @@ KINDS = [
 """What libraries are told before torch is imported, for each rank; all but the first run without compiled kernels."""
 
 RANK = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 import detonation as dt
-rank, folder = int(sys.argv[1]), sys.argv[2]
+from detonation.core.flat.tensors import digest
+from zoo import GRADIENT, TALKING
+rank, folder, steps = int(sys.argv[1]), sys.argv[2], int(os.environ.get("STEPS", "3"))
 torch.set_num_threads(1 + rank % 2)
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
-mesh, ends = dt.init_mesh(replicas=3, shards=1, device="cpu"), []
-schemes = [dt.demo(), dt.demo(topk=8, precision="sign", decay=0.95), dt.random_sign(), dt.schemes.random(rate=1 / 4)]
-for number, scheme in enumerate([*schemes, dt.full()]):
-    model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.ReLU(), torch.nn.Linear(130, 64))
+mesh, pair = dt.init_mesh(replicas=3, shards=1, device="cpu"), DeviceMesh("cpu", [0, 2], mesh_dim_names=("pair",))
+
+def train(axis, scheme, base, **arguments):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 70), torch.nn.ReLU(), torch.nn.Linear(70, 64))
     with torch.no_grad():
         for parameter in model.parameters():  # no generator: its numbers are rounded by the processor
             parameter.copy_((torch.arange(parameter.numel()) * 7919 % 1009 - 504).view(parameter.shape) / 2**13)
-    base = dt.SignSGD(model.parameters(), lr=1e-3, weight_decay=0.1)
-    optimizer = dt.replicate(base, model, mesh["replicate"], scheme, kernels=rank == 0)
-    for step in range(6):
-        model(torch.randn(8, 200)).square().mean().backward()
+    optimizer = base(model.parameters(), lr=1e-3, weight_decay=0.1, **arguments)
+    optimizer = dt.replicate(optimizer, model, axis, scheme, kernels=rank == 0, clip=1.0)
+    for step in range(steps):
+        model(torch.randn(4, 128)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.synchronize()
     optimizer.verify()
-    ends.append(dt.fingerprint(model, mesh)[0])
-    engine = optimizer.build()[0].channel.engine.name
-    if number == 0:
-        assert engine.startswith("native") == (rank == 0), engine
+    return digest(model.parameters()), optimizer.build()[0].channel.engine.name
+
+for name, scheme in [(name, TALKING[name]) for name in sys.argv[3:]]:  # inner optimizers of a round step by themselves
+    end, engine = train(mesh["replicate"], scheme, *([dt.SignSGD] if name in GRADIENT else [torch.optim.AdamW]))
+    print(name, end)
+    assert name != "demo" or engine.startswith("native") == (rank == 0), engine
 model = torch.nn.Linear(200, 130)
 torch.nn.init.constant_(model.weight, 0.5), torch.nn.init.constant_(model.bias, 0.5)
 base = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -47,22 +59,30 @@ try:
     refused = "nothing"
 except ValueError as error:
     refused = str(error)
-print(*ends, torch.backends.cpu.get_cpu_capability(), "decode of a test vector" in refused, "engine=" in refused)
+print("refused", "decode of a test vector" in refused and "engine=" in refused)
+if rank != 1:  # with fused multiply-add
+    print("AdamW", train(pair, dt.demo(), torch.optim.AdamW, fused=True)[0])
+    print("SGD", train(pair, dt.full(), torch.optim.SGD, momentum=0.9, nesterov=True)[0])
+    print("SignSGD", train(pair, dt.schemes.random(rate=1 / 4), dt.SignSGD, momentum=0.9)[0])
+print("kind", torch.backends.cpu.get_cpu_capability())
 dt.leave()
 """
 
 
-@pytest.mark.long  # two kinds of processor are in test_flipped_bits.py
-def test_signs_of_few_coefficients_train_to_the_last_bit_on_processors_of_three_kinds(tmp_path):
-    """AdamW, whose step torch rounds by the kind of processor, is refused there."""
+def test_schemes_train_to_the_last_bit_on_processors_of_three_kinds(tmp_path):
+    """SignSGD among all of them, AdamW in rounds among all of them, and others among those with AVX2. AdamW at every
+    step, which torch rounds by the kind of processor, is refused."""
     ranks = []
     for rank, kind in enumerate(KINDS):
-        command = [sys.executable, "-c", RANK, str(rank), str(tmp_path)]
+        command = [sys.executable, "-c", RANK, str(rank), str(tmp_path), *NAMES]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=os.environ | kind, **pipes))
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        ranks.append(subprocess.Popen(command, env=os.environ | kind | {"PYTHONPATH": paths}, **pipes))
     said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], [text[-1500:] for _, text in said]
-    words = [out.split() for out, _ in said]
-    assert len(words[0]) == 8 and words[0][:5] == words[1][:5] == words[2][:5]
-    assert words[1][5] == "DEFAULT" and words[2][5] in ("AVX2", "DEFAULT")  # where the processor has no more
-    assert [each[6:] for each in words] == [["True", "True"]] * 3
+    first, second, third = (dict(line.split() for line in out.splitlines()) for out, _ in said)
+    kinds = [each.pop("kind") for each in (first, second, third)]
+    assert kinds[1] == "DEFAULT" and kinds[2] in ("AVX2", "DEFAULT")  # where the processor has no more
+    assert first == third and first.keys() == {*NAMES, "refused", "AdamW", "SGD", "SignSGD"}
+    assert second.items() == {item for item in first.items() if item[0] in second} and len(second) == len(NAMES) + 1
+    assert first["refused"] == "True"

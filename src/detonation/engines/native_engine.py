@@ -69,9 +69,9 @@ class NativeEngine(ReferenceEngine):
     def release(self, selected: Selected, own: Tensor | None) -> None:
         if own is not None and selected.indices is not None:
             alpha, indices = self._memory.feedback.alpha, self._coding.encode(selected.indices)
-            basis = self._waves if own.shape[1] <= self._most else None
+            few = own.shape[1] <= self._most
             self._library.release(
-                self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width, basis
+                self._memory.residual, self._numel, alpha, own.contiguous(), indices, self._width, few, self._waves
             )
 
     def decode(self, received: Received) -> Tensor:
@@ -99,13 +99,14 @@ class NativeEngine(ReferenceEngine):
         """Moves `weights` by the signs of the update; without rates they become the update."""
         whole, nonzero = received.read(0, received.rows), isinstance(received.aggregation, MeanNonzero)
         sent, count = whole.indices, whole.values.shape[0] * whole.values.shape[2]
-        basis = self._waves if sent is not None and count <= self._most and not nonzero else None
+        few = sent is not None and count <= self._most and not nonzero
         if sent is None:  # owners answer with whole rows
             sent = torch.arange(self._coding.chunk, dtype=torch.int64, device="cpu").expand(whole.values.shape)
         encoded = sent.encoded if isinstance(sent, PackedIndices) else self._coding.encode(sent)
         values = [each.contiguous() for each in whole.values]  # of one message they lie together
         indices = [each.contiguous() for each in encoded]
-        self._library.decode(weights, self._coding.chunk, values, indices, self._width, nonzero, basis, rates)
+        chunk, width = self._coding.chunk, self._width
+        self._library.decode(weights, chunk, values, indices, width, few, nonzero, self._waves, rates)
         # the library writes unseen; a graph that holds old values must not be used
         torch.autograd.graph.increment_version(weights)
 

@@ -138,7 +138,8 @@ class ShardFollower:
         for key, here in identity(optimizer).items():
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
                 raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
-        if selftest(chosen, optimizer.build()[0].channel.runtime) != about["selftest"]:
+        first = optimizer.build()[0]
+        if selftest(chosen, first.channel.runtime, first.stepped) != about["selftest"]:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
                 f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "

@@ -59,7 +59,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "kernels": settings.kernels,
         "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
-        "selftest": selftest(scheme, replicators[0].channel.runtime),
+        "selftest": selftest(scheme, replicators[0].channel.runtime, replicators[0].stepped),
         "versions": versions(),
         "memory_norm": memory_norm(optimizer),
     }

@@ -1,4 +1,4 @@
-// Inverse DCT of a few coefficients per row, as a sum of basis vectors.
+// The inverse DCT as a sum of basis vectors, one fused multiply-add after the other: the same bits as in any engine.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct FewCoefficients {
 };
 
 // rows = (FRESH ? 0 : rows) + the sum of weight * value * basis[index], in the order of the messages and of their
-// coefficients, one fused multiply-add after the other: the same bits as in any engine. `between` is called once per row.
+// coefficients. `between` is called once per row.
 template <int N, bool FRESH, typename Between>
 INLINE void add_basis_vectors(float *rows, int valid, float weight, const float *basis, const FewCoefficients &few,
                               const Between &between) {
@@ -56,6 +56,34 @@ INLINE void add_basis_vectors(float *rows, int valid, float weight, const float 
       for (int b = 0; b < V; ++b) store(rows + at + b * LANES, sum[b]);
     }
   }
+}
+
+// ROWS rows of `multiply_by_basis`.
+template <int N, int ROWS> INLINE void multiply_some(const float *coefficients, const float *basis, float *rows) {
+  constexpr int V = N / LANES < 2 ? N / LANES : 2;
+  for (int at = 0; at < N; at += V * LANES) {
+    Floats sum[ROWS][V] = {};
+    for (int c = 0; c < N; ++c) {
+      const float *vector = basis + c * N + at;
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int b = 0; b < V; ++b)
+          sum[r][b] = fused(coefficients[r * N + c] - Floats{}, load(vector + b * LANES), sum[r][b]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+      for (int b = 0; b < V; ++b) store(rows + r * N + at + b * LANES, sum[r][b]);
+  }
+}
+
+// rows = coefficients * basis, whose vectors are added in order, from zero on.
+template <int N> void multiply_by_basis(const float *coefficients, int valid, const float *basis, float *rows) {
+  constexpr int ROWS = LANES / 2;
+  int row = 0;
+  for (; row + ROWS <= valid; row += ROWS) multiply_some<N, ROWS>(coefficients + row * N, basis, rows + row * N);
+  for (; row < valid; ++row) multiply_some<N, 1>(coefficients + row * N, basis, rows + row * N);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Decodes messages to an update, LANES rows at a time: as a sum of basis vectors where a row has few coefficients, by
-// the transposed DCT of several rows at once where it has many.
+// Decodes messages to an update, LANES rows at a time, by one sum of basis vectors for each row: those of all coefficients
+// where a row has few of them, and otherwise all vectors, times the aggregated coefficients.
 
 #pragma once
 
@@ -15,20 +15,21 @@ template <int N> struct Decoder {
   const float *const *values;
   Unpacker *indices;
   const int messages, k, width;
-  const bool nonzero;
+  const bool few, nonzero;
   const float weight;
   const float *const basis;
-  alignas(64) Floats sum[N], count[N], scratch[N];
+  alignas(64) float sum[LANES * N], count[LANES * N];
   alignas(64) uint8_t index[LANES * N];
 
-  Decoder(const float *const *values, Unpacker *indices, int messages, int k, int width, bool nonzero, float weight,
-          const float *basis)
-      : values(values), indices(indices), messages(messages), k(k), width(width), nonzero(nonzero), weight(weight),
-        basis(basis) {}
+  Decoder(const float *const *values, Unpacker *indices, int messages, int k, int width, bool few, bool nonzero,
+          float weight, const float *basis)
+      : values(values), indices(indices), messages(messages), k(k), width(width), few(few), nonzero(nonzero),
+        weight(weight), basis(basis) {}
 
-  // rows = weight * the sum of the messages for the rows from `start` on, or their mean over nonzero values.
+  // rows = the mean of the messages for the rows from `start` on, or that over nonzero values. Of one message, or with
+  // `few`, `weight` times their sum.
   void run(int64_t start, int valid, float *rows) {
-    if (basis) {
+    if (few) {
       const float *value[N];
       for (int m = 0; m < messages; ++m) {
         list_indices(indices[m], valid, index + m * LANES * k);
@@ -36,13 +37,14 @@ template <int N> struct Decoder {
       }
       return add_basis_vectors<N, true>(rows, valid, weight, basis, FewCoefficients{value, index, messages, k}, [] {});
     }
+    collect(start, valid);
     if (nonzero)
-      collect_nonzero(start, valid);
-    else
-      collect(start, valid, rows);
-    for (int c = 0; c < N; ++c) sum[c] *= weight * norm<N>(c);
-    Dct<N>::transposed(sum, scratch);
-    to_rows<N>(sum, valid, rows);
+      for (int i = 0; i < valid * N; ++i) sum[i] /= count[i] > 1 ? count[i] : 1;
+    else if (messages > 1)
+      for (int i = 0; i < valid * N; ++i) sum[i] /= float(messages);
+    else if (weight != 1)
+      for (int i = 0; i < valid * N; ++i) sum[i] *= weight;
+    multiply_by_basis<N>(sum, valid, basis, rows);
   }
 
   void list_indices(Unpacker &unpacker, int valid, uint8_t *index) {
@@ -50,21 +52,24 @@ template <int N> struct Decoder {
     for (int row = 0; row < valid; ++row) marked_indices<N>(RowBitmap<N>(unpacker), k, index + row * k);
   }
 
-  void collect(int64_t start, int valid, float *rows) {
-    std::memset(rows, 0, size_t(valid) * N * sizeof(float));
+  void collect(int64_t start, int valid) {
+    std::memset(sum, 0, size_t(valid) * N * sizeof(float));
+    if (nonzero) std::memset(count, 0, size_t(valid) * N * sizeof(float));
     for (int m = 0; m < messages; ++m) {
       const float *value = values[m] + start * k;
 #ifdef __AVX512F__
-      if (!width) {
-        add_marked(indices[m], value, rows, valid);
+      if (!width && !nonzero) {
+        add_marked(indices[m], value, sum, valid);
         continue;
       }
 #endif
       list_indices(indices[m], valid, index);
       for (int row = 0, i = 0; row < valid; ++row)
-        for (int j = 0; j < k; ++j, ++i) rows[row * N + index[i]] += value[i];
+        for (int j = 0; j < k; ++j, ++i) {
+          sum[row * N + index[i]] += value[i];
+          if (nonzero) count[row * N + index[i]] += value[i] != 0;
+        }
     }
-    to_lanes<N>(rows, valid, sum, [] {});
   }
 
 #ifdef __AVX512F__
@@ -85,22 +90,6 @@ template <int N> struct Decoder {
     }
   }
 #endif
-
-  void collect_nonzero(int64_t start, int valid) {
-    std::memset(sum, 0, sizeof sum);
-    std::memset(count, 0, sizeof count);
-    float *total = reinterpret_cast<float *>(sum), *counts = reinterpret_cast<float *>(count);
-    for (int m = 0; m < messages; ++m) {
-      list_indices(indices[m], valid, index);
-      const float *value = values[m] + start * k;
-      for (int row = 0, i = 0; row < valid; ++row)
-        for (int j = 0; j < k; ++j, ++i) {
-          total[index[i] * LANES + row] += value[i];
-          counts[index[i] * LANES + row] += value[i] != 0;
-        }
-    }
-    for (int c = 0; c < N; ++c) sum[c] /= count[c] > 1 ? count[c] : Floats{} + 1;
-  }
 };
 
 // Writes the update into one tensor per parameter.
@@ -149,8 +138,8 @@ void apply_signs(Decoder<N> &block, const Slots &weights, int64_t rows, const fl
 
 template <int N>
 void release(float *residual, int64_t rows, const Slots &slots, float alpha, const float *values, Unpacker *indices,
-             int k, int width, const float *basis) {
-  Decoder<N> block(&values, indices, 1, k, width, false, alpha, basis);
+             int k, int width, bool few, const float *basis) {
+  Decoder<N> block(&values, indices, 1, k, width, few, false, alpha, basis);
   Rows<N> walk(slots);
   alignas(64) float out[LANES * N];
   for (int64_t start = 0; start < rows; start += LANES) {

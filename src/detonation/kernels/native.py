@@ -36,8 +36,8 @@ SignRate = tuple[float, float]
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS: dict[str, list[Any]] = {
     "encode": [_P, _I, _N, _P, _P, _F, _F, _N, _N, _P, _P, _P],
-    "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _P],
-    "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _F, _P, _P, _P],
+    "release": [_P, _I, _N, _P, _F, _N, _N, _P, _P, _I, _N, _P],
+    "decode": [_P, _P, _I, _N, _P, _P, _I, _N, _N, _N, _N, _N, _F, _P, _P, _P],
     "beyond": [_P, _P, _I, _F],
     "sign_step": [_P, _P, _I, _F, _F],
     "pack": [_P, _I, _N, _P],
@@ -105,16 +105,17 @@ class Library:
         values: Tensor,
         indices: Tensor,
         width: int,
-        basis: Tensor | None,
+        few: bool,
+        basis: Tensor,
     ) -> None:
-        """Takes `share` of the values out of the residual; `basis` as in `decode`.
+        """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`.
 
         Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8 as `encode` returns them.
         """
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
-            indices.data_ptr(), indices.nbytes, None if basis is None else basis.data_ptr(),
+            indices.data_ptr(), indices.nbytes, few, basis.data_ptr(),
         )  # fmt: skip
         assert status == 0
 
@@ -125,17 +126,19 @@ class Library:
         values: Sequence[Tensor],
         indices: Sequence[Tensor],
         width: int,
+        few: bool,
         nonzero: bool,
-        basis: Tensor | None = None,
+        basis: Tensor,
         rates: Sequence[SignRate] | None = None,
     ) -> None:
         """Writes the mean of messages into `targets` or, with `rates`, moves `targets`, as weights, by its signs.
 
         Args:
             targets: fp32, one per parameter.
+            few: Whether a row is one sum of its coefficients, at most `chunk`, of all replicas
+                (`scatter_sum.weighted_sum`); otherwise they are aggregated first (`scatter_sum.product_in_order`).
             nonzero: Whether the mean is over the replicas that sent a coefficient other than 0, not over all.
-            basis: The basis vectors, for a mean over all that is a sum over at most `chunk` coefficients of a row
-                (`scatter_sum.weighted_sum`); the transposed DCT without it.
+            basis: The basis vectors.
             rates: Per parameter.
 
         Shapes: basis `[chunk, chunk]` fp32; per replica values `[rows, k]` fp32 and indices `[nbytes]` uint8.
@@ -155,9 +158,10 @@ class Library:
             len(values),
             k,
             width,
-            int(nonzero),
-            1.0 if nonzero else 1 / len(values),
-            None if basis is None else basis.data_ptr(),
+            few,
+            nonzero,
+            1 / len(values),
+            basis.data_ptr(),
             shrink,
             lr,
         )

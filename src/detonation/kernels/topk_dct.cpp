@@ -1,5 +1,5 @@
 // The exported functions: DCT, top-k and memory in one pass over a flat matrix, and decoding in another. `basis` has the
-// basis vectors, [chunk, chunk]; where a function is given none it uses the transposed DCT, which rounds differently.
+// basis vectors, [chunk, chunk].
 
 #include <vector>
 
@@ -29,26 +29,27 @@ int detonation_encode(float *residual, int64_t rows, int chunk, float *const *gr
 #undef CALL
 }
 
-// residual -= alpha * inverse DCT of the values at their indices; padding stays zero.
+// residual -= alpha * inverse DCT of the values at their indices; padding stays zero. `few` as in decode.
 int detonation_release(float *residual, int64_t rows, int chunk, const int64_t *numel, float alpha, int k, int width,
-                       const float *values, const uint8_t *indices, int64_t bytes, const float *basis) {
+                       const float *values, const uint8_t *indices, int64_t bytes, int few, const float *basis) {
   const Slots slots{nullptr, numel};
   Unpacker unpacker(indices, bytes);
-#define CALL(N) release<N>(residual, rows, slots, alpha, values, &unpacker, k, width, basis)
+#define CALL(N) release<N>(residual, rows, slots, alpha, values, &unpacker, k, width, few != 0, basis)
   FOR_CHUNK(CALL)
 #undef CALL
 }
 
-// The sum of messages times `weight`, or their mean over nonzero values, written into one tensor per parameter. With `shrink`
-// and `lr` per parameter the tensors are weights and step along its signs: shrink * weights - lr * sign.
+// The mean of messages, or that over nonzero values, written into one tensor per parameter: with `few` as one sum of all
+// coefficients, times `weight`. With `shrink` and `lr` per parameter the tensors are weights and step along its signs:
+// shrink * weights - lr * sign.
 int detonation_decode(float *const *tensors, const int64_t *numel, int64_t rows, int chunk, const float *const *values,
-                      const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int nonzero,
-                      float weight, const float *basis, const float *shrink, const float *lr) {
+                      const uint8_t *const *indices, int64_t bytes, int messages, int k, int width, int few,
+                      int nonzero, float weight, const float *basis, const float *shrink, const float *lr) {
   const Slots slots{tensors, numel};
   std::vector<Unpacker> unpackers;
   for (int m = 0; m < messages; ++m) unpackers.emplace_back(indices[m], bytes);
 #define CALL(N)                                                                           \
-  Decoder<N> block(values, unpackers.data(), messages, k, width, nonzero != 0, weight, basis); \
+  Decoder<N> block(values, unpackers.data(), messages, k, width, few, nonzero, weight, basis); \
   shrink ? apply_signs<N>(block, slots, rows, shrink, lr) : decode<N>(block, slots, rows)
   FOR_CHUNK(CALL)
 #undef CALL

@@ -79,15 +79,11 @@ class BlockIntegers:
 
 
 def _hadamard(blocks: Tensor) -> Tensor:
-    """Blocks times the orthonormal, symmetric Hadamard matrix of their length, a power of two, in Sylvester's order.
-
-    By sums and differences: a product of matrices rounds a block differently beside others than alone, and on one
-    processor differently than on another.
-    """  # [..., block] -> the same
+    """Blocks times the orthonormal Hadamard matrix of their length, a power of two, in Sylvester's order."""
     width, size = 1, blocks.shape[-1]
-    while width < size:
-        first, second = blocks.reshape(*blocks.shape[:-1], -1, 2, width).unbind(-2)
-        blocks = torch.stack([first + second, first - second], -2).flatten(-3)
+    while width < size:  # a product of matrices rounds by the number of blocks, and by the machine
+        one, other = blocks.view(*blocks.shape[:-1], -1, 2, width).unbind(-2)
+        blocks = torch.stack([one + other, one - other], -2).flatten(-3)
         width *= 2
     return blocks.mul(size**-0.5)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from detonation.core.compute.scatter_sum import added, square_root
 from detonation.core.flat.tensors import local_gradients
 from detonation.core.link.communicator import Axis, Communicator, communicator_of
 from detonation.core.optim.signsgd import SignSGD
@@ -55,7 +56,7 @@ class Clip:
 
 
 def norms_of(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The norm of each tensor in fp32, 0 for None.
+    """The norm of each tensor in fp32, 0 for None: by torch, whose order does not depend on processor and threads.
 
     Shapes: n tensors of any shape -> `[n]` fp32.
     """
@@ -70,7 +71,7 @@ def _over_shards(norms: Tensor, shards: Sequence[Communicator]) -> Tensor:
     """The norms over all shards, the same bits on each."""  # [n] fp32 -> [n] fp32
     for communicator in shards:
         everyone = communicator.all_gather(norms.square().view(torch.uint8))()  # [shards, 4 * n]
-        norms = everyone.reshape(-1).view(torch.float32).view(-1, len(norms)).sum(0, dtype=torch.float64).float().sqrt()
+        norms = square_root(added(everyone.reshape(-1).view(torch.float32).view(-1, len(norms)).T.double()).float())
     return norms
 
 

@@ -1,8 +1,11 @@
 """The self-test: a hash of how this process decodes fixed messages, because threads, processors and libraries round
 differently."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from detonation.core.agreement.clipping import norms_of
 from detonation.core.codec.codec import Selected
@@ -10,21 +13,26 @@ from detonation.core.engine.choice import engine_for
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.tensors import digest
 from detonation.core.memory import Memory
+from detonation.core.optim.muon import Muon
+from detonation.core.optim.signsgd import SignSGD
 from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
 
 SELFTEST = "decode of a test vector"
 NORM_SELFTEST = "norm of a test vector"
 _SHAPE = (512, 512)
+_PROBED = SGD, Adam, AdamW, Muon, SignSGD
+"""The optimizers of which steps are taken; for others stand the operations that optimizers are made of."""
 
 
-def selftest(scheme: Scheme, runtime: Runtime, steps: bool = True) -> str:
-    """A hash of two fixed messages, decoded as in training, and of a step as optimizers take it.
+def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> str:
+    """A hash of two fixed messages, decoded as in training, and of steps of the optimizer with the settings of `base`.
 
     Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
 
     Args:
-        steps: Whether the step counts; that of signs rounds alike on all processors.
+        base: The optimizer whose steps must be alike; None where each replica steps by itself. Steps by signs round
+            alike on all processors.
     """
     with runtime.exact_arithmetic():
         layout = scheme.codec.layout({"selftest": _SHAPE})
@@ -34,7 +42,9 @@ def selftest(scheme: Scheme, runtime: Runtime, steps: bool = True) -> str:
         update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
         received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
         engine_for(scheme.codec, layout, memory, runtime).write(received, [update])
-        return digest([update, _stepped(update)] if steps else [update])[:16]
+        if base is None or (isinstance(base, SignSGD) and base.moves_by_signs_alone):
+            return digest([update])[:16]
+        return digest([update, _stepped(update, base)])[:16]
 
 
 def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device) -> Tensor:
@@ -51,9 +61,18 @@ def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None,
     return codec.encode(Selected((1 + 2 * number) * values.view(rows, k), indices))
 
 
-def _stepped(update: Tensor) -> Tensor:
+def _stepped(update: Tensor, base: Optimizer) -> Tensor:
     # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
     before = _ramp(update.numel(), update.device).view(_SHAPE)
+    kind: Any = type(base)
+    if kind in _PROBED:
+        some = slice(64 if isinstance(base, Muon) else None)  # whose products take long
+        weight = torch.nn.Parameter(before[some])
+        made = kind([{**base.param_groups[0], "params": [weight], "lr": 1e-3}])
+        for scale in (1.0, 0.7):  # the first meets states that are zero
+            weight.grad = update[some] * scale
+            made.step()
+        return weight.detach()
     mean = before.lerp(update, 0.1)
     square = before.square().addcmul_(update, update, value=0.001)
     return before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)

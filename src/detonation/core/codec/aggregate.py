@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
 
 from detonation.core.codec.indices import PackedIndices, narrow
-from detonation.core.compute.scatter_sum import beside_each_other, most_summed, scatter_sum
+from detonation.core.compute.scatter_sum import (
+    SumOfSquares,
+    added,
+    beside_each_other,
+    most_summed,
+    scatter_sum,
+    square_root,
+)
 from detonation.core.flat.owners import RowOwners
 
 if TYPE_CHECKING:
@@ -91,9 +98,9 @@ class RescaledMean:
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
-        lengths = values.square().sum(-1).sqrt_().sum(0).div_(len(values))
+        lengths = scatter_sum(square_root(added(values.square())).unsqueeze(-1), None, 1).squeeze(-1) / len(values)
         mean = Mean()(values, indices, chunk)
-        longer = lengths / mean.square().sum(-1).sqrt_()
+        longer = lengths / square_root(added(mean.square()))
         return mean * longer.nan_to_num(1.0, posinf=1.0).clamp_(max=len(values) ** 0.5).unsqueeze(-1)
 
 
@@ -119,7 +126,7 @@ class ClippedMean:
 
     def __call__(self, values: Tensor, indices: Tensor | None, chunk: int) -> Tensor:
         # values [replicas, rows, k] fp32, indices [replicas, rows, k] or None -> [rows, chunk] fp32
-        return WeightedMean(self.weights(message_norms(values.square().sum(-1))))(values, indices, chunk)
+        return WeightedMean(self.weights(message_norms([values], values.shape[1])))(values, indices, chunk)
 
     def weights(self, norms: Tensor) -> Tensor:  # [replicas] fp32 -> the same
         empty = norms <= 0  # torch.nanmedian waits for a device to count them, in some versions
@@ -140,13 +147,21 @@ class WeightedMean:
         return Mean()(values * self.of_replicas.view(-1, 1, 1), indices, chunk)
 
 
-def message_norms(squares: Tensor) -> Tensor:
-    """The norm of each message, from the sum of the squares of each row: one addition over rows, whatever the blocks in
-    which they were read.
+def message_norms(blocks: Iterable[Tensor], rows: int) -> Tensor:
+    """The norm of each message, whatever the blocks of rows in which they are read.
 
-    Shapes: `[replicas, rows]` fp32 -> `[replicas]` fp32.
+    Args:
+        rows: Of a message.
+
+    Shapes: `[replicas, rows, k]` fp32 each -> `[replicas]` fp32.
     """
-    return squares.sum(1).sqrt()
+    sums = None
+    for block in blocks:
+        sums = sums or SumOfSquares(len(block), rows * block.shape[-1], block.device)
+        sums.add(block.flatten(1))
+        del block  # before the next one is read
+    assert sums is not None
+    return square_root(sums.total())
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
@@ -229,9 +244,8 @@ class Received:
     def weighed(self) -> Received:
         """The same messages with an aggregation of blocks of rows, which needs the norms of the whole messages."""
         rows = max(-(-self.rows // NORM_BLOCKS), NORM_BLOCK // max(1, self.width))
-        squares = [block.values.square().sum(-1) for block in self._read_in(rows)]
-        weights = cast(NormWeighing, self.aggregation).weights(message_norms(torch.cat(squares, 1)))
-        return replace(self, aggregation=WeightedMean(weights))
+        norms = message_norms((block.values for block in self._read_in(rows)), self.rows)
+        return replace(self, aggregation=WeightedMean(cast(NormWeighing, self.aggregation).weights(norms)))
 
     @classmethod
     def of(cls, values: Tensor, indices: Tensor | None, aggregation: Aggregation = Mean()) -> Received:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from detonation.core.compute.scatter_sum import weighted_sum
+from detonation.core.compute.scatter_sum import product_in_order, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,10 @@ _PI = 0x3243F6A8885A308D313198A2E037073
 
 
 class Basis(Protocol):
-    """An orthonormal transform of every row. Pure; `inverse` undoes `forward` up to rounding."""
+    """An orthonormal transform of every row. Pure; `inverse` undoes `forward` up to rounding.
+
+    `forward` may round as it likes, because its result travels. `inverse` must have the same bits on every processor.
+    """
 
     @property
     def tile(self) -> int:
@@ -63,7 +66,7 @@ class DCT:
         return _product(dct_waves(chunks.shape[1], chunks.device), chunks)
 
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
-        return _product(coefficients, dct_matrix(coefficients.shape[1], coefficients.device))
+        return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 
     def inverse_sparse(self, values: Tensor, indices: Tensor, chunk: int) -> Tensor:
         """The inverse of rows with few nonzero coefficients; coefficients with the same index add up.
@@ -75,7 +78,10 @@ class DCT:
 
 @dataclass(frozen=True)
 class TileDCT:
-    """Orthonormal DCT-II of every tile along both sides, as in DeMo: two products with a matrix of side `tile`."""
+    """Orthonormal DCT-II of every tile along both sides, as in DeMo: two products with a matrix of side `tile`.
+
+    The inverse transforms lines of coefficients first, and then columns.
+    """
 
     tile: int
 
@@ -84,8 +90,10 @@ class TileDCT:
         return (matrix.T @ self._squares(chunks) @ matrix).view_as(chunks)
 
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
-        matrix = dct_matrix(self.tile, coefficients.device)
-        return (matrix @ self._squares(coefficients) @ matrix.T).view_as(coefficients)
+        waves, tiles = dct_waves(self.tile, coefficients.device), self._squares(coefficients)
+        for _ in range(2):
+            tiles = product_in_order(tiles.reshape(-1, self.tile), waves).view(tiles.shape).mT
+        return tiles.reshape(coefficients.shape)
 
     def _squares(self, rows: Tensor) -> Tensor:  # [rows, tile * tile] -> [rows, tile, tile]
         return rows.view(len(rows), self.tile, self.tile)

@@ -237,8 +237,7 @@ class E3M0(BlockCodebook):
         return octaves.to(torch.uint8).add_(blocks < 0, alpha=8), largest
 
     def levels(self, statistics: Tensor) -> Tensor:
-        falling = torch.exp2(-torch.arange(8, dtype=torch.float32, device=statistics.device))
-        falling[7] = 0
+        falling = _powers(statistics.device)
         return torch.cat([statistics * falling, -statistics * falling], 1)
 
 
@@ -289,6 +288,16 @@ PRECISIONS: dict[str, Precision] = {
     "2bit": TwoBit(),
     "sign": Sign(),
 }
+
+
+@lru_cache(maxsize=8)
+def _powers(device: torch.device) -> Tensor:
+    """The share of the largest magnitude that each code of `E3M0` stands for."""
+    falling = torch.ones(8, dtype=torch.float32, device=device)
+    for exponent in range(1, 8):
+        falling[exponent:] *= 0.5  # a library's `exp2` is exact on some processors alone
+    falling[7] = 0
+    return falling
 
 
 @lru_cache(maxsize=8)

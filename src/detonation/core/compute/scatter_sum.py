@@ -1,4 +1,4 @@
-"""Sums of sparse rows, added in replica order on any device."""
+"""Sums in a stated order, which have the same bits on every processor and under every library."""
 
 from __future__ import annotations
 
@@ -15,12 +15,67 @@ ONE_PASS_CHUNK = 256
 """The longest row whose coefficients an accelerator adds up in one pass, as weighted sums of unit vectors."""
 
 
-def most_summed(chunk: int) -> int:
-    """The most coefficients of a row, of all replicas together, whose inverse is `weighted_sum`; a product, of more.
+LANES, PARTS = 4096, 128
+"""The numbers whose squares a program of an accelerator adds up side by side, and the programs; see `SumOfSquares`."""
 
-    All engines draw the line here, because a product rounds differently. Beyond it the compiled product is faster.
+
+def most_summed(chunk: int) -> int:
+    """The most coefficients of a row, of all replicas together, whose inverse is one sum of basis vectors; of more they
+    are aggregated first, and then multiplied by the basis (`product_in_order`).
+
+    All engines draw the line here, because the two round differently.
     """
     return min(chunk // 2, 64)
+
+
+class SumOfSquares:
+    """Sums of the squares of fp32 numbers that arrive in blocks of any size.
+
+    Number n belongs to lane n modulo `LANES` of part n // `LANES` modulo `PARTS`. Each lane adds its squares in order;
+    then `added` adds the lanes of each part, and the parts. Products and sums are rounded one by one.
+    """
+
+    def __init__(self, sums: int, numbers: int, device: torch.device) -> None:
+        parts = max(1, min(PARTS, -(-numbers // LANES)))
+        self._lanes = torch.zeros(sums, parts * LANES, dtype=torch.float32, device=device)
+        self._at = 0
+
+    def add(self, numbers: Tensor) -> None:
+        """Adds the squares of the next numbers to each sum.
+
+        Shapes: `[sums, n]` fp32.
+        """
+        width = self._lanes.shape[1]
+        while numbers.shape[1]:
+            some = min(width - self._at, numbers.shape[1])
+            self._lanes[:, self._at : self._at + some] += numbers[:, :some].square()
+            numbers, self._at = numbers[:, some:], (self._at + some) % width
+
+    def total(self) -> Tensor:
+        """Shapes: -> `[sums]` fp32."""
+        return added(added(self._lanes.view(len(self._lanes), -1, LANES)))
+
+
+def added(numbers: Tensor) -> Tensor:
+    """The sum over the last dim: a number and the one half of a power of two further on become one, until one is left.
+
+    Shapes: `[..., n]` -> `[...]`.
+    """
+    count = numbers.shape[-1]
+    half = 1 << max(0, count - 1).bit_length()
+    if half != count:
+        numbers = torch.nn.functional.pad(numbers, (0, half - count))
+    while half := half // 2:
+        numbers = numbers[..., :half] + numbers[..., half:]
+    return numbers.squeeze(-1)
+
+
+def square_root(numbers: Tensor) -> Tensor:
+    """The square root, rounded correctly; that of torch in fp32 differs between processors with AVX2 and AVX-512.
+
+    Shapes: any, fp32.
+    """
+    return numbers.double().sqrt_().float()
 
 
 def scatter_sum(
@@ -68,6 +123,15 @@ def weighted_sum(vectors: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     where = indices if indices.dtype in (torch.int32, torch.int64) else indices.to(torch.int32)
     begins = _begins(*where.shape, where.dtype, where.device)
     return torch.embedding_bag(vectors, where.reshape(-1), begins, per_sample_weights=weights.reshape(-1))[0]
+
+
+def product_in_order(weights: Tensor, vectors: Tensor) -> Tensor:
+    """`weights @ vectors`, each element of which begins with zero and takes one fused multiply-add after the other.
+
+    Shapes: weights `[rows, n]`, vectors `[n, m]` fp32 -> `[rows, m]`.
+    """
+    every = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
+    return weighted_sum(vectors, weights, every.expand(weights.shape))
 
 
 def _added(values: Tensor | Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from detonation.core.compute.kernel_library import SignRate
 from detonation.core.compute.sign_step import sign_step
 from detonation.core.flat.tensors import local
-from detonation.core.optim.closure import evaluated
+from detonation.core.optim.wrapper import evaluated
 
 
 class SignedUpdate(Protocol):

@@ -1,5 +1,6 @@
 """OptimizerWrapper: an optimizer around another, whose groups and state it shares."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,3 +58,11 @@ class OptimizerWrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Calls `closure` with gradients enabled, as torch's optimizers do in a step; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -167,7 +167,7 @@ def compare_replicas(
             key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
             description = _description(replicator, settings, joining) | options_of(groups)
             if joining is None:
-                tested[key] = tested.get(key) or selftest(replicator.scheme, runtime, not replicator.moves_by_signs)
+                tested[key] = tested.get(key) or selftest(replicator.scheme, runtime, replicator.stepped)
                 description[SELFTEST] = tested[key]
             if settings.balance:
                 description |= {"balance": "True"}

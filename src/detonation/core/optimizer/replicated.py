@@ -15,8 +15,7 @@ from detonation.core.agreement.progress import PROGRESS
 from detonation.core.integrity.tape import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.optim.closure import evaluated
-from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
@@ -21,8 +22,8 @@ class Replicator(ABC):
 
     acts_before = acts_after = True
     """False where `before` or `after` does nothing."""
-    moves_by_signs = False
-    """True if the signs of an update move the weights, which all processors round alike."""
+    stepped: Optimizer | None = None
+    """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters, self.channel = parameters, channel

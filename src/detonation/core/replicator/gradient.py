@@ -47,7 +47,7 @@ class GradientReplicator(Replicator):
         self._stream: CommStream | None = None
         self._lookahead = LookAhead(parameters, base) if scheme.lookahead else None
         self.acts_after = scheme.lookahead
-        self.moves_by_signs = isinstance(base.optimizer, SignSGD) and base.optimizer.moves_by_signs_alone
+        self.stepped = base.optimizer
 
     def before(self, step: int) -> None:
         if self._lookahead:

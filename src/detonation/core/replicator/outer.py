@@ -9,7 +9,7 @@ from detonation.core.schemes.scheme import Outer
 class OuterSGD:
     """A flat, and the SGD that moves it by the updates that arrive, some rows at a time.
 
-    Its arithmetic is that of `torch.optim.SGD`, in place.
+    Its arithmetic is that of `torch.optim.SGD`, in place, without fused multiply-add.
 
     Shapes: `[rows, chunk]` fp32.
     """
@@ -22,7 +22,7 @@ class OuterSGD:
 
         Shapes: `[len(rows), chunk]`.
         """
-        self.flat[rows].add_(self._direction.of(rows, update), alpha=-self._lr)
+        self.flat[rows].sub_(torch.mul(self._direction.of(rows, update), self._lr, out=update))  # rounded one by one
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's state by kind.
@@ -50,7 +50,7 @@ class Direction:
         if self._momentum is None:
             return gradient
         momentum = self._momentum[rows].mul_(self._outer.momentum).add_(gradient)
-        return gradient.add_(momentum, alpha=self._outer.momentum) if self._outer.nesterov else momentum
+        return gradient.add_(momentum * self._outer.momentum) if self._outer.nesterov else momentum
 
     def state(self) -> dict[str, Tensor]:
         """The momentum, if there is one.

@@ -14,11 +14,11 @@ from detonation.core.flat.layout import Layout, copy
 from detonation.core.flat.tensors import gradients_to_fill, local
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.muon import Muon
-from detonation.core.optim.signsgd import SignSGD
+from detonation.core.optim.signsgd import SignedUpdate, SignSGD
 from detonation.core.replicator.transfer import OwnPart
 
 
-class Decodable(Protocol):
+class Decodable(SignedUpdate, Protocol):
     """An update that is decoded where it is needed: of the messages that arrived, of this replica's own, or a flat."""
 
     def flat(self) -> Tensor:
@@ -30,20 +30,6 @@ class Decodable(Protocol):
 
     def write(self, targets: Sequence[Tensor]) -> None:
         """Decodes the update into `targets`.
-
-        Shapes: one local shape per parameter.
-        """
-        ...
-
-    def can_apply_signs(self, weights: Sequence[Tensor]) -> bool:
-        """True if `apply_signs` supports these weights.
-
-        Shapes: one local shape per parameter.
-        """
-        ...
-
-    def apply_signs(self, weights: Sequence[Tensor], rates: Sequence[SignRate]) -> None:
-        """Moves `weights` by the signs of the update.
 
         Shapes: one local shape per parameter.
         """

@@ -14,7 +14,7 @@ from detonation.kernels.gpu.parts.addressing import (
     wide,
 )
 from detonation.kernels.gpu.parts.choosing import places_of_row
-from detonation.kernels.gpu.parts.numbers import load_packed, load_value, product_of
+from detonation.kernels.gpu.parts.numbers import load_packed, load_value, product_of, sum_of_halves
 
 
 @triton.jit
@@ -212,30 +212,35 @@ def decode_kernel(
 
 @triton.jit
 def weigh_kernel(
-    message, stride, statistics_at, numbers, squares, parts, arrivals, weights, replicas,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, SOME: tl.constexpr, REPLICAS: tl.constexpr,
+    message, stride, statistics_at, numbers, squares, programs, arrivals, weights, replicas,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANE_BITS: tl.constexpr,
+    PART_BITS: tl.constexpr, REPLICAS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the weights of `aggregate.ClippedMean`; `parts` programs read a message, and the last of all weighs.
+    """Writes the weights of `aggregate.ClippedMean`; `programs` read a message, and the last of all weighs.
 
     Args:
-        numbers: The values of each message.
+        numbers: The values of each message, whose squares are added in the order of `scatter_sum.SumOfSquares`, of
+            2**LANE_BITS lanes and 2**PART_BITS parts.
         squares, arrivals: `[replicas, parts]` fp32 and `[1]` int32, see `is_last`.
         weights: `[replicas]` fp32.
     """
-    which, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    lanes: tl.constexpr = 1 << LANE_BITS
+    parts: tl.constexpr = 1 << PART_BITS
+    which = (tl.program_id(0) // programs).to(tl.int64)
     values = message + which * stride
-    square = tl.zeros([SOME], dtype=tl.float32)
-    for first in range(part, tl.cdiv(numbers, SOME), parts):
-        number = wide(first) * SOME + tl.arange(0, SOME)
-        value = load_value(values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED)
-        square += value * value
-    tl.store(squares + which * parts + part, tl.sum(square, axis=0))
-    if is_last(arrivals, replicas * parts):
+    for part in range(tl.program_id(0) % programs, parts, programs):
+        square = tl.zeros([lanes], dtype=tl.float32)
+        for first in range(part, tl.cdiv(numbers, lanes), parts):
+            number = wide(first) * lanes + tl.arange(0, lanes)
+            value = load_value(values, values + statistics_at, number, number < numbers, PRECISION, BLOCK, ALIGNED)
+            square += value * value
+        of_part = tl.reshape(sum_of_halves(tl.reshape(square, [1, lanes]), LANE_BITS), [1])
+        tl.store(squares + which * parts + part + tl.arange(0, 1), of_part)
+    if is_last(arrivals, replicas * programs):
         number = tl.arange(0, REPLICAS)
-        total = tl.zeros([REPLICAS], dtype=tl.float32)
-        for part in range(parts):
-            total += tl.load(squares + number * parts + part, mask=number < replicas, other=0.0)
-        norms = tl.sqrt_rn(total)
+        place = number[:, None] * parts + tl.arange(0, parts)[None, :]
+        of_parts = tl.load(squares + place, mask=number[:, None] < replicas, other=0.0)
+        norms = tl.sqrt_rn(tl.reshape(sum_of_halves(of_parts, PART_BITS), [REPLICAS]))
         size = tl.where(norms > 0, norms, float("inf"))
         earlier = (size[None, :] < size[:, None]) | (
             (size[None, :] == size[:, None]) & (number[None, :] < number[:, None])

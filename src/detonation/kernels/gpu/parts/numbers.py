@@ -16,8 +16,18 @@ def halves_of(numbers):
 
 
 @triton.jit
+def sum_of_halves(numbers, LEVELS: tl.constexpr):
+    """The sum of each row of 2**LEVELS numbers, in the order of `scatter_sum.added`: `[rows, n]` -> `[rows, 1]`."""
+    for _ in tl.static_range(LEVELS):
+        first, last = halves_of(numbers)
+        numbers = first + last
+    return numbers
+
+
+@triton.jit
 def product_of(numbers, matrix, COLUMNS: tl.constexpr):
-    """The product of rows with a matrix, added up over quarters of a row that is longer than 64: a whole one spills.
+    """The product of rows with a matrix, each element one fused multiply-add after the other, from zero on
+    (`scatter_sum.product_in_order`). A row that is longer than 64 is read in quarters: a whole one spills.
 
     Shapes: numbers `[rows, COLUMNS]` fp32, matrix `[COLUMNS, COLUMNS]` in memory -> `[rows, COLUMNS]` fp32.
     """
