@@ -166,7 +166,8 @@ class Recording:
             session.optimizer.record(Tapes(self._tapes))
         self._door: Admission | None = None
         if session.config.mesh.elastic:
-            self._door = Admission(session.model, session.optimizer, _own_address())
+            own = next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")
+            self._door = Admission(session.model, session.optimizer, own)
 
     def after_step(self) -> list[str]:
         """Lets in who asks for it, and publishes in the place of a replica that was lost; returns lines about it."""
@@ -204,8 +205,3 @@ class Recording:
             self._session.model, self._session.optimizer, config.train.publish, about=about, run=self._run
         )
         self._tapes.append(self._feed)
-
-
-def _own_address() -> str:
-    """The address of this machine at which a replica that comes in finds the state."""
-    return next(iter(addresses_of(os.environ.get(GLOO_INTERFACE, ""))), "127.0.0.1")
