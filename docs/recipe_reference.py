@@ -23,8 +23,8 @@ PAGE = Path(__file__).with_name("recipe-reference.md")
 HEAD = """# Recipe reference
 
 A recipe is a TOML file that describes a whole run. `--set table.key=value` overrides any key of this page on the
-command line. A wrong key is an error that lists the valid ones. `detonation train quick-lm --print > my.toml` is the start of
-your own, and a run writes its fully resolved recipe into `config.toml` of its directory.
+command line. A wrong key is an error that lists the valid ones. `detonation train quick-lm --print > my.toml`
+is the start of your own, and a run writes its fully resolved recipe into `config.toml` of its directory.
 
 *This page is made by `python docs/recipe_reference.py` from the code that reads recipes; a test holds it to that.*
 

@@ -14,7 +14,6 @@ from detonation.core.codec.indices import narrow
 from detonation.core.compute import kernel_library
 from detonation.core.compute.scatter_sum import product_in_order
 from detonation.core.engine import reference
-from detonation.core.engine.blocked import BlockedEngine
 from detonation.core.engine.choice import engine_for
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.layout import Layout
@@ -66,12 +65,12 @@ def signals(layout, seed):
     return [torch.randn(slot.shape, generator=generator) for slot in layout.slots]
 
 
-each_engine = pytest.mark.parametrize("fast", [NativeEngine, BlockedEngine])
+each_engine = pytest.mark.parametrize("fast", [NativeEngine])
 
 
 @pytest.mark.parametrize(
     ("fast", "chunk"),
-    [*((NativeEngine, c) for c in native.KERNEL_CHUNKS), (BlockedEngine, 2), (BlockedEngine, 64), (BlockedEngine, 256)],
+    [(NativeEngine, chunk) for chunk in native.KERNEL_CHUNKS],
 )
 @pytest.mark.parametrize(("precision", "error_feedback"), [("fp32", True), ("sign", False), ("2bit", True)])
 @given(shapes=SHAPES, topk=st.sampled_from([1, 2, 3, 4, 8, 11, 13, 32, 50, 150]), alpha=st.sampled_from([1.0, 0.2]))
@@ -189,9 +188,9 @@ def test_signs_move_weights_as_the_update_does_and_leave_the_messages(name):
 @pytest.mark.parametrize("topk", [4, 9])
 def test_blocks_end_anywhere_in_a_parameter(topk, monkeypatch):
     scheme, shapes = dt.demo(topk=topk, chunk=64), [(257,), (40, 64), (), (0, 3), (1009,), (64, 64)]
-    layout, _, whole = engines(scheme, shapes, BlockedEngine)
+    layout, _, whole = engines(scheme, shapes, ReferenceEngine)
     monkeypatch.setattr(reference, "CACHE_BLOCK", 16 * 64)
-    _, _, cut = engines(scheme, shapes, BlockedEngine)
+    _, _, cut = engines(scheme, shapes, ReferenceEngine)
     sent = []
     for engine in (whole, cut):
         selected = engine.encode(signals(layout, 1), 0)
@@ -262,7 +261,7 @@ def test_without_a_compiler_ordinary_torch_does_it(monkeypatch):
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     scheme = dt.demo()
     layout = Layout.of({"w": (9, 9)}, 64)
-    assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU))) is BlockedEngine
+    assert type(engine_for(scheme.codec, layout, Memory(layout, scheme.feedback, CPU), Runtime(CPU))) is ReferenceEngine
     native.load_library.cache_clear()
 
 

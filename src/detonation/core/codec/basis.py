@@ -58,13 +58,6 @@ class DCT:
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return _product(chunks, dct_waves(chunks.shape[1], chunks.device))
 
-    def forward_lines(self, chunks: Tensor) -> Tensor:
-        """`forward`, transposed: each line holds one coefficient of all chunks.
-
-        Shapes: `[rows, chunk]` -> `[chunk, rows]`.
-        """
-        return _product(dct_waves(chunks.shape[1], chunks.device), chunks)
-
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))
 

@@ -3,7 +3,6 @@
 from importlib import import_module
 
 from detonation.core.codec.codec import Codec
-from detonation.core.engine.blocked import blocked_engine
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
 from detonation.core.flat.layout import Layout
@@ -27,4 +26,4 @@ def engine_for(
         engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)
         if engine is not None:
             return engine
-    return blocked_engine(codec, layout, memory, runtime) or ReferenceEngine(codec, layout, memory, runtime, room)
+    return ReferenceEngine(codec, layout, memory, runtime, room)

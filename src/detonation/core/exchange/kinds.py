@@ -37,9 +37,9 @@ def exchange_for(
     """The exchange for the collective that `collective_for` chooses."""
     chosen = collective_for(scheme, layout, link.replicas, link.local_ranks)
     if chosen == "all-reduce":
-        return AllReduce(scheme, scheme.codec, link, guard, layout.rows)
+        return AllReduce(scheme, link, guard, layout.rows)
     if chosen == "all-gather":
-        return AllGather(scheme, scheme.codec, link, guard, layout.rows)
+        return AllGather(scheme, link, guard, layout.rows)
     owners = RowOwners(layout.rows, link.replicas, rows_of_a_turn(scheme, link.replicas))
     residual = torch.zeros(owners.owned, scheme.codec.selection.chunk, dtype=torch.float32, device=engine.device)
-    return TwoStage(scheme, scheme.codec, link, owners, residual, guard, room, engine)
+    return TwoStage(scheme, link, owners, residual, guard, room, engine)

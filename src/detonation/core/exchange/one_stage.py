@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Received
-from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.precision import Float
@@ -34,16 +33,30 @@ class Divided:
         return values[0] / self.replicas
 
 
-class AllReduce:
-    """The network adds the messages: all carry the same coordinates, in a type that can be added."""
+class OneStage:
+    """What exchanges of one collective share: a message of `rows` rows at most, in the codec of the scheme."""
 
     secluded = False
 
-    def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
-        assert isinstance(codec.precision, Float)
-        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
-        self._dtype, self._k, self._digits = codec.precision.dtype, codec.selection.k, DIGITS * link.replicas
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, scheme.codec, link, guard, rows
         self._workspace = workspace_for(scheme, link, guard)
+
+    def forward(self, message: Message) -> None:
+        pass
+
+    def for_rows(self, first: int, rows: int, guard: Guard) -> Self:
+        return type(self)(self._scheme, self._link, guard, rows)
+
+
+class AllReduce(OneStage):
+    """The network adds the messages: all carry the same coordinates, in a type that can be added."""
+
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        super().__init__(scheme, link, guard, rows)
+        assert isinstance(self._codec.precision, Float)
+        self._dtype, self._k = self._codec.precision.dtype, self._codec.selection.k
+        self._digits = DIGITS * link.replicas
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         # the digits of all replicas leave with the first rows
@@ -62,9 +75,6 @@ class AllReduce:
         if status is not None:
             self._guard.seal_sum(values[run.rows * self._k :], status, message.step)
         message.sums.append(self._link.all_reduce(values))
-
-    def forward(self, message: Message) -> None:
-        pass
 
     def receive(self, message: Message) -> Received:
         rows = message.rows or [(0, self._rows)]
@@ -101,9 +111,6 @@ class AllReduce:
 
         message.sums.append(take)
 
-    def for_rows(self, first: int, rows: int, guard: Guard) -> "AllReduce":
-        return AllReduce(self._scheme, self._codec, self._link, guard, rows)
-
     def state(self) -> dict[str, Tensor]:  # none: a sum has no norm of each replica
         return {}
 
@@ -120,16 +127,13 @@ def _read_sums(
     return Coefficients(values.unsqueeze(0), None if shared is None else narrow(shared)[first:end])
 
 
-class AllGather:
+class AllGather(OneStage):
     """Every replica receives every message."""
 
-    secluded = False
-
-    def __init__(self, scheme: Scheme, codec: Codec, link: Link, guard: Guard, rows: int) -> None:
-        self._scheme, self._codec, self._link, self._guard, self._rows = scheme, codec, link, guard, rows
-        self._workspace = workspace_for(scheme, link, guard)
-        self._unit, self._width = aligned_rows(codec), codec.width(rows, HEADER_BYTES)
-        self._has_codes = not isinstance(codec.precision, Float)
+    def __init__(self, scheme: Scheme, link: Link, guard: Guard, rows: int) -> None:
+        super().__init__(scheme, link, guard, rows)
+        self._unit, self._width = aligned_rows(self._codec), self._codec.width(rows, HEADER_BYTES)
+        self._has_codes = not isinstance(self._codec.precision, Float)
 
     def run(self, message: Message, first: int, rows: int) -> MessageRows:
         room = 0 if first else HEADER_BYTES
@@ -146,9 +150,6 @@ class AllGather:
         octets = sealed(message, self._guard, status)
         message.arriving.append(self._link.all_gather(octets[0]))
 
-    def forward(self, message: Message) -> None:
-        pass
-
     def receive(self, message: Message) -> Received:
         shared = message.indices if message.shared else None
         rule = self._scheme.aggregation
@@ -157,9 +158,6 @@ class AllGather:
 
     def play(self, message: Message, tape: Tape) -> None:
         message.played = played(tape, self._guard, message.step, self._link.replicas)
-
-    def for_rows(self, first: int, rows: int, guard: Guard) -> "AllGather":
-        return AllGather(self._scheme, self._codec, self._link, guard, rows)
 
     def state(self) -> dict[str, Tensor]:  # [1] fp32
         return {"usual_norm": self._guard.usual}

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from detonation.core.codec.aggregate import Coefficients, Mean, Received, aggregate
 from detonation.core.codec.arrived import Arrived
-from detonation.core.codec.codec import Codec
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.codec.precision import Float
@@ -44,7 +43,6 @@ class TwoStage:
     def __init__(
         self,
         scheme: Scheme,
-        codec: Codec,
         link: Link,
         owners: RowOwners,
         residual: Tensor,
@@ -53,6 +51,7 @@ class TwoStage:
         engine: ReferenceEngine,
         first: int = 0,
     ) -> None:
+        codec = scheme.codec
         self._scheme, self._codec, self._link, self._guard = scheme, codec, link, guard
         self._answer, self._has_codes = scheme.reply_codec(link.replicas), not isinstance(codec.precision, Float)
         self.owners, self.residual = owners, residual
@@ -154,7 +153,7 @@ class TwoStage:
         owners = self.owners.of_bucket(rows)
         start = first // owners.replicas
         residual = self.residual[start : start + owners.owned]
-        return TwoStage(self._scheme, self._codec, self._link, owners, residual, guard, self._room, self._engine, first)
+        return TwoStage(self._scheme, self._link, owners, residual, guard, self._room, self._engine, first)
 
     def state(self) -> dict[str, Tensor]:  # [owned, chunk] fp32 and [1] fp32
         return {"server_residual": self.residual, "usual_norm": self._guard.usual}
