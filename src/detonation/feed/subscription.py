@@ -6,17 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from detonation.feed.frames import (
-    ABOUT,
-    ALIVE,
-    BYE,
-    LONGEST_PIECE,
-    STATE,
-    STEP_DONE,
-    FrameSocket,
-    Octets,
-    encoded,
-)
+from detonation.feed.frames import ABOUT, ALIVE, BYE, LONGEST_PIECE, STATE, STEP_DONE, FrameSocket, Octets, encoded
 
 ALIVE_S = 5.0
 """Seconds of silence after which a follower gets a sign of life."""

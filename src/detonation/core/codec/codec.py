@@ -227,11 +227,7 @@ class Codec:
         return [part[:, a:b] for part, a, b in zip(parts, self.lengths[first], self.lengths[end], strict=False)]
 
     def received(
-        self,
-        messages: Sequence[Tensor],
-        rows: int,
-        shared: Tensor | Unpackable | None,
-        aggregation: Aggregation,
+        self, messages: Sequence[Tensor], rows: int, shared: Tensor | Unpackable | None, aggregation: Aggregation
     ) -> Received:
         """`messages`, one per replica, as if they had arrived.
 

@@ -6,8 +6,7 @@
     update  = inverse(mean of what all sent)     update, after the exchange (`core.exchange`)
     weights = base optimizer(update)             `Replicated`
 
-Every engine computes this, and is held to it by tests; `ReferenceEngine` runs it as it stands here, block of rows by
-block of rows where that takes less memory.
+Every engine is held to it by tests; `ReferenceEngine` runs it as it stands, in blocks of rows where that saves memory.
 """
 
 from collections.abc import Iterable, Sequence

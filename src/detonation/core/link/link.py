@@ -109,11 +109,7 @@ class Link:
         return send_to_all(self._inter_node, value, device)
 
     def require_same(
-        self,
-        description: Mapping[str, str],
-        device: torch.device,
-        notes: Mapping[str, str],
-        remedy: str = SAME_START,
+        self, description: Mapping[str, str], device: torch.device, notes: Mapping[str, str], remedy: str = SAME_START
     ) -> None:
         """Raises `Mismatch` on every rank where descriptions differ; see `handshake.require_same`. Collective."""
         require_same(self._inter_node, self._intra_node, description, device, notes, remedy)

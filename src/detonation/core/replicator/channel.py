@@ -83,12 +83,7 @@ class Channel:
     def start(self, step: int) -> Transfer:
         """The transfer of `step`, with nothing in it yet."""
         self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(
-            self._whole.bucket,
-            self.engine,
-            self.exchange,
-            self._message(step),
-        )
+        return Transfer(self._whole.bucket, self.engine, self.exchange, self._message(step))
 
     def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
         """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
@@ -285,12 +280,7 @@ class Channel:
     def _start_part(self, pipeline: BucketPipeline, step: int) -> Transfer:
         """The transfer of one bucket as a message of its own, with nothing in it yet."""
         self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(
-            pipeline.bucket,
-            pipeline.engine,
-            self._exchange_of(pipeline),
-            self._message(step),
-        )
+        return Transfer(pipeline.bucket, pipeline.engine, self._exchange_of(pipeline), self._message(step))
 
     def _exchange_of(self, pipeline: BucketPipeline) -> Exchange:
         """The exchange of a bucket that is a message of its own."""

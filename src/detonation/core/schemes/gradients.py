@@ -225,12 +225,7 @@ def decoupled_adamw(
 
 @register
 def distro(
-    topk: int = 4,
-    chunk: int = 64,
-    tiles: bool = False,
-    decay: float = 0.999,
-    delay: int = 1,
-    link: LinkKind = "auto",
+    topk: int = 4, chunk: int = 64, tiles: bool = False, decay: float = 0.999, delay: int = 1, link: LinkKind = "auto"
 ) -> GradientScheme:
     """`demo` in signs of its coefficients, one step late, with look-ahead: no replica waits for the network.
 

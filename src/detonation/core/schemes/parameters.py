@@ -62,11 +62,7 @@ def outer_sgd(
 
 @register
 def diloco(
-    every: int = 100,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.5,
-    nesterov: bool = True,
-    precision: str = "fp32",
+    every: int = 100, outer_lr: float = 0.7, outer_momentum: float = 0.5, nesterov: bool = True, precision: str = "fp32"
 ) -> ParameterScheme:
     """Local steps with any optimizer; every `every` steps the replicas average the movement of their parameters.
 

@@ -239,11 +239,7 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
 
 
 def _search(
-    budget: float,
-    candidates: Mapping[str, Config],
-    session: Session,
-    network: Network,
-    work: Work,
+    budget: float, candidates: Mapping[str, Config], session: Session, network: Network, work: Work
 ) -> tuple[Option, list[Option], Work]:
     """The choice, the options that it was made from, and the work with the optimizer steps measured for it.
 
