@@ -18,8 +18,7 @@ _log = logging.getLogger("detonation")
 def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
     """Logs a warning where `directory` is not one for all ranks, before the first checkpoint. Collective.
 
-    Each node has its own part of our state. The library's own part is missing somewhere, which it says only when it
-    resumes.
+    Each node has its own part of our state. The library's own part is missing somewhere, which it says when it resumes.
 
     Args:
         directory: Of the library's checkpoints; it is made where it does not exist.

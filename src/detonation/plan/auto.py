@@ -47,8 +47,7 @@ def auto(
     and all ranks return the same scheme, the one that `detonation plan --optimizer` puts first: full synchronisation
     where it waits for the network at most `budget` of a step, otherwise the scheme that is expected to reach a loss
     first, by losses that were measured with such an `optimizer`, or with AdamW where none was. Schemes with look-ahead
-    are left out, because they need an optimizer without state. The reason is logged at level INFO of the logger
-    "detonation".
+    are left out, because they need an optimizer without state. The reason is logged at INFO of "detonation".
 
     Args:
         optimizer: The one that will be replicated. With a momentum of its own it needs schemes of dense gradients or of

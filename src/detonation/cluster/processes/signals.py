@@ -47,8 +47,7 @@ _stop: Stop | None = None
 def stoppable() -> Iterator[Stop]:
     """Records SIGTERM and SIGUSR1 in the `Stop` that it yields; a second signal ends the process with 128 + its number.
 
-    Ctrl-C ends the process too, unless it was ignored before. The main thread alone may enter. Nested, it yields the
-    outer `Stop`.
+    Ctrl-C ends the process too, unless it was ignored. Only the main thread may enter. Nested, it is the outer `Stop`.
     """
     global _stop
     if _stop is not None:

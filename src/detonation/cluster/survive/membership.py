@@ -51,8 +51,7 @@ class Membership:
     """One rank's view of the replicas that are left. Collective: all ranks construct it together.
 
     members: replicas, by the numbers with which they began. called: a loss was noticed, so that `agree` is due.
-    under_way: the first steps are over, and silence counts. guest: the next replica that may come in; guest_asks: it
-    has asked to.
+    under_way: the first steps are over: silence counts. guest: the next replica that may join; guest_asks: it asked.
 
     Args:
         store: Reached by all ranks; it must outlive each of them.

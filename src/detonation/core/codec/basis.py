@@ -56,7 +56,11 @@ class DCT:
     tile: ClassVar[int] = 0
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
-        return _product(chunks, dct_waves(chunks.shape[1], chunks.device))
+        if chunks.device.type != "cpu":
+            return _product(chunks, dct_waves(chunks.shape[1], chunks.device))
+        return _product(
+            dct_waves(chunks.shape[1], chunks.device), chunks
+        ).T  # where top-k reads coefficient by coefficient
 
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))

@@ -151,8 +151,7 @@ class Random(Rotation):
 
     Args:
         cycle: Whether a row stays with its permutation for a cycle, so that each coordinate is sent once in it. Without
-            a cycle each step deals the permutations anew, and nothing bounds the time between two turns of a
-            coordinate.
+            a cycle each step deals the permutations anew, so that no time between two turns is the longest.
         first: Of a bucket, the number of its first row in the flat.
         rows: Of a bucket, the rows of the flat; 0 for a selection of the whole flat.
     """

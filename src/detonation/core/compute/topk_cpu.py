@@ -7,6 +7,7 @@ that is allocated once, because at the size of a cache a call costs as much as i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
 FEW = 8
+_last = threading.local()
+"""The finder that a thread used last: an engine asks for the rows of one block after the other."""
 
 
 class TopKFinder:
@@ -86,11 +89,11 @@ def topk_indices(coefficients: Tensor, count: int, some: int) -> Tensor:
     Shapes: `[rows, chunk]` fp32 -> `[rows, count]` int64.
     """
     found = torch.empty(len(coefficients), count, dtype=torch.int64, device="cpu")
-    finder: TopKFinder | None = None
     for rows, columns in zip(torch.split(coefficients, some), torch.split(found, some), strict=True):
-        if finder is None or len(rows) < some:
-            finder = TopKFinder(coefficients.shape[1], count, len(rows))
-        columns.copy_(finder.find(rows.t().contiguous())[0])
+        shape = coefficients.shape[1], count, len(rows)
+        if getattr(_last, "shape", None) != shape:
+            _last.shape, _last.finder = shape, TopKFinder(*shape)
+        columns.copy_(_last.finder.find(rows.t().contiguous())[0])
     return found
 
 

@@ -1,5 +1,6 @@
 """The choice of an engine: the first registered one that can run a codec, or else ordinary torch."""
 
+from collections.abc import Callable
 from importlib import import_module
 
 from detonation.core.codec.codec import Codec
@@ -16,14 +17,9 @@ ENGINES = ["detonation.engines.triton:triton_engine", "detonation.engines.native
 def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
-    """The fastest engine that can run `codec`; ordinary torch where kernels are disabled or cannot be built.
-
-    Args:
-        room: The memory that an accelerator may take; that of all rows when left out.
-    """
+    """The fastest engine that can run `codec`, with temporaries in `room`; ordinary torch where no kernels are."""
     for module, _, function in (name.partition(":") for name in ENGINES):  # imported no earlier than here
-        make = getattr(import_module(module), function)
-        engine: ReferenceEngine | None = make(codec, layout, memory, runtime, room)
-        if engine is not None:
+        make: Callable[..., ReferenceEngine | None] = getattr(import_module(module), function)
+        if engine := make(codec, layout, memory, runtime, room):
             return engine
     return ReferenceEngine(codec, layout, memory, runtime, room)

@@ -28,15 +28,11 @@ READS = 2
 
 
 class Replier(Protocol):
-    """Answers as an owner of rows."""
+    """Answers as an owner of rows, if it `reads` what it received: with what its memory and the update hold."""
 
-    def reads(self, received: Received) -> bool:
-        """True if it decodes these messages."""
-        ...
+    def reads(self, received: Received) -> bool: ...
 
-    def reply(self, received: Received, run: MessageRows, step: int) -> None:
-        """Encodes the coefficients that the memory holds together with those of an update."""
-        ...
+    def reply(self, received: Received, run: MessageRows, step: int) -> None: ...
 
 
 class ReferenceEngine(Rule):
@@ -54,11 +50,9 @@ class ReferenceEngine(Rule):
         super().__init__(codec, layout, memory, runtime.seed, runtime.device)
         self._on_cpu, self._room = runtime.device.type == "cpu", room or Room(max(1, layout.rows))
         cached = max(8, CACHE_BLOCK // codec.selection.chunk // 8 * 8)
-        self._some = (
-            cached if self._on_cpu else released_at_once(codec, layout.rows, self._room)
-        )  # rows of one operation
-        absorbed, selected = (layout.rows, cached) if self._on_cpu else selected_at_once(codec, layout.rows, self._room)
-        self._absorbed_rows, self._selected_rows = absorbed, selected
+        sizes = codec, layout.rows, self._room
+        at_once = (cached,) * 3 if self._on_cpu else (released_at_once(*sizes), *selected_at_once(*sizes))
+        self._some, self._absorbed_rows, self._selected_rows = at_once  # rows of one operation
         self._block = cache(partial(Bucket.of, layout))  # messages cannot be cut everywhere
         self.is_heavy = not self._on_cpu and is_heavy(codec)
         """True if what `encode` returns is so large that it is to be released before the message is sent."""
@@ -66,7 +60,9 @@ class ReferenceEngine(Rule):
         self._exact = codec.precision == FP32 or not (memory and memory.feedback.error_feedback)
         self.needs_own_values = not self._exact
         """True if `release` needs the sent values as every receiver decodes them."""
-        self.releases_at_once = memory is None
+        # within the cache that holds the block
+        self._by_block = self._on_cpu and self._exact and not (layout.tiled or codec.selection.shared)
+        self.releases_at_once = memory is None or self._by_block
         """True if `encode` already removes the sent values from memory, so that `release` has nothing to do."""
 
     def encode(
@@ -85,11 +81,15 @@ class ReferenceEngine(Rule):
         some = rows if codec.dense or (self._on_cpu and codec.selection.shared) else self._selected_rows
         if rows <= some:
             selected = self.select(signals, step, bad, out)
-            return selected if bad is None and selected.indices is None else self._narrow(selected, bad)
+            if bad is not None or selected.indices is not None:
+                selected = self._narrow(selected, bad)
+            if self._by_block:
+                self.subtract([self.of_one(selected.values, selected).whole()])
+            return selected
         shared = codec.shared_indices(rows, step, self._seed, self.device)
         values = torch.empty(rows, codec.selection.k, dtype=torch.float32, device=self.device) if out is None else out
         indices = torch.empty(values.shape, dtype=codec.index_coding.dtype, device=self.device)
-        for first, flat in self._absorbed_parts(signals, bad):
+        for first, flat, memory in self._absorbed_parts(signals, bad):
             for start in range(0, len(flat), some):
                 block = flat[start : start + some]
                 place = slice(first + start, first + start + len(block))
@@ -97,23 +97,27 @@ class ReferenceEngine(Rule):
                 picked = codec.pick(codec.basis.forward(block), here, out=values[place])
                 assert picked.indices is not None
                 indices[place] = narrow(picked.indices)
+                if self._by_block and memory:
+                    memory.release([self.update(self.of_one(picked.values, picked).whole(), Mean())])
                 del block, picked  # before the next one is made
             del flat
         if bad is not None:
             values.masked_fill_(bad, 0.0)
         return Selected(values, indices)
 
-    def _absorbed_parts(self, signals: Sequence[Tensor | None], bad: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """The memory with a signal, or the signal alone, in parts of rows, each with its first row."""
+    def _absorbed_parts(
+        self, signals: Sequence[Tensor | None], bad: Tensor | None
+    ) -> Iterator[tuple[int, Tensor, Memory | None]]:
+        """The memory with a signal, or the signal alone, in parts of rows, each with its first row and its memory."""
         rows, at_once = self.layout.rows, self._absorbed_rows if self.memory else self._selected_rows
         blocks = [Bucket.whole(self.layout)] if rows <= at_once or self.layout.tiled else None
         for block in blocks or (self._block(first, min(first + at_once, rows)) for first in range(0, rows, at_once)):
             pieces = block.cut(signals)
             if self.memory is None:
-                yield block.first, block.layout.flatten(pieces, self.device)
+                yield block.first, block.layout.flatten(pieces, self.device), None
             else:
                 memory = self.memory if blocks else self.memory.of_rows(block.layout, block.first)
-                yield block.first, memory.absorb(pieces, bad)
+                yield block.first, memory.absorb(pieces, bad), memory
 
     def encode_into(
         self, run: MessageRows, signals: Sequence[Tensor | None], step: int, bad: Tensor | None = None

@@ -114,7 +114,7 @@ def _decoded(codec: Codec, width: int) -> int:
     one_pass = not codec.selection.shared and codec.selection.chunk <= ONE_PASS_CHUNK
     summed = line + (12 * width if one_pass else 16 * k)  # values, places, and bags of a sum in one pass
     few = isinstance(codec.basis, DCT) and width <= most_summed(codec.selection.chunk)  # which need no product
-    products = 1 if few or isinstance(codec.basis, Identity) else 2 if isinstance(codec.basis, DCT) else 4
+    products = 1 if few or isinstance(codec.basis, Identity) else 3 if isinstance(codec.basis, DCT) else 6
     return max(summed, products * line)
 
 

@@ -24,8 +24,7 @@ class Link:
     bytes_sent: bytes that this rank has sent to the other replicas, by the arithmetic of ring collectives; over the
     axis itself, not inside the node. waited_s: seconds for which the host was blocked by an unfinished exchange. A
     network library that waits on the device (NCCL) does not block the host, and the device's waiting is not counted.
-    recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, whose content is no longer needed; None where
-    nobody does.
+    recycle: Takes back a receive buffer, `[replicas, bytes]` uint8, that nobody reads any more; None where nobody does.
     tape: Where received messages are recorded, or played back from.
 
     Args:

@@ -85,8 +85,7 @@ class SignSGD(Optimizer):
     def take(self, parameters: Sequence[Tensor], update: SignedUpdate) -> bool:
         """Moves `parameters` by `update` in the next step, and ignores their gradients.
 
-        Returns False, and does nothing, where a momentum or a step hook needs the gradients, or the update cannot move
-        these weights.
+        Returns False, and does nothing, where a momentum or a step hook needs gradients or the update cannot.
 
         Shapes: any, each parameter as in its layer.
         """

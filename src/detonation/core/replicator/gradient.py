@@ -29,8 +29,7 @@ class GradientReplicator(Replicator):
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then takes the update straight from the messages where
-            it can, and the gradients stay this replica's own: storing the update and reading it again costs more than
-            decoding it.
+            it can, and gradients stay this replica's own: storing the update and reading it costs more than decoding.
     """
 
     def __init__(

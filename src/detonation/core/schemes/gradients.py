@@ -205,8 +205,7 @@ def decoupled_adamw(
 
     The moments are computed from the update that all replicas agreed on, and so are equal everywhere. The update is not
     reduced to its sign, as in the published code, which would make AdamW a smoothed `SignSGD`. The scheme does not
-    choose the optimizer: use it with `torch.optim.AdamW`. `random`, `striding` and `slicing` go with AdamW in the same
-    way.
+    choose the optimizer: use it with `torch.optim.AdamW`, and so `random`, `striding` and `slicing`.
 
     Args:
         topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link: As in `demo`.

@@ -53,8 +53,7 @@ def exchange_bytes(
 ) -> int:
     """Bytes that one of `replicas` sends if all send messages of `rows` rows, on a ring.
 
-    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners R - 1 slices of rows / R, and as many
-    replies.
+    all-reduce 2 n (R - 1) / R and all-gather n (R - 1) of n bytes; through owners R - 1 slices, and as many replies.
     Where `local_ranks` of a node carry one message, n is the share of each. bare: without the header of a message, or
     the status numbers that replace it in an all-reduce.
     """

@@ -241,8 +241,7 @@ class Coder:
             report: Of the sum, see `SumInspector.inspect`.
             summed: For the mean in the basis "dct": whether its inverse is a sum of basis vectors.
 
-        Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]` and weights `[messages]`
-        fp32.
+        Shapes: message `[messages, nbytes]` uint8, flat `[rows, chunk]`, rates `[slots, 2]`, weights `[messages]` fp32.
         """
         slots = self.slots
         if not slots.rows:
