@@ -43,7 +43,7 @@ STEPS: dict[str, tuple[str, bool, Mapping[str, Any]]] = {
 CEILINGS = {
     "demo": (71, 60, 27),
     "demo in signs": (99, 85, 33),
-    "demo by owners": (220, 164, 40),
+    "demo by owners": (215, 164, 40),
     "full + AdamW": (55, 44, 23),
     "loco + AdamW": (129, 99, 35),
     "diloco + AdamW": (83, 59, 26),
@@ -53,14 +53,14 @@ CEILINGS = {
 SIZES = {
     "lines of core": 12_617,
     "files of core": 103,
-    "lines of src": 39_775,
+    "lines of src": 39_769,
     "files of src": 279,
     "public names": 40,
     "verbs": 11,
     "recipe keys": 121,
     "private names of core that the application imports": 36,
     "words of README": 844,
-    "words of docs": 39_748,
+    "words of docs": 39_746,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 TOPK_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
 FEW = 8
-_last = threading.local()
-"""The finder that a thread used last: an engine asks for the rows of one block after the other."""
+_last = threading.local()  # the finder that a thread used last: engines ask for one block after the other
 
 
 class TopKFinder:
