@@ -166,12 +166,10 @@ def test_schemes_of_ones_own_are_compared_simulated_and_planned(recipe, register
     assert found["own_parts:half"]["arguments"]["topk"] == 4 and found["quarter"]["seconds"] > 0.1
 
 
-@pytest.mark.parametrize("verb", ["train", "compare"])
-def test_the_help_lists_registered_schemes(verb, registered, installed, recipe, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_command([verb, "--help"])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert end.value.code == 0 and "Schemes: decoupled_adamw, demo, demo_diloco" in shown
+def test_train_lists_registered_schemes(registered, installed, recipe, capsys):
+    assert run_command(["train"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "schemes: decoupled_adamw, demo, demo_diloco" in shown
     assert ", half, " in shown and ", quarter, random, " in shown
 
 
