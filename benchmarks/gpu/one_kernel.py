@@ -258,7 +258,8 @@ def encode(device: torch.device, number: int) -> list[Compared]:
     if not codec.selection.shared:
         compared.append(("indices", run.parts[-1][0], other.parts[-1][0], 0.0))
     if mine.memory and reference.memory:
-        reference.release(selected, values if reference.needs_own_values else None)
+        if not reference.releases_at_once:
+            reference.release(selected, values if reference.needs_own_values else None)
         compared.append(("the memory", mine.memory.residual, reference.memory.residual, 1e-5))
     return compared
 

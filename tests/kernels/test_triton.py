@@ -81,7 +81,8 @@ def sent_and_read(scheme, engine, given, step, zeros):
     run = MessageRows(codec, rows, lambda: octets, room=HEADER_BYTES, negative_zeros=zeros)
     selected, message = engine.encode_into(run, given, step), run.body[0]
     values = codec.written(run).clone()
-    engine.release(selected, values if engine.needs_own_values else None)
+    if not engine.releases_at_once:
+        engine.release(selected, values if engine.needs_own_values else None)
     shared = selected.indices if codec.selection.shared else None
     received = codec.received([message, message], rows, shared, scheme.aggregation)
     if isinstance(engine, TritonEngine):  # which need the step of shared indices, not the indices

@@ -62,7 +62,8 @@ def play(scheme, replicas, sendings):
             signal[1::2] = 0.0 if step % 3 else -0.0
             selected = engine.encode([signal], step)
             message = codec.encode(selected, negative_zeros=negative_zeros(scheme, step, replica, replicas))
-            engine.release(selected, codec.read(message, layout.rows))
+            if not engine.releases_at_once:
+                engine.release(selected, codec.read(message, layout.rows))
             messages.append(message)
             shared = selected.indices if codec.selection.shared else None
         received = codec.received(messages, layout.rows, shared, scheme.aggregation)
