@@ -9,7 +9,6 @@ from torch import Tensor
 from detonation.core.codec.aggregate import Aggregation, ClippedMean, WeightedMean
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.message_rows import MessageRows, SharedIndices
-from detonation.core.compute.checksum import LINE_BYTES
 from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity import readback
 from detonation.core.integrity.guard import Guard
@@ -70,8 +69,7 @@ class TritonGuard(Guard):
         whole = octets[0]
         # the replicas of a simulation receive one buffer together, in which none may write
         if len(parts) > 1 or whole.device.type == "cpu" or not launches.is_aligned(whole, 16):
-            width = -(-(HEADER_BYTES + nbytes) // LINE_BYTES) * LINE_BYTES
-            whole = workspace.take(("whole", phase), (len(whole), width), whole.device)
+            whole = workspace.take(("whole", phase), (len(whole), codec.width(rows, HEADER_BYTES)), whole.device)
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), signals)
         table = self._inspector(len(whole)).inspect(
