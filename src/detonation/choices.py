@@ -17,6 +17,7 @@ GONE_KEYS = {
     "tie_embeddings": _HF + "tie_word_embeddings",
     "rope_theta": _HF + "rope_parameters",
     "gated": _HF + "feed_forward_proj",
+    "adapt": "leave it out: the run keeps the setting that it chose; measure again, and start with another",
     "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",

@@ -219,6 +219,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             rows = enumerate(value["seconds"])
             found |= {f"waited/{i} for {j}": seconds for i, row in rows for j, seconds in enumerate(row) if i != j}
-        elif name not in ("step", "setting"):  # which is text
+        elif name != "step":
             found[name] = value
     return found
