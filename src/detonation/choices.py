@@ -19,10 +19,11 @@ GONE_KEYS = {
     "gated": _HF + "feed_forward_proj",
     "adapt": "leave it out: the run keeps the setting that it chose; measure again, and start with another",
     "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
+    "shakespeare": "take sotu, or a text file of your own",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
 }
-"""Keys of recipes that version 0.2 has no more, and what to do in their place."""
+"""Keys and data of recipes that version 0.2 has no more, and what to do in their place."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

