@@ -63,7 +63,7 @@ def rank(folder: Path, arguments: list[str]) -> int:
     marks = {"start": time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot}
 
     from detonation.cli.command import run_command
-    from detonation.cluster import launch, under_launcher
+    from detonation.cluster import launch
     from detonation.train.run import recorder, worker
 
     def noted(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,8 +78,7 @@ def rank(folder: Path, arguments: list[str]) -> int:
         return call
 
     marks["import"] = time.time()
-    for module in (launch, under_launcher):
-        module.init_rank = noted("meet", module.init_rank)  # type: ignore[attr-defined]
+    launch.init_rank = noted("meet", launch.init_rank)
     worker.resume = noted("load", worker.resume)
     worker._expect = noted("set up", worker._expect)
     recorder.Recorder.add = noted(PARTS[-1], recorder.Recorder.add)  # type: ignore[method-assign]

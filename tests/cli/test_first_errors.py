@@ -17,13 +17,13 @@ from torch import nn
 
 import detonation as dt
 from commands import Command, free_port, write_recipe
-from detonation.cli.answers import explain
 from detonation.cli.command import run_command
+from detonation.cli.verbs import explain
+from detonation.cluster.launch import run_under_launcher
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.position import LaunchPosition, launch_position
 from detonation.cluster.processes import rendezvous
 from detonation.cluster.processes.failure import WorldError
-from detonation.cluster.under_launcher import run_under_launcher
 from detonation.train.output import directory
 from detonation.train.output.trackers import check_trackers
 from detonation.train.recipe.resolve import fill_mesh

@@ -13,8 +13,7 @@ from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import SCHEMES
 from detonation.models import MODELS
 from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
-from detonation.train.recipe.resolve import read_recipe, resolve
-from detonation.train.recipe.shipped import shipped_recipes
+from detonation.train.recipe.resolve import read_recipe, resolve, shipped_recipes
 from detonation.train.run.request import Request, configure
 from detonation.version import __version__
 

@@ -14,9 +14,8 @@ import tyro
 from pages import PAGES, ROOT, all_blocks, blocks
 
 import worlds
-from detonation.cli.arguments import Verb
+from detonation.cli.arguments import Common, Shortcuts, Verb
 from detonation.cli.command import run_command
-from detonation.cli.flags import Common, Shortcuts
 from detonation.cli.verbs import flat_sets, shortcuts
 from detonation.train.recipe.resolve import merge, read_layers, read_recipe, resolve
 

@@ -11,8 +11,7 @@ import yaml
 from pages import PAGES, ROOT, all_blocks, blocks
 
 import detonation
-from detonation.train.recipe.resolve import read_recipe
-from detonation.train.recipe.shipped import shipped_recipes
+from detonation.train.recipe.resolve import read_recipe, shipped_recipes
 
 LANGUAGES = {"python", "bash", "toml", "ini", "diff", "text"}
 RESEARCH = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("research/*.md"))

@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import sys
 import time
 from functools import partial
 
@@ -17,7 +18,6 @@ from rich.console import Console
 
 from commands import RECIPE, free_port, write_recipe
 from covering import covered
-from detonation.cli import answers
 from detonation.cli.command import run_command
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.train.loop.timing import flops
@@ -262,10 +262,10 @@ class Typed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.update(TERM="xterm-256color", COLUMNS="100", **env)
             for name in ("stdout", "stderr"):
-                setattr(answers.sys, name, os.fdopen(os.dup(1), "w", encoding="utf-8"))
+                setattr(sys, name, os.fdopen(os.dup(1), "w", encoding="utf-8"))
             torch.set_num_threads(1)
             code = run_command(arguments)
-            answers.sys.stdout.flush()
+            sys.stdout.flush()
         os._exit(code)
 
     def read_until(self, words):

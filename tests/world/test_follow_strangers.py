@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.feed import publisher, subscription
+from detonation.feed import frames, publisher
 from detonation.feed.frames import ABOUT, MOST_STRANGERS, STATE, WANT, BadFrame, FrameSocket, encoded, host_and_port
 from detonation.feed.token import prove_to_feed, prove_to_follower, read_token
 from limits import LIMIT_S
@@ -166,7 +166,7 @@ def test_a_state_beyond_all_measure_is_refused_before_memory_is_taken():
 
 
 def test_a_follower_that_is_too_far_behind_is_dropped_and_comes_again(caplog, monkeypatch):
-    monkeypatch.setattr(subscription, "LEAST_WAITING", 1 << 20)
+    monkeypatch.setattr(frames, "LEAST_WAITING", 1 << 20)
     model, optimizer, feed = training(size=512, most_behind=2)
     served = nn.Linear(512, 512)
     with dt.follow(served, feed.address, token=TOKEN, wait=False, most_behind=1) as follower:

@@ -3,55 +3,134 @@
 The help of each verb fits on a screen of 40 lines of 100 columns, so the text of a flag is one line.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from detonation.cli import flags as of
+_T = TypeVar("_T")
 
 
-@of.verb("recipe", "scheme", "steps", "replicas", "shards", "out", "web")
-class Train(of.Shortcuts, of.Processes):
+def shown(metavar: str | None = None) -> Any:
+    """The look of an argument whose text names its default."""
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
+Flag = Annotated[bool, shown()]
+Integer = Annotated[int | None, shown("INT")]
+Text = Annotated[str | None, shown("NAME")]
+Sets = Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], shown("[KEY=VALUE ...]")]
+Rate = Annotated[str | None, shown("RATE[,LATENCY]")]
+Address = Annotated[str | None, shown("HOST:PORT")]
+Directory = Annotated[Path | None, shown("DIR")]
+File = Annotated[Path | None, shown("FILE")]
+OfRun = Positional[Annotated[Path, arg(metavar="DIR")]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    json: Flag = False
+    """Print one JSON object last on stdout; lines for people go to stderr."""
+    debug: Flag = False
+    """Show tracebacks and the warnings of the libraries underneath."""
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def verb(*first: str) -> Callable[[type[_T]], type[_T]]:
+    """Makes a class the flags of a verb: in the help those named `first` come first, and those of `Common` last."""
+
+    def made(kind: type[_T]) -> type[_T]:
+        fields: dict[str, Any] = dataclass(frozen=True, kw_only=True)(kind).__dataclass_fields__  # type: ignore[attr-defined]
+        own = [name for name in fields if name not in Common.__dataclass_fields__]
+        kind.__dataclass_fields__ = {name: fields[name] for name in (*first, *own, *fields)}  # type: ignore[attr-defined]
+        return kind
+
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides(Common):
+    """What lies over a recipe."""
+
+    set: Sets = ()
+    """Override any key of the recipe; a wrong key lists the valid ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes(Overrides):
+    """The processes that a verb starts, and the network between them."""
+
+    replicas: Integer = None
+    """Copies of the model, one per node; the recipe's when left out."""
+    shards: Integer = None
+    """Parts of each copy, one per accelerator; the recipe's when left out."""
+    link: Rate = None
+    """Emulate a slow network between the replicas, such as 100mbit,5ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortcuts(Overrides):
+    """Flags for the settings that change most; --set has all of them."""
+
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
+    """A TOML file, or a name that detonation train alone lists."""
+    scheme: Text = None
+    """What replicas exchange: demo, diloco, full, ...; auto chooses."""
+    steps: Integer = None
+    """Steps of the optimizer (train.steps)."""
+    lr: Annotated[float | None, shown("NUMBER")] = None
+    """Learning rate (optimizer.lr)."""
+    model: Text = None
+    """Such as olmo2, vit, hf:DIRECTORY or hf:ID (model.name)."""
+    data: Annotated[str | None, shown("SOURCE")] = None
+    """A name of detonation fetch, a file, a directory, hf:ID (data.source)."""
+    init_from: Annotated[str | None, shown("DIR")] = None
+    """Begin with the weights of a run or of an exported model."""
+
+
+@verb("recipe", "scheme", "steps", "replicas", "shards", "out", "web")
+class Train(Shortcuts, Processes):
     """Train the model of a recipe; without one, list recipes, schemes and models.
 
     Example: detonation train quick-lm --steps 100 --out runs/first
     """
 
-    out: of.Directory = None
+    out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<time> when left out."""
-    web: of.Flag = False
+    web: Flag = False
     """Show the run at http://127.0.0.1:8000 while it trains."""
-    print: of.Flag = False
+    print: Flag = False
     """Print the recipe instead, as the start of your own."""
-    resume: of.Flag = False
+    resume: Flag = False
     """Continue the run in --out from its newest whole checkpoint."""
-    checkpoint_every: of.Integer = None
+    checkpoint_every: Integer = None
     """Steps between checkpoints; only at the end when left out."""
-    keep: of.Integer = None
+    keep: Integer = None
     """Checkpoints to keep, the newest; 3 when left out."""
-    stop_after: of.Integer = None
+    stop_after: Integer = None
     """Stop after so many steps with the state saved."""
-    logger: Annotated[UseAppendAction[tuple[str, ...]], of.shown("NAME")] = ()
+    logger: Annotated[UseAppendAction[tuple[str, ...]], shown("NAME")] = ()
     """Send steps to tensorboard, trackio, wandb, web:PORT or module:function."""
-    log: of.Flag = False
+    log: Flag = False
     """Keep the updates since the last checkpoints, for detonation follow."""
-    publish: of.Address = None
+    publish: Address = None
     """Serve the weights for detonation follow; needs DETONATION_TOKEN."""
-    elastic: of.Flag = False
+    elastic: Flag = False
     """Train on when a replica is lost, down to mesh.min_replicas."""
-    meet: of.Address = None
+    meet: Address = None
     """Store of an elastic run (detonation meet); here when left out."""
-    replica: of.Integer = None
+    replica: Integer = None
     """Run this replica alone; it meets the others at --meet."""
-    join: of.Address = None
+    join: Address = None
     """Join the elastic run whose store is there; needs DETONATION_TOKEN."""
-    interface: Annotated[str, of.shown("NAME")] = ""
+    interface: Annotated[str, shown("NAME")] = ""
     """Network interface of the sockets, such as wg0."""
 
 
-@of.verb("recipe", "scheme", "steps", "replicas", "out", "profile")
-class Simulate(of.Shortcuts):
+@verb("recipe", "scheme", "steps", "replicas", "out", "profile")
+class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to try a scheme with 64 of them.
 
     Loss and bytes are those of a real run of replicas of one shard; the seconds are not.
@@ -59,18 +138,18 @@ class Simulate(of.Shortcuts):
     Example: detonation simulate quick-lm --replicas 64
     """
 
-    replicas: of.Integer = None
+    replicas: Integer = None
     """Copies of the model; the recipe's when left out."""
-    total_batch: of.Integer = None
+    total_batch: Integer = None
     """Examples per step of all replicas; train.batch_size each when left out."""
-    profile: of.File = None
+    profile: File = None
     """Result of detonation probe, to predict the seconds of a step on that cluster."""
-    out: of.Directory = None
+    out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 
 
-@of.verb("recipe", "schemes", "vary", "replicas", "shards", "out")
-class Compare(of.Processes):
+@verb("recipe", "schemes", "vary", "replicas", "shards", "out")
+class Compare(Processes):
     """Train a recipe under several schemes or settings, and write one page.
 
     Finished runs in --out are kept, stopped ones continue.
@@ -82,16 +161,16 @@ class Compare(of.Processes):
 
     recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
     """The recipe; each scheme has the settings that it is tuned to there."""
-    schemes: Annotated[str, of.shown("NAME,NAME,...")] = ""
+    schemes: Annotated[str, shown("NAME,NAME,...")] = ""
     """Schemes to compare, such as full,demo,random,diloco; detonation train lists all."""
-    vary: of.Sets = ()
+    vary: Sets = ()
     """Try each of these values; several keys give every combination."""
-    out: of.Directory = None
+    out: Directory = None
     """Directory of the runs and the page; runs/<recipe>-compare-<time> when left out."""
 
 
-@of.verb("recipe", "replicas", "shards", "out")
-class Probe(of.Processes):
+@verb("recipe", "replicas", "shards", "out")
+class Probe(Processes):
     """Measure the links between nodes and inside them, and a step without them.
 
     Starts 2 x 2 processes unless told otherwise, or joins those of torchrun or srun.
@@ -99,16 +178,16 @@ class Probe(of.Processes):
     Example: detonation probe quick-lm
     """
 
-    recipe: Positional[Annotated[Path | None, of.shown("[RECIPE]")]] = None
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """Measure its forward and backward pass too, and every scheme's optimizer step."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("profile.json")
     """The profile, for detonation plan."""
-    slow_backend: Annotated[str | None, of.shown("gloo")] = None
+    slow_backend: Annotated[str | None, shown("gloo")] = None
     """Measure the axis between replicas over gloo, like mesh.slow_backend."""
 
 
-@of.verb("recipe", "link", "profile", "replicas", "parameters", "step_time")
-class Plan(of.Overrides):
+@verb("recipe", "link", "profile", "replicas", "parameters", "step_time")
+class Plan(Overrides):
     """Say which scheme and optimizer reach a loss first on a cluster.
 
     Takes a recipe or --parameters, and --profile or --link.
@@ -118,32 +197,32 @@ class Plan(of.Overrides):
     Example: detonation plan --parameters 1.2b --replicas 16 --link 100mbit,20ms --step-time 0.35
     """
 
-    recipe: Positional[Annotated[Path | None, of.shown("[RECIPE]")]] = None
+    recipe: Positional[Annotated[Path | None, shown("[RECIPE]")]] = None
     """The recipe to plan for; or give --parameters."""
-    profile: of.File = None
+    profile: File = None
     """Links and steps as detonation probe measured them."""
-    link: of.Rate = None
+    link: Rate = None
     """Links of this speed, such as 100mbit,20ms, instead of a profile."""
-    step_time: Annotated[float | None, of.shown("SECONDS")] = None
+    step_time: Annotated[float | None, shown("SECONDS")] = None
     """Forward and backward of one step; the profile's when left out."""
-    replicas: of.Integer = None
+    replicas: Integer = None
     """Copies of the model; of the recipe or the profile, or 2, when left out."""
-    shards: of.Integer = None
+    shards: Integer = None
     """Accelerators in a node; of the recipe or the profile, or 1, when left out."""
-    parameters: Annotated[str | None, of.shown("COUNT")] = None
+    parameters: Annotated[str | None, shown("COUNT")] = None
     """Trained parameters, such as 1.2b, instead of a recipe."""
-    shard_nodes: of.Integer = None
+    shard_nodes: Integer = None
     """Nodes that the shards of one copy lie on; adds the traffic between them."""
-    optimizer: of.Text = None
+    optimizer: Text = None
     """Keep this optimizer, such as AdamW, and compare with its full synchronisation."""
-    steps: of.Integer = None
+    steps: Integer = None
     """Steps in which the baseline reaches its loss; the recipe's or 1000 when left out."""
-    all: of.Flag = False
+    all: Flag = False
     """Show every scheme with all that is known of it."""
 
 
-@of.verb()
-class Report(of.Common):
+@verb()
+class Report(Common):
     """Write a page that shows a run or compares several, and each figure as PNG.
 
     Example: detonation report runs/first
@@ -151,36 +230,36 @@ class Report(of.Common):
     Example: detonation report runs/slow/*/ --out slow.html
     """
 
-    directories: Positional[Annotated[tuple[Path, ...], of.shown("DIR...")]]
+    directories: Positional[Annotated[tuple[Path, ...], shown("DIR...")]]
     """Run directories."""
-    out: of.File = None
+    out: File = None
     """The page; DIR/report.html for one run and report.html for several when left out."""
-    plan: of.File = None
+    plan: File = None
     """Show this plan too, as detonation plan --json printed it."""
 
 
-@of.verb()
-class Verify(of.Common):
+@verb()
+class Verify(Common):
     """Check that checkpoints are whole and that replicas agree in them."""
 
-    directory: of.OfRun
+    directory: OfRun
     """A run directory, or one checkpoint."""
 
 
-@of.verb("directory", "out")
-class Export(of.Common):
+@verb("directory", "out")
+class Export(Common):
     """Write the model of a run's newest whole checkpoint for from_pretrained."""
 
-    directory: of.OfRun
+    directory: OfRun
     """A run directory, or one checkpoint."""
     out: Annotated[Path, arg(metavar="DIR")]
     """The directory for the model, new or empty."""
-    trust_code: of.Flag = False
+    trust_code: Flag = False
     """Run the code of a model that the checkpoint names as package.module:function."""
 
 
-@of.verb("source", "out", "to")
-class Follow(of.Common):
+@verb("source", "out", "to")
+class Follow(Common):
     """Repeat a run from its updates, bit for bit: live, or from its log.
 
     Live it needs DETONATION_TOKEN; it sends nothing, and training does not wait for it.
@@ -192,31 +271,31 @@ class Follow(of.Common):
 
     source: Positional[Annotated[str, arg(metavar="SOURCE")]]
     """HOST:PORT of train --publish, one for each shard; or DIR of train --log."""
-    out: of.Directory = None
+    out: Directory = None
     """A run directory for checkpoints of one replica; a log needs none."""
-    to: of.Integer = None
+    to: Integer = None
     """Stop at this step; at the end of the run or of its log when left out."""
-    every: of.Integer = None
+    every: Integer = None
     """Steps between checkpoints of a live run; 100 when left out."""
-    keep: of.Integer = None
+    keep: Integer = None
     """Checkpoints of a live run to keep, the newest; 3 when left out."""
-    trust_code: of.Flag = False
+    trust_code: Flag = False
     """Run the code that the run names as package.module:function."""
 
 
-@of.verb()
-class Meet(of.Common):
+@verb()
+class Meet(Common):
     """Serve the store of an elastic run on several machines, until ended."""
 
     address: Positional[Annotated[str, arg(metavar="HOST:PORT")]]
     """Where it listens; each train --elastic --replica gives it as --meet."""
 
 
-@of.verb()
-class Fetch(of.Common):
+@verb()
+class Fetch(Common):
     """Download data sets to this machine; detonation train alone lists them."""
 
-    names: Positional[Annotated[tuple[str, ...], of.shown("NAME...")]]
+    names: Positional[Annotated[tuple[str, ...], shown("NAME...")]]
     """Data sets, such as fashion-mnist, cifar10, sotu, bible-en-es."""
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from detonation.cli.answers import explain, fail
 from detonation.cli.arguments import Probe, Train, verbs
-from detonation.cli.verbs import VERBS
+from detonation.cli.verbs import VERBS, explain, fail
 from detonation.report.words import printable
 from detonation.version import __version__
 
@@ -86,10 +85,10 @@ def _print_versions(as_json: bool) -> int:
     """Prints the version of this package, and then all others, which need torch."""
     if not as_json:
         print(f"detonation {__version__}", flush=True)
-    from detonation.train.output.environment import environment, lines
+    from detonation.train.output.directory import environment, environment_lines
 
     found = environment()
-    print(json.dumps(found) if as_json else "\n".join(map(printable, lines(found))))
+    print(json.dumps(found) if as_json else "\n".join(map(printable, environment_lines(found))))
     return 0
 
 

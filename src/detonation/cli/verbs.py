@@ -1,9 +1,12 @@
-"""The verbs: each calls and prints, no more. Heavy imports wait until they are needed."""
+"""The verbs: each calls and prints, no more; and how errors are shown. Heavy imports wait until they are needed."""
 
 import dataclasses
+import errno
 import importlib.machinery
 import json
+import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +15,55 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from detonation.cli import arguments as of
-from detonation.cli.answers import explain, say
-from detonation.cli.flags import Common
+from detonation.report.words import printable
+
+
+def say(verb: of.Common, line: str) -> None:
+    """Prints lines for people: to stderr where stdout is for a program."""
+    line = "\n".join(map(printable, line.splitlines()))
+    if verb.json:
+        _to_stderr(line)
+    else:
+        print(line)
+
+
+def explain(verb: of.Common, error: Exception) -> int:
+    """Prints an error in one line, unless another rank has; returns the exit code: 2 for bad input, else 1."""
+    from detonation.cluster.processes.failure import WorldError, describe
+
+    world = error if isinstance(error, WorldError) else None
+    if verb.debug:
+        trace = world.failure.trace if world else ""
+        print(trace or "".join(traceback.format_exception(error)), file=sys.stderr, end="")
+    if world and world.reported:
+        return 2 if world.failure.bad_input else 1
+    bad_input = world.failure.bad_input if world else isinstance(error, ValueError)
+    out, name = getattr(verb, "out", None), str(getattr(error, "filename", None) or "")
+    unwritable = out and name and (str(out).startswith(name) or name.startswith(str(out.with_suffix(""))))
+    full = out and os.strerror(errno.ENOSPC) in str(error)
+    remedy = ": free some space, or choose another --out" if full else ": choose another --out" * bool(unwritable)
+    return fail(describe(error) + remedy, 2 if bad_input else 1, verb.json)
+
+
+def fail(line: str, code: int, as_json: bool) -> int:
+    """Prints the line of an error, for a program too; returns `code`."""
+    try:
+        if as_json:
+            print(json.dumps({"error": line, "code": code}), flush=True)
+    finally:  # also where nobody reads stdout
+        _to_stderr(f"error: {printable(line)}")
+    return code
+
+
+def _to_stderr(line: str) -> None:
+    """Prints a line to stderr, whose reader may be gone: the program that reads stdout still gets its object."""
+    try:
+        print(line, file=sys.stderr)
+    except BrokenPipeError:
+        from detonation.report.terminal import discard
+
+        discard(sys.stderr)
+
 
 _R = TypeVar("_R")
 SHORTCUTS = {
@@ -23,7 +73,7 @@ SHORTCUTS = {
 """The recipe's key for each flag of `Shortcuts`."""
 
 
-def requested(kind: type[_R], verb: Common) -> _R:
+def requested(kind: type[_R], verb: of.Common) -> _R:
     """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out has its default."""
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     renamed = {
@@ -66,8 +116,7 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
 def _print_recipe(verb: of.Train) -> dict[str, Any]:
     """Prints the text of a recipe of the package, or the names of all that a run can be made of."""
     from detonation.choices import unknown
-    from detonation.train.recipe.resolve import names_of_parts
-    from detonation.train.recipe.shipped import headline, shipped_recipes
+    from detonation.train.recipe.resolve import headline, names_of_parts, shipped_recipes
 
     if verb != of.Train(recipe=verb.recipe, print=verb.print, json=verb.json, debug=verb.debug):
         raise ValueError("train needs a recipe, and --print no other flag: detonation train alone lists the recipes")

@@ -17,7 +17,7 @@ from detonation.feed.follower import Follower, follow
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
 from detonation.feed.token import LostFeed, checked_token
-from detonation.log.step_recorder import Tapes
+from detonation.log.records import Tapes
 
 _log = logging.getLogger("detonation.feed")
 

@@ -16,14 +16,12 @@ from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import local
 from detonation.core.integrity.readback import Readback
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.frames import ABOUT, BYE, FrameSocket, Listener, encoded, host_and_port
+from detonation.feed.frames import ABOUT, BYE, FrameSocket, Listener, Subscription, encoded, host_and_port
 from detonation.feed.shared_state import BUFFERS, NORM, describe_training, require_followable, shared_content
-from detonation.feed.subscription import Subscription
 from detonation.feed.token import checked_token
 from detonation.feed.weights.folders import Folder
 from detonation.feed.weights.weight_feed import WeightFeed
-from detonation.log.records import MESSAGE, LogRecord
-from detonation.log.step_recorder import StepRecorder
+from detonation.log.records import MESSAGE, LogRecord, StepRecorder
 
 FAILED_S = 60.0
 """Seconds after which a copy that failed is tried again."""

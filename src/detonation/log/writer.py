@@ -18,8 +18,7 @@ from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.traffic import buckets_of, collective_for
-from detonation.log.records import LOG_VERSION, START, STEP, LogRecord, noted
-from detonation.log.step_recorder import Copies, StepRecorder
+from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 
 SUFFIX = ".updates"
 AT_ONCE_BYTES = 1 << 16

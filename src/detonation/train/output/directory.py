@@ -1,11 +1,13 @@
-"""The run directory: its lock, and files that are written whole or not at all."""
+"""The run directory: its lock, files that are written whole or not at all, and the environment of the run."""
 
 import fcntl
 import json
 import logging
 import os
+import platform
 import time
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +15,43 @@ import tomli_w
 
 from detonation.cluster.processes.failure import RunError
 from detonation.whole_files import write_whole
+
+_PACKAGES = (
+    "detonation-torch", "torch", "transformers", "safetensors", "numpy", "tyro", "rich", "tomli-w", "matplotlib",
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions of Python and the packages that matter, platform, processors, threads and GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "packages": {package: _version(package) for package in _PACKAGES},
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+    }
+
+
+def environment_lines(found: dict[str, Any]) -> list[str]:
+    """The environment as lines to paste into a bug report."""
+    flat = {**found, **found["packages"]}
+    del flat["packages"]
+    flat["gpus"] = ", ".join(found["gpus"]) or "none"
+    return [f"- {key}: {'none' if value is None else value}" for key, value in flat.items()]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
 
 _log = logging.getLogger("detonation")
 

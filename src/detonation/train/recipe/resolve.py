@@ -1,8 +1,11 @@
 """From a recipe file, the launcher's world, `--set` and flags to one configuration; trust in code that it names."""
 
+import itertools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +15,29 @@ from detonation.core.schemes.registry import SCHEMES, schemes
 from detonation.models.pretrained import HUB_PREFIX
 from detonation.train.recipe.optimizers import optimizer_name
 from detonation.train.recipe.schema import Config, Table, require
-from detonation.train.recipe.shipped import shipped_recipes
 from detonation.train.recipe.tables import CHOSEN_BY, TABLES, from_table
+
+
+def shipped_recipes() -> dict[str, Traversable]:
+    """The recipe files of the package, by name.
+
+    >>> "quick-lm" in shipped_recipes()
+    True
+    """
+    folder = resources.files("detonation").joinpath("recipes")
+    files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+
+
+def headline(text: str) -> str:
+    """The comment at the top of a recipe, in one line.
+
+    >>> headline("# A small model:\\n# two minutes.\\nseed = 0")
+    'A small model: two minutes.'
+    """
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in lines)
+
 
 _TUNABLE = ("scheme", "optimizer", "schedule", "train")
 

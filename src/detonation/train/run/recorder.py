@@ -15,7 +15,7 @@ from detonation.cluster.processes.rendezvous import GLOO_INTERFACE
 from detonation.core.integrity.tape import Tape
 from detonation.feed.admission import Admission
 from detonation.feed.publisher import Feed
-from detonation.log.step_recorder import Tapes
+from detonation.log.records import Tapes
 from detonation.log.writer import UpdateLog
 from detonation.train.loop.session import Session
 from detonation.train.loop.summary import NOTHING, Counts, portion

@@ -21,7 +21,7 @@ from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session, start_session
 from detonation.train.loop.summary import saved_counts, summarise
 from detonation.train.output import directory, metrics
-from detonation.train.output.environment import environment
+from detonation.train.output.directory import environment
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table

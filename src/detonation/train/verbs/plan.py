@@ -14,10 +14,9 @@ from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise
-from detonation.plan.cost import Network, Work, changed
+from detonation.plan.cost import SHARD_NODE, Network, Work, changed, shard_costs
 from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
 from detonation.plan.search import Candidate, options, pairs
-from detonation.plan.shard_cost import SHARD_NODE, shard_costs
 from detonation.train.recipe.schema import Config, require
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from detonation.cluster.init import LaunchPosition, launch_position, local_device
+from detonation.cluster.launch import run_under_launcher
 from detonation.cluster.mesh import init_mesh, split_shards
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.cluster.under_launcher import run_under_launcher
 from detonation.core.schemes.registry import schemes
 from detonation.train.loop.session import Session, between_replicas, check_config, slowed, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
-from detonation.train.output.environment import environment
+from detonation.train.output.directory import environment
 from detonation.train.recipe.resolve import Layers, fill_mesh, merge, read_layers
 from detonation.train.recipe.schema import Config, MeshConfig, Table, require
 from detonation.train.run.decide import standing

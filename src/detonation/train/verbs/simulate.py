@@ -19,7 +19,7 @@ from detonation.train.loop.session import Session, check_config, load_data, safe
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.world import Alone
 from detonation.train.output import directory, metrics, trackers
-from detonation.train.output.environment import environment
+from detonation.train.output.directory import environment
 from detonation.train.output.screen import Screen
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import parse_sets, read_layers
