@@ -62,7 +62,7 @@ class Recorder:
         if session.rank == 0:
             self._open(done)
             self.warn(misfits(session.config))
-        screen.start(done, self._train.steps, self._portion)
+        screen.start(done, self._train.steps)
 
     def _open(self, done: int) -> None:
         """Writes from now on, after `done` steps."""
@@ -81,7 +81,7 @@ class Recorder:
         done = self.records[-1].step if self.records else self._done
         self._open(done)
         self._screen.speak()
-        self._screen.start(done, self._train.steps, self._portion)
+        self._screen.start(done, self._train.steps)
         self._logged, self._passes = len(self.records), 0.0
         return True
 
