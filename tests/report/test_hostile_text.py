@@ -32,7 +32,7 @@ class Tags(HTMLParser):
 
 def hostile(path):
     """A run whose every text is evil."""
-    texts = dict.fromkeys(("scheme", "optimizer", "model", "data", "fingerprint"), EVIL)
+    texts = dict.fromkeys(("scheme", "optimizer", "model", "data", "fingerprint", "adapted_to"), EVIL)
     made(path, **texts, skipped={EVIL: 3}, scheme_arguments={EVIL: EVIL}, levels=[(EVIL, 100), ("rack", 10)])
     environment = {"packages": {"torch": EVIL, EVIL: EVIL}, "platform": EVIL, "gpus": [EVIL]}
     (path / "environment.json").write_text(json.dumps(environment))

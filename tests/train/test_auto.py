@@ -67,10 +67,10 @@ def test_the_choice_stands_in_the_run_and_is_taken_again(recipe, tmp_path, capfd
     [
         (["train", "--set", "scheme.name=auto", "scheme.budget=2"], "budget is 2, must be a part of a step that may"),
         (["train", "--set", "scheme.name=auto", "scheme.budget=-0.1"], "budget is -0.1, must be a part of a step"),
-        (["train", "--set", "scheme.name=auto", "scheme.adapt=true"], "argument of scheme auto 'adapt' is gone since"),
+        (["train", "--set", "scheme.name=auto", "scheme.adapt=3"], "scheme.adapt is 3, but must be true or false"),
         (
             ["train", "--set", "scheme.name=auto", "scheme.budgt=0.2"],
-            "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: budget",
+            "unknown argument of scheme auto 'budgt', did you mean 'budget'? Valid: adapt, budget",
         ),
         (["train", "--set", "scheme.name=aut"], "unknown scheme 'aut'"),
         (["train", "--set", "scheme.name=auto", "--elastic"], "an elastic run does not measure its links: name a sch"),

@@ -121,6 +121,18 @@ def check_budget(budget: float) -> float:
     return float(budget)
 
 
+def largest_within(among: Iterable[Scheme], work: Work, network: Network, budget: float) -> Scheme:
+    """Picks the setting of one scheme that sends most among those that wait at most `budget` of a step.
+
+    Where nothing fits the budget, the setting that waits least wins.
+    """
+    prices = [price for price in (_price(each, work, network) for each in among) if price is not None]
+    within = [price for price in prices if price.waiting <= budget]
+    if within:
+        return max(within, key=lambda price: (price.bytes_sent, spelled(price.scheme))).scheme
+    return min(prices, key=lambda price: (round(price.exposed_s, 6), -price.bytes_sent)).scheme
+
+
 def _price(candidate: Scheme, work: Work, network: Network) -> Cost | None:
     try:
         return cost(candidate, work, network)

@@ -115,6 +115,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     names = ", ".join([*list(skipped)[:3], *["..."] * (len(skipped) > 3)])
     rows = [
         ("scheme", f"{_scheme(summary)} with {summary['optimizer']}"),
+        ("adapted to", summary.get("adapted_to", "")),
         ("world", f"{summary['replicas']} replicas x {summary['shards']} shards{virtual}"),
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),

@@ -15,6 +15,7 @@ from detonation.checkpoint.shard_saver import NotSaved
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.link.elastic_communicator import PeerLost
+from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import ParameterScheme
 from detonation.data import Data, Streamed
 from detonation.train.loop.session import Session
@@ -35,12 +36,18 @@ def open_checkpoints(session: Session, directory: Path) -> Checkpoints:
     return Checkpoints(directory, session.model, session.optimizer, session.config.train.keep)
 
 
-def save_async(session: Session, checkpoints: Checkpoints, before: Counts) -> None:
-    """Starts saving, with the faults in earlier starts of the run; all ranks call it."""
+def save_async(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> None:
+    """Starts saving; all ranks call it.
+
+    Args:
+        before: Faults in earlier starts of the run.
+        followed: State of the adapter, in a run that follows its link.
+    """
     _, outermost = session.optimizer.levels[-1]
     extra = {
         "config": to_table(session.config),
         "setting": dict(outermost.arguments),
+        "followed": followed,
         "data": _data_mark(session.data),
     }
     if isinstance(session.data.train, Streamed):
@@ -50,15 +57,15 @@ def save_async(session: Session, checkpoints: Checkpoints, before: Counts) -> No
     checkpoints.save({**extra, **asdict(counted(session, before))})
 
 
-def save_now(session: Session, checkpoints: Checkpoints, before: Counts) -> Path:
+def save_now(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> Path:
     """Saves and waits until it is done. Raises `Unwritable` on all ranks where one cannot write."""
-    save_async(session, checkpoints, before)
+    save_async(session, checkpoints, before, followed)
     try:
         saved = checkpoints.wait()
     except NotSaved as error:
         if isinstance(error.__cause__, PeerLost):
             session.optimizer.synchronize()  # which goes on without the lost replica
-            return save_now(session, checkpoints, before)
+            return save_now(session, checkpoints, before, followed)
         path = checkpoints.directory / checkpoint_name(session.optimizer.step_count)
         reason = str(error).partition(" failed: ")[2]
         raise Unwritable(f"cannot write {path}: {reason}; free some space or choose another --out") from error
@@ -88,6 +95,7 @@ def resume(
     _check(found.path, was, here)
     changed = [*_changes(was, here), *_more_steps(session, was, found.manifest.step)]
     changed += _other_data(extra.get("data"), session.data)
+    _restore_setting(session, found.manifest.extra.get("setting"))
     loaded = load_found(found, session.model, session.optimizer)
     positions = extra.get("positions")
     if isinstance(session.data.train, Streamed) and isinstance(positions, list):
@@ -96,6 +104,17 @@ def resume(
         else:  # the parts are others, and each is read from its beginning up to this step
             changed.append("the stream is read again up to this step, because other ranks divide it")
     return loaded, [*found.rejected, f"resumed after step {loaded.step}, {loaded.merged}", *changed]
+
+
+def _restore_setting(session: Session, setting: object) -> None:
+    """Reconfigures the optimizer to the saved `setting`, which a run that adapts has moved from its configuration."""
+    _, outermost = session.optimizer.levels[-1]
+    if isinstance(setting, dict) and setting != outermost.arguments:
+        try:
+            there = scheme(outermost.name, setting)
+        except TypeError as error:
+            raise ValueError(f"the checkpoint's setting {setting} is damaged: {error}") from error
+        session.optimizer.reconfigure(there)
 
 
 def _check(path: Path, saved: Table, here: Table) -> None:

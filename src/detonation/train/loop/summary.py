@@ -54,12 +54,14 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `waits` is `Waits.table` of the steps since the last start, `local_steps` those that replicas agreed on last.
+    `adapted_to` is the last scheme of a run that followed its link.
     """
     config, last = session.config, records[-1]
     full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
     sent = sum(record.bytes_sent for record in records) / len(records)
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
+    moves = [record.setting for record in records if record.setting]
     data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
     taken = data.times(records)
     examples = _examples(session) * taken
@@ -69,6 +71,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     return {
         "scheme": config.schemes,
         **_levels(session, records),
+        **({"adapted_to": moves[-1]} if moves else {}),
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
         "shards": config.mesh.shards,

@@ -29,6 +29,7 @@ class Record:
         memory: The bytes that the process of rank 0 has held at most, see `peak_memory`.
         mfu: The share of the peak in bf16 that forward and backward used since the last line, mean over replicas.
         waits: Who has waited for whom, `Waits.table`; where a line is shown, of up to 16 replicas.
+        setting: The scheme from the next step on, where it changes.
         taking: The replicas that took this step, where their number may change: slow ones sit steps out, and `loss` is
             then that of the last round; or replicas may be lost, and come.
         shard_bytes_sent: By one replica between the nodes that its shards lie on, since the last step.
@@ -48,6 +49,7 @@ class Record:
     grad_norm: float | None = None
     memory: int | None = None
     mfu: float | None = None
+    setting: str | None = None
     shard_bytes_sent: int | None = None
     taking: int | None = None
     agreeing_s: float | None = None

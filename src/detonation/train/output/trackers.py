@@ -219,6 +219,6 @@ def values(record: Record) -> dict[str, float]:
         elif name == "waits":
             rows = enumerate(value["seconds"])
             found |= {f"waited/{i} for {j}": seconds for i, row in rows for j, seconds in enumerate(row) if i != j}
-        elif name != "step":
+        elif name not in ("step", "setting"):  # which is text
             found[name] = value
     return found

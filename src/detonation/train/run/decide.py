@@ -29,9 +29,10 @@ from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output import directory
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import Layers, read_layers
-from detonation.train.recipe.schema import Config, Table, TrainConfig
+from detonation.train.recipe.schema import Config, Table, TrainConfig, require
 from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.recipe.tables import to_table
+from detonation.train.run.adapt import Followed
 
 RINGS: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather")
 
@@ -86,16 +87,20 @@ class Auto:
     """The arguments of scheme "auto" in a recipe.
 
     Args:
-        budget: The part of a step that full synchronisation may spend waiting for the network, between 0 and 1.
+        budget: The part of a step that full synchronisation, or the adapted setting, may spend waiting for the network,
+            between 0 and 1.
+        adapt: Let the setting of the chosen scheme follow the link during the run.
 
     Raises:
-        ValueError: It is out of range.
+        ValueError: A value is out of range.
     """
 
     budget: float = BUDGET
+    adapt: bool = False
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
+        require(isinstance(self.adapt, bool), "scheme.adapt", self.adapt, "true or false")
 
     @classmethod
     def of(cls, config: Config) -> "Auto | None":
@@ -177,11 +182,12 @@ def standing(layers: Layers) -> Config:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice: its configuration, a line to show, and the `plan` of the run directory."""
+    """The choice: its configuration, a line to show, the `plan` of the run directory, an adapter's first state."""
 
     config: Config
     line: str
     plan: Table
+    followed: Followed
 
 
 def chosen_before(path: Path) -> Table | None:
@@ -228,7 +234,8 @@ def decide(asked: Asked, device: torch.device) -> Chosen:
         "steps": {name: asdict(step) for name, step in work.steps.items()},
         **advise(found, work, network, goal, asked.auto.budget, partial(settings_in, asked.layers)),
     }
-    return Chosen(config, f"auto: {line}", plan)
+    followed = Followed(asked.auto.budget, network, compute_s, work.steps[spelled(best.cost.scheme)])
+    return Chosen(config, f"auto: {line}", plan, followed)
 
 
 def _search(

@@ -1,13 +1,13 @@
 """The work of each rank, from its session to the summary; rank 0 also keeps the run directory."""
 
 import contextlib
+import dataclasses
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from detonation.checkpoint.gather import Texts, Volumes, survey
-from detonation.checkpoint.newest import candidates
+from detonation.checkpoint.newest import Loaded, candidates
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
@@ -16,6 +16,7 @@ from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.meeting import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
+from detonation.plan.cost import spelled
 from detonation.train.loop.checkpoints import open_checkpoints, resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session, start_session
@@ -26,13 +27,14 @@ from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import Layers
 from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
+from detonation.train.run.adapt import Adapter, Followed
 from detonation.train.run.decide import Asked, Chosen, again, decide
 from detonation.train.run.elastic_run import Losses, joined_session
 from detonation.train.run.recorder import Recorder, Recording
 from detonation.train.run.request import Request
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunTask:
     """A run that is read and checked; forked ranks get it in memory.
 
@@ -88,6 +90,7 @@ def train_on_rank(task: RunTask) -> Table:
             _expect(session)
             loaded, resumed = found
             before = saved_counts(loaded.extra if loaded else {})
+            adapter, more = _adapter(session, task, chosen, loaded)
             done = loaded.step if loaded else 0
             if done > config.train.steps:
                 raise ValueError(
@@ -99,10 +102,12 @@ def train_on_rank(task: RunTask) -> Table:
                 directory.begin_run(path, to_table(session.config), environment(), plan)
             tuned = task.layers is not None and task.layers.tunes(session.config.scheme.name)
             with contextlib.closing(Recorder(session, path, screen, done, before, kept, tuned)) as recorder:
-                recorder.show(resumed)
+                recorder.show([*resumed, *more])
                 recorder.warn(damage)
                 recording = Recording(session, path)
-                result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, losses)
+                result = _train(
+                    session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses
+                )
         losses.close()
         return result
 
@@ -117,7 +122,7 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
         place = session.optimizer.coordinates
         recorder.show([f"came in after step {done}, as replica {place.replica} of {place.replicas}"])
         recording = Recording(session, path, came_later=True)
-        result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, losses)
+        result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, None, losses)
     losses.close()
     return result
 
@@ -144,6 +149,22 @@ def _begins(session: Session, task: RunTask) -> bool:
     return task.may_start and (out is None or not candidates(out / directory.CHECKPOINTS, session.world.texts()))
 
 
+def _adapter(
+    session: Session, task: RunTask, chosen: Chosen | None, loaded: Loaded | None
+) -> tuple[Adapter | None, list[str]]:
+    """The adapter of a run that follows its link, from the choice or from a checkpoint, and the lines to show."""
+    if task.asked is None or not task.asked.auto.adapt:
+        return None, []
+    if session.device.type != "cpu":
+        return None, ["adapt: on accelerators the host does not see how long an exchange takes; the setting stays"]
+    if chosen is not None:
+        return Adapter(session, chosen.followed), []
+    saved = loaded.extra.get("followed") if loaded else None
+    if saved is None:
+        return None, ["adapt: this run began without it, and keeps its setting"]
+    return Adapter(session, Followed.of(saved, session.config.mesh.replicas, session.config.mesh.shards)), []
+
+
 def _expect(session: Session) -> None:
     """Sets the time limits for other ranks, by the largest message at the lowest rate."""
     config, (_, scheme) = session.config, session.optimizer.levels[0]
@@ -163,6 +184,7 @@ def _train(
     done: int,
     stop_after: int | None,
     stop: Stop,
+    adapter: Adapter | None,
     losses: Losses,
 ) -> Table:
     """Trains to the end, or to `stop_after`, with checkpoints; returns the summary as `train_on_rank` does."""
@@ -170,14 +192,22 @@ def _train(
     until = max(done, min(steps, stop_after or steps))
     checkpoints = open_checkpoints(session, path / directory.CHECKPOINTS)
 
+    def followed() -> Table | None:
+        return None if adapter is None else adapter.followed.table()
+
     def after_step(record: metrics.Record) -> None:
+        adapted = [] if adapter is None else adapter.after(record)
+        if adapted:
+            _expect(session)
+            record = dataclasses.replace(record, setting=spelled(session.optimizer.levels[-1][1]))
         recorder.warn(losses.news(path, recorder))
         recorder.add(record)
         recorder.warn(recording.after_step())
+        recorder.show(adapted)
         recorder.warn(checkpoints.news())
         every = session.config.train.checkpoint_every
         if every and record.step % every == 0 and record.step < until:
-            save_async(session, checkpoints, recorder.before)
+            save_async(session, checkpoints, recorder.before, followed())
             recording.saved(record.step)
 
     try:
@@ -187,12 +217,12 @@ def _train(
             recording.close_log()
         recording.close(ended=until == steps)
     except NonFiniteLoss as error:
-        saved = save_now(session, checkpoints, recorder.before)
+        saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
     except Stopped as stopped:
-        save_now(session, checkpoints, recorder.before)
+        save_now(session, checkpoints, recorder.before, followed())
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}
-    save_now(session, checkpoints, recorder.before)
+    save_now(session, checkpoints, recorder.before, followed())
     recorder.warn(checkpoints.news())
     if until < steps:
         return {"stopped_after": until, "stopped_by": "--stop-after", "directory": str(path)}

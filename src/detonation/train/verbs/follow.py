@@ -130,7 +130,7 @@ def _follow_on_rank(request: Following, out: Path, config: Config) -> Table:
 def _saved(out: Path, model: nn.Module, optimizer: Any, config: Config, keep: int = 3) -> Path:
     """A checkpoint of one replica, whose memory is empty."""
     ((_, scheme),) = optimizer.levels
-    extra = {"config": to_table(config), "setting": dict(scheme.arguments)}
+    extra = {"config": to_table(config), "setting": dict(scheme.arguments), "followed": None}
     return save_checkpoint(out / directory.CHECKPOINTS, model, optimizer, extra, keep)
 
 

@@ -1,0 +1,174 @@
+"""Adapter: the setting of a run's scheme follows its link, which the run's own exchanges measure."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from detonation.cluster.network.profile import Operation, Step
+from detonation.core.schemes.registry import scheme
+from detonation.core.schemes.scheme import Scheme
+from detonation.core.schemes.traffic import collective_for
+from detonation.plan.auto import world_link
+from detonation.plan.cost import Network, Work, cost, spelled
+from detonation.plan.search import check_budget, largest_within
+from detonation.train.loop.session import Session, scheme_of
+from detonation.train.output.metrics import Record
+from detonation.train.recipe.schema import Table
+from detonation.train.recipe.sizes import shard_shapes
+
+FACTOR = 2.0
+"""How many times faster or slower the link must be than assumed before the setting follows it."""
+STEPS = 20
+"""Steps between agreements on the measurements; whole rounds where those are longer."""
+CERTAIN_S, CERTAIN = 5e-4, 0.2
+"""A difference in waiting below `CERTAIN_S` plus this part of the budget is noise."""
+_FURTHEST = 64.0
+_MOVED: dict[str, Sequence[int | float]] = {
+    "every": (5, 10, 20, 50, 100, 200, 500),
+    "topk": (1, 2, 4, 8, 16, 32, 64, 128),
+    "rate": tuple(1 / 2**n for n in range(1, 8)),
+}
+"""The arguments that are moved, the first that a scheme has, and their values."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The state of an adapter: the link, and a step without it. A checkpoint holds it for a run that is resumed."""
+
+    budget: float
+    network: Network
+    compute_s: float
+    step: Step
+
+    def table(self) -> Table:
+        """The same in plain values."""
+        lines = {name: [line.latency_s, line.rate_bits_per_s] for name, line in self.network.operations.items()}
+        return {"budget": self.budget, "lines": lines, "compute_s": self.compute_s, "step": asdict(self.step)}
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], replicas: int, shards: int) -> "Followed":
+        """Reads a `table()` back, for a world of that shape. Raises `ValueError` for anything else."""
+        try:
+            operations = {name: Operation(latency, rate, 0.0) for name, (latency, rate) in table["lines"].items()}
+            network = Network(replicas, shards, operations)
+            return cls(check_budget(table["budget"]), network, float(table["compute_s"]), Step(**table["step"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"what the checkpoint says of the link is damaged: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A decision of rank 0: the link is `times` as fast as assumed, and these are the arguments from now on."""
+
+    times: float
+    arguments: Table
+
+
+class Adapter:
+    """Watches the waiting of `session`, and moves the setting of its scheme to stay within a budget of waiting.
+
+    The exchanges themselves are the measurement: the plan predicts the wait at any rate, so the wait gives the rate.
+    The replica that comes last waits for the link alone: the least wait of all replicas counts. `after` is collective
+    at steps that all ranks know.
+    """
+
+    def __init__(self, session: Session, followed: Followed) -> None:
+        self.followed = followed
+        self._session = session
+        self._first = scheme_of(session.config.levels[-1])
+        self._world = world_link(session.device)
+        shapes = shard_shapes(session.config)
+        steps = {self._first.name: followed.step}
+        self._work = Work(shapes, followed.compute_s, steps, accumulate=session.config.train.accumulate)
+        self._waits: list[float] = []
+
+    def after(self, record: Record) -> list[str]:
+        """Takes in one more step on all ranks, and follows the link where it has changed; returns the lines to show."""
+        self._waits.append(record.waited_s)
+        if not self._due(record.step):
+            return []
+        waits, self._waits = self._world.send_to_all(_typical(self._waits, self._every), self._session.device), []
+        decision = self._decide(waits) if self._session.rank == 0 else None
+        decided = self._world.send_to_all(decision and asdict(decision), self._session.device)[0]
+        return [] if decided is None else self._follow(SettingChange(**decided), record.step)
+
+    @property
+    def _every(self) -> int:
+        return _present(self._session).round.every
+
+    def _due(self, step: int) -> bool:
+        interval = -(-STEPS // self._every) * self._every
+        return step % interval == 0 and len(self._waits) >= max(self._every, interval // 2)
+
+    def _decide(self, waits: Sequence[float]) -> SettingChange | None:
+        """The decision for these waits per step; None where the link is as it was."""
+        now, network, shards = _present(self._session), self.followed.network, self._session.config.mesh.shards
+        waited = max(min(waits[shard::shards]) for shard in range(shards))
+        certain = CERTAIN_S + CERTAIN * self.followed.budget * (self._work.compute_s + waited)
+        times = explained(waited, lambda x: cost(now, self._work, network.faster(x)).exposed_s, certain)
+        if 1 / FACTOR < times < FACTOR:
+            return None
+        there = largest_within(self._settings(), self._work, network.faster(times), self.followed.budget)
+        return SettingChange(times, dict(there.arguments))
+
+    def _settings(self) -> list[Scheme]:
+        """The schemes that the run can move to: its first, its present one, and the first at other values."""
+        now = _present(self._session)
+        key = next((key for key in _MOVED if key in now.arguments), None)
+        found = {spelled(scheme): scheme for scheme in (self._first, now)}
+        for value in _MOVED[key] if key else ():
+            try:
+                other = scheme(now.name, {**self._first.arguments, str(key): value})
+            except ValueError:  # out of the range of the scheme
+                continue
+            if self._way(other) == self._way(now):
+                found.setdefault(spelled(other), other)
+        return list(found.values())
+
+    def _way(self, scheme: Scheme) -> list[str]:
+        """The collective of each shard, which stays: without a memory a server residual has no place in another."""
+        replicas = self._session.config.mesh.replicas
+        return [collective_for(scheme, scheme.codec.layout(shapes), replicas) for shapes in self._work.shards]
+
+    def _follow(self, move: SettingChange, step: int) -> list[str]:
+        was = _present(self._session)
+        self.followed = replace(self.followed, network=self.followed.network.faster(move.times))
+        there = scheme(was.name, move.arguments)
+        text = f"adapt: after step {step} the link is {move.times:.2g} times as fast as it was"
+        if there == was:
+            return [f"{text}: {spelled(was)} stays"]
+        self._session.optimizer.reconfigure(there)
+        return [f"{text}: {spelled(there)} from now on, instead of {spelled(was)}"]
+
+
+def explained(waited_s: float, predicted: Callable[[float], float], certain_s: float) -> float:
+    """The factor of the rate that explains a wait, as near to 1 as possible; 1 where no rate explains it.
+
+    Args:
+        waited_s: The wait that was measured.
+        predicted: The wait at a factor of the rate.
+        certain_s: A smaller difference in waiting is noise.
+
+    >>> explained(0.1, lambda times: 0.2 / times, 0.001), explained(0.2, lambda times: 0.2 / times, 0.001)
+    (2.0, 1.0)
+    """
+    if abs(waited_s - predicted(1.0)) <= certain_s:
+        return 1.0
+    faster, times = waited_s < predicted(1.0), 1.0
+    while 1 / _FURTHEST < times < _FURTHEST:
+        times *= 2**0.25 if faster else 0.5**0.25
+        off = predicted(times) - waited_s
+        if (off if faster else -off) <= certain_s:
+            return round(times, 3)
+    return 1.0 if faster else times
+
+
+def _present(session: Session) -> Scheme:
+    return session.optimizer.levels[-1][1]
+
+
+def _typical(waits: Sequence[float], every: int) -> float:
+    """Seconds waited per step, on average over the median round."""
+    rounds = [sum(waits[start : start + every]) for start in range(0, len(waits) - every + 1, every)]
+    return statistics.median(rounds) / every
