@@ -24,14 +24,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).parent))
 
 import long_rounds_grid
+from frontier import Row
 from frontier_grid import Cell
-from long_rounds_run import train
+from long_rounds_run import judge, train
 from long_rounds_table import table
 from tuning import Method, Rows, missing
 
@@ -54,9 +56,9 @@ def rows(results: Path) -> Rows:
     return {(r["recipe"], tuple(sorted(r["sets"])), r["replicas"], r["total"], r["seed"]): r for r in found}
 
 
-def run_cell(cell: Cell, results: Path, scratch: Path) -> None:
-    """Trains one run in this process, and writes its row."""
-    row = train(cell, scratch / file_name(cell))
+def run_cell(cell: Cell, results: Path, scratch: Path, judged: Callable[[Any], Row] = judge) -> None:
+    """Trains one run in this process, judges it at its end, and writes its row."""
+    row = train(cell, scratch / file_name(cell), judged=judged)
     about = {"torch": torch.__version__, "processor": _processor(), "commit": _commit()}
     results.mkdir(parents=True, exist_ok=True)
     write_whole(results / f"{file_name(cell)}.json", (json.dumps({**row, **about}) + "\n").encode())

@@ -31,7 +31,7 @@ from detonation.train.verbs.simulate import Simulation, configured, virtual
 SEGMENT = 500
 """Steps between two states on disk."""
 AT_ONCE, MOST = 32, 10**6
-"""Held-out examples per forward pass at the end of a run, for any number of replicas, and such passes at most."""
+"""Held-out examples per forward pass at the end of a run, for any number of replicas, and such examples at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class State:
     MEASURED = ("done", "curve", "bytes_sent", "cpu_s", "ended")
 
 
-def train(cell: Cell, scratch: Path, every: int = SEGMENT) -> Row:
+def train(cell: Cell, scratch: Path, every: int = SEGMENT, judged: Callable[[Any], Row] | None = None) -> Row:
     """Trains one run from its last state in `scratch` on; returns its row. `val_loss` is None where it diverged.
 
     A segment of `every` steps begins with the state that the one before it has written, whether or not the process is
@@ -56,13 +56,14 @@ def train(cell: Cell, scratch: Path, every: int = SEGMENT) -> Row:
     """
     state, steps = load(scratch), settings(cell, 0).train.steps
     while state.done < steps and "val_loss" not in state.ended:
-        state = segment(cell, state, min(_next_change(cell, state.done, steps), (state.done // every + 1) * every))
+        until = min(_next_change(cell, state.done, steps), (state.done // every + 1) * every)
+        state = segment(cell, state, until, judged or judge)
         save(scratch, state)
     measured = {"bytes_sent_per_step": state.bytes_sent / state.done, "curve": state.curve}
     return {**dataclasses.asdict(cell), **state.ended, "steps": steps, **measured, "cpu_s": round(state.cpu_s, 1)}
 
 
-def segment(cell: Cell, state: State, until: int) -> State:
+def segment(cell: Cell, state: State, until: int, judged: Callable[[Any], Row]) -> State:
     """Trains from a state to step `until`, by the code of real replicas."""
     config = settings(cell, state.done)
 
@@ -75,7 +76,7 @@ def segment(cell: Cell, state: State, until: int) -> State:
                 CHANGES[change](session.optimizer)
         records: list[Any] = []
         fit(session, state.done, until, records.append, Stop())
-        return tensors(session), records, judge(session) if until == config.train.steps else {}
+        return tensors(session), records, judged(session) if until == config.train.steps else {}
 
     began = time.process_time()
     found = finished(act, cell.replicas)
@@ -88,13 +89,13 @@ def segment(cell: Cell, state: State, until: int) -> State:
     return State(until, tuple(each[0] for each in found), (*state.curve, *curve), sent, cpu_s, ended)
 
 
-def judge(session: Any) -> Row:
-    """The loss on all held-out blocks, at the weights that the replicas agreed on. Collective."""
-    whole = dataclasses.replace(session.config.train, batch_size=AT_ONCE, validation_batches=MOST)
+def judge(session: Any, most: int = MOST) -> Row:
+    """The loss on all held-out examples, or on `most`, at the weights that the replicas agreed on. Collective."""
+    whole = dataclasses.replace(session.config.train, batch_size=AT_ONCE, validation_batches=-(-most // AT_ONCE))
     held_out = validate(dataclasses.replace(session, config=dataclasses.replace(session.config, train=whole)))
     count = sum(parameter.numel() for parameter in session.model.parameters())
     _, equal = session.world.fingerprint(session.model)
-    return {"val_loss": held_out["val_loss"], "num_parameters": count, "replicas_equal": equal}
+    return {**held_out, "num_parameters": count, "replicas_equal": equal}
 
 
 def settings(cell: Cell, done: int) -> Config:

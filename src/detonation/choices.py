@@ -19,6 +19,7 @@ GONE_KEYS = {
     "gated": _HF + "feed_forward_proj",
     "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
     "shakespeare": "take sotu, or a text file of your own",
+    "reverse": "leave it out, and give a file with the languages in the other order",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
 }

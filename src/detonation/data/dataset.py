@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-DataKind = Literal["text", "images", "translation"]
+DataKind = Literal["text", "images", "translation", "labels"]
 
 
 class Examples(Protocol):

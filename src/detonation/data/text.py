@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from detonation.data import readers
+from detonation.data import labels, readers
 from detonation.data.dataset import Data
 from detonation.data.packages import check_source, locate, needs
 from detonation.data.tokens import TEXT_VOCAB, all_ids, document_encoder, vocabulary
@@ -31,8 +31,11 @@ def text(
     streaming: bool = False,
     split: str | None = None,
     column: str | None = None,
+    label: str | None = None,
 ) -> Data:
     """Loads text in blocks of `context` ids, and holds out 10 % of it for validation.
+
+    With a `label` each text is an example of its own, and the model classifies it.
 
     Args:
         source: `sotu-sample` (shipped: 24 State of the Union speeches, 1 MB), `sotu` (all 233, 10.8 MB),
@@ -44,6 +47,7 @@ def text(
             the source; the first 200 are held out. For rows alone, and texts that fit into no memory.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
         column: The column of the text, where a source has rows; "text" by default.
+        label: The column of the labels. `sotu-speakers` has passages of `sotu` by president.
 
     Shapes: `input_ids` and `labels` `[B, context]` int64.
 
@@ -53,6 +57,10 @@ def text(
     """
     if context < 2:
         raise ValueError(f"context must be at least 2 ids, not {context}: one to read and one to predict")
+    if label is not None or source == labels.SPEAKERS:
+        if streaming:
+            raise ValueError("data.streaming is true, must be false for texts with labels, which are read whole")
+        return labels.labelled(source, context, tokenizer, split, column, label)
     sizes = {"vocab": vocabulary(tokenizer)}
     if streaming:
         return Data(_label(source), source, "text", *_streamed(source, context, tokenizer, split, column), sizes)

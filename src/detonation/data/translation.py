@@ -24,7 +24,6 @@ def translation(
     source: str = "bible-en-es",
     source_length: int = 128,
     target_length: int = 128,
-    reverse: bool = False,
     tokenizer: str = "",
     split: str | None = None,
     column: str | None = None,
@@ -38,7 +37,6 @@ def translation(
         source: `bible-en-es` (English and Spanish verses), a `.tsv` file of two columns, a `.jsonl` or `.parquet` file,
             a directory of `save_to_disk`, or `hf:NAME[:CONFIG]` of the hub.
         source_length, target_length: Ids per example, the one for the end among them.
-        reverse: Translate from the second column into the first.
         tokenizer: A directory or an id of the hub; bytes by default.
         split: Only with `hf:` and `save_to_disk`; "train" by default.
         column: Of a source of rows; "translation" by default, with values like `{language: sentence}`.
@@ -50,8 +48,6 @@ def translation(
         ValueError: No pair is short enough.
     """
     name, pairs = _read(source, split, column)
-    if reverse:
-        pairs = [(second, first) for first, second in pairs]
     train, held_out = _hold_out(pairs)
     limits = (source_length, target_length)
     parts = [TranslationPairs(part, limits, tokenizer) for part in (train, held_out)]

@@ -1,4 +1,4 @@
-"""Any causal, sequence-to-sequence or image model of transformers, by its directory or its id on the hub."""
+"""Any causal, sequence-to-sequence or classifying model of transformers, by its directory or its id on the hub."""
 
 import copy
 import functools
@@ -17,7 +17,10 @@ _LOADERS = {
     "text": ("AutoModelForCausalLM", "causal language model"),
     "translation": ("AutoModelForSeq2SeqLM", "sequence-to-sequence model"),
     "images": ("AutoModelForImageClassification", "image classifier"),
+    "labels": ("AutoModelForSequenceClassification", "text classifier"),
 }
+CLASSIFIES = "images", "labels"
+"""Tasks with a number of classes."""
 _BYTES = (256, 384)
 """Numbers of ids of text as bytes, and of ByT5."""
 
@@ -43,9 +46,10 @@ def transformers_model(name: str) -> Callable[..., nn.Module]:
         """Builds the model, in training mode.
 
         Args:
-            task: "text" (a causal model), "translation" (sequence to sequence) or "images" (a classifier); filled in.
-            pretrained: Start from the weights there, instead of random ones. An image classifier gets a new head where
-                the number of classes differs.
+            task: "text" (a causal model), "translation" (sequence to sequence), "images" or "labels" (a classifier);
+                filled in.
+            pretrained: Start from the weights there, instead of random ones. A classifier gets a new head where the
+                number of classes differs.
             dtype: Of the weights: "float32" or "bfloat16".
             vocab: Number of ids in the data, of which the model must know as many; filled in.
             image_size: Filled in from the data.
@@ -92,13 +96,13 @@ def _built(name: str, config: Any, task: str, pretrained: bool, dtype: str, clas
             config=config,
             dtype=getattr(torch, dtype),
             trust_remote_code=False,
-            ignore_mismatched_sizes=task == "images",
+            ignore_mismatched_sizes=task in CLASSIFIES,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{HUB_PREFIX}{name} cannot be built: {_first_line(error)}") from error
     new = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
-    head = {key for key, tensor in model.named_parameters() if task == "images" and tensor.shape[0] == classes}
+    head = {key for key, tensor in model.named_parameters() if task in CLASSIFIES and tensor.shape[0] == classes}
     if new - head:
         keys = sorted(new - head)
         raise ValueError(

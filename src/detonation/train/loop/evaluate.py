@@ -9,12 +9,13 @@ from torch import Tensor
 
 from detonation.data import batches, predictions
 from detonation.data.translation import TranslationPairs
+from detonation.models.pretrained import CLASSIFIES
 from detonation.train.loop.session import Session
 
 
 @torch.no_grad()
 def validate(session: Session) -> dict[str, float]:
-    """Mean `val_loss` over all predictions and, for images, `val_accuracy`. Collective; each rank takes its share."""
+    """Mean `val_loss` over all predictions and, for classes, `val_accuracy`. Collective; each rank takes its share."""
     train = session.config.train
     session.model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=session.device)  # loss, predictions, right
@@ -38,7 +39,7 @@ def _sums(session: Session, batch: dict[str, Tensor], loss: Tensor, logits: Tens
     """The sum of the losses, the number of predictions, and of right ones: NaN where there are no classes."""
     count = predictions(session.data.kind, batch)
     right = math.nan
-    if session.data.kind == "images" and logits is not None:
+    if session.data.kind in CLASSIFIES and logits is not None:
         right = float((logits.argmax(-1) == batch["labels"]).sum())
     return torch.tensor([loss.item() * count, count, right], dtype=torch.float64, device=session.device)
 

