@@ -139,12 +139,6 @@ def scan(device: torch.device, number: int) -> list[Compared]:
     return found
 
 
-def settle(device: torch.device, number: int) -> list[Compared]:
-    status = torch.zeros((1, 37, launches.SCANNING)[number], dtype=torch.int64)
-    status[-1], status[len(status) // 2] = 5, 3 + number
-    return [("status", launches.settled(status.to(device)), status[status > 0].min(), 0.0)]
-
-
 def rotation(device: torch.device, number: int) -> list[Compared]:
     rule: Any = (Random(0.3), Striding(1 / 16), Slicing(1 / 64))[number]
     rows, seed, step = 70, 5, 3
@@ -308,7 +302,6 @@ def inspect_sum(device: torch.device, number: int) -> list[Compared]:
 
 CASES: dict[str, Callable[[torch.device, int], list[Compared]]] = {
     "scan_kernel": scan,
-    "settle_kernel": settle,
     "seal_kernel": seal,
     "inspect_kernel": inspect,
     "encode_kernel": encode,

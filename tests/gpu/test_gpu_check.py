@@ -120,10 +120,10 @@ def test_a_kernel_that_crashes_or_errs_is_named_with_its_constants(monkeypatch, 
 
 def test_a_kernel_that_hangs_is_ended_and_named_with_its_stack(monkeypatch, tmp_path):
     # a second from the launch on
-    found, errors = first_of(("settle_kernel",), "settle_kernel=hang", monkeypatch, tmp_path, launch_s=1.0)
+    found, errors = first_of(("seal_sum_kernel",), "seal_sum_kernel=hang", monkeypatch, tmp_path, launch_s=1.0)
     (hung,) = found.failures
-    assert hung.startswith("settle_kernel: shapes 0: the process was ended after 1 s without an end of its own")
-    assert "launched last: settle_kernel, 1 programs, SOME=1" in hung and "in settle\n" in errors
+    assert hung.startswith("seal_sum_kernel: shapes 0: the process was ended after 1 s without an end of its own")
+    assert "launched last: seal_sum_kernel, 1 programs, EACH=3" in hung and "in seal_sum\n" in errors
 
 
 def test_a_fault_in_a_kernel_costs_no_other_part(monkeypatch, capsys, tmp_path):

@@ -24,6 +24,7 @@ from detonation.core.integrity import header
 from detonation.core.integrity.fault_counts import IN_A_ROW, STRIKES, BadPeer, Desync, FaultCounts, NonFiniteGradient
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import hash63
+from detonation.core.integrity.message import Message
 from detonation.core.integrity.validate import Expected, Facts, decide_usable, explain_faults
 from detonation.core.runtime import Runtime
 from payloads import (
@@ -261,7 +262,8 @@ def test_three_strikes_stop_all_and_name_the_sender():
 
 def sealed_by(scheme, guard, content, step):
     octets = joined([[line_of(content)[None]]], header.HEADER_BYTES)
-    guard.seal([MessageRows(scheme.codec, ROWS, lambda: octets, room=header.HEADER_BYTES)], step, 0)
+    run = MessageRows(scheme.codec, ROWS, lambda: octets, room=header.HEADER_BYTES)
+    guard.seal(Message(step, scheme.codec, waiting=run), 0)
     return [octets[0, : header.HEADER_BYTES].clone().view(torch.int64), *content]
 
 

@@ -97,7 +97,8 @@ class Arrived:
         """The values as they travelled."""  # [replicas, rows, k] of a floating-point type, or [replicas, nbytes] uint8
         precision = self.codec.precision
         if isinstance(precision, Float):
-            return numbers(self._parts[0], precision.dtype).view(len(self.body), self.rows, self.codec.selection.k)
+            values = self.body[:, : self.codec.lengths[self.rows][0]]
+            return numbers(values, precision.dtype).view(len(self.body), self.rows, self.codec.selection.k)
         return self.body[:, : precision.nbytes(self.rows, self.codec.selection.k)]
 
     @cached_property
@@ -110,4 +111,5 @@ class Arrived:
     def _packed(self) -> PackedIndices | None:
         if self.codec.selection.shared:
             return None
-        return PackedIndices(self.codec.index_coding, self._parts[-1], self.rows)
+        packed = self.body[:, self.body.shape[1] - self.codec.lengths[self.rows][-1] :]
+        return PackedIndices(self.codec.index_coding, packed, self.rows)

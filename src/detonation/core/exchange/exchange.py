@@ -1,7 +1,6 @@
-"""The contract of all exchanges, and what they share: how a message is sealed and how it is opened."""
+"""The contract of all exchanges, and what they share."""
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor
@@ -69,19 +68,6 @@ def negative_zeros(scheme: Scheme, step: int, replica: int = 0, replicas: int = 
     sending = step // (scheme.round.every * max(1, scheme.codec.selection.period))
     proportional = scheme.signal == "parameters"  # an outer SGD; of gradients the base optimizer may use the sign
     return zeros_are_negative(sending, replica, replicas, proportional or isinstance(scheme.aggregation, MajorityVote))
-
-
-def sealed(message: Message, guard: Guard, status: int | Tensor | None, phase: int = 0) -> Tensor:
-    """The bytes of the next collective, with a header if it is the last one of its message."""
-    run, message.waiting = message.waiting, None
-    assert run is not None
-    message.sent.append(run)
-    message.rows.append((run.first, run.rows))
-    if status is not None:
-        runs = message.sent if len(message.sent) == 1 else sorted(message.sent, key=attrgetter("first"))
-        guard.seal(runs, message.step, status, phase)
-        message.sent.clear()  # the collectives hold what they still need
-    return run.octets[:, : run.room + sum(run.codec.lengths[run.rows])]
 
 
 def played(tape: Tape, guard: Guard, step: int, replicas: int) -> Callable[[], Tensor]:

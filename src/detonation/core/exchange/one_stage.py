@@ -12,7 +12,7 @@ from detonation.core.codec.aggregate import Coefficients, Received
 from detonation.core.codec.indices import narrow
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.precision import Float
-from detonation.core.exchange.exchange import negative_zeros, played, sealed, workspace_for
+from detonation.core.exchange.exchange import negative_zeros, played, workspace_for
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.integrity.message import Message
@@ -147,7 +147,7 @@ class AllGather(OneStage):
         return run
 
     def send(self, message: Message, status: int | Tensor | None) -> None:
-        octets = sealed(message, self._guard, status)
+        octets = self._guard.seal(message, status)
         message.arriving.append(self._link.all_gather(octets[0]))
 
     def receive(self, message: Message) -> Received:

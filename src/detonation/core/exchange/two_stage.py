@@ -13,7 +13,7 @@ from detonation.core.codec.message_rows import MessageRows, SharedIndices
 from detonation.core.codec.precision import Float
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room, replied_at_once
-from detonation.core.exchange.exchange import negative_zeros, played, sealed, workspace_for
+from detonation.core.exchange.exchange import negative_zeros, played, workspace_for
 from detonation.core.flat.owners import RowOwners
 from detonation.core.integrity.guard import Guard
 from detonation.core.integrity.header import HEADER_BYTES
@@ -75,7 +75,7 @@ class TwoStage:
         return run
 
     def send(self, message: Message, status: int | Tensor | None) -> None:
-        octets = sealed(message, self._guard, status, phase=1).contiguous()
+        octets = self._guard.seal(message, status, phase=1).contiguous()
         message.arriving.append(self._link.all_to_all(octets))
 
     def forward(self, message: Message) -> None:
@@ -100,7 +100,7 @@ class TwoStage:
                 first += rows
                 del block  # before the next one is read
         message.reply = reply
-        sent = sealed(reply, self._guard, 0)
+        sent = self._guard.seal(reply, 0)
         reply.arriving.append(self._link.all_gather(sent[0]))
 
     def _reply(self, block: Coefficients, run: MessageRows) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from zlib import crc32
 
 import torch
@@ -80,23 +81,35 @@ class Guard:
         self._sent = self._opened = 0
         self._received: dict[int, int] = {}  # digests by number of the exchange
 
-    def seal(self, runs: Sequence[MessageRows], step: int, status: int | Tensor, phase: int = 0) -> None:
-        """Writes the header of each message of one collective, in the room of its first run.
+    def seal(self, message: Message, status: int | Tensor | None, phase: int = 0) -> Tensor:
+        """The bytes of the run that waits, for its collective; the last one of its message begins with the header.
 
         Args:
-            runs: In the order of their rows: of one replica's message, or of one to each owner.
-            status: 0, or 1 + the number of the parameter because of which a part of the message is zeros.
+            status: 0, or 1 + the number of the parameter because of which a part of the message is zeros; None if more
+                of this message follows.
             phase: Which of the collectives of an exchange; the last is 0.
+
+        Shapes: -> `[messages, nbytes]` uint8, the header among them.
         """
-        received = 0
-        if not phase:
-            # of the exchange that all have surely opened, whoever looked at a message on its way
-            received = self._received.get(self._sent - 1 - self._delay, 0) >> 32 << 32 | crc32(self._counts.options)
-            self._sent += 1
-        nbytes = sum(runs[0].codec.lengths[runs[0].rows if len(runs) == 1 else sum(run.rows for run in runs)])
-        self._write_header(
-            runs, nbytes, Header(self._schema, step, self._place | phase, self._replica, status, received)
-        )
+        run, message.waiting = message.waiting, None
+        assert run is not None
+        message.sent.append(run)
+        message.rows.append((run.first, run.rows))
+        if status is not None:
+            received, runs = (
+                0,
+                message.sent if len(message.sent) == 1 else sorted(message.sent, key=attrgetter("first")),
+            )
+            if not phase:
+                # of the exchange that all have surely opened, whoever looked at a message on its way
+                opened = self._received.get(self._sent - 1 - self._delay, 0)
+                received = opened >> 32 << 32 | crc32(self._counts.options)
+                self._sent += 1
+            nbytes = sum(message.codec.lengths[sum(each.rows for each in runs)])
+            header = Header(self._schema, message.step, self._place | phase, self._replica, status, received)
+            self._write_header(runs, nbytes, header)
+            message.sent.clear()  # the collectives hold what they still need
+        return run.octets[:, : run.room + sum(run.codec.lengths[run.rows])]
 
     def _write_header(self, runs: Sequence[MessageRows], nbytes: int, header: Header) -> None:
         octets = runs[0].octets

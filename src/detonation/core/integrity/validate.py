@@ -43,11 +43,6 @@ class Expected:
 class Facts:
     """The content of messages, as far as it decides whether they may be used.
 
-    A message is too loud if its norm is more than `LOUDER` times that of most messages, now *and* before: replicas that
-    train sparsely are silent for long, but for the rounding that is left in their memory, and then loud again as they
-    were. `usual` is the largest such median so far. It is forgotten slowly, and not at all while most are silent. Only
-    a norm that most messages reach counts, so that no single replica can raise it.
-
     Args:
         words: Of the headers, `[replicas, 8]` int64.
         checksums: Of the bytes that arrived, `[replicas]` int64.

@@ -11,7 +11,6 @@ from detonation.core.codec.codec import Selected
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.compute.nonfinite import first_nonfinite, first_outside, signals_within
 from detonation.core.engine.choice import engine_for
-from detonation.core.exchange.exchange import Exchange
 from detonation.core.exchange.kinds import exchange_for, room_of
 from detonation.core.flat.layout import Layout
 from detonation.core.flat.rows import Bucket
@@ -61,8 +60,7 @@ class Channel:
             row = torch.zeros(1, scheme.codec.selection.chunk, dtype=torch.float32, device=runtime.device)
             scheme.codec.basis.inverse(scheme.codec.basis.forward(row))
         self._message = partial(Message, codec=scheme.codec, keeps_buffers=self.engine.guard.on_kernels)
-        self._whole = BucketPipeline(Bucket.whole(layout), self.engine)
-        self._alone: dict[int, Exchange] = {}  # by the first row of a bucket that is a message of its own
+        self._whole = BucketPipeline(Bucket.whole(layout), self.engine, self.exchange)
 
     @cached_property
     def pipelines(self) -> list[BucketPipeline]:
@@ -70,8 +68,8 @@ class Channel:
         sizes, few = (self.link.replicas, self.link.local_ranks), self.engine.reads_status
         buckets = buckets_of(self.scheme, self.layout, *sizes, few)
         if len(buckets) == 1:
-            return [BucketPipeline(buckets[0], self.engine)]
-        return [self._pipeline(bucket) for bucket in reversed(buckets)]
+            return [self._whole]
+        return [self._pipeline(bucket, number) for number, bucket in enumerate(reversed(buckets), start=1)]
 
     @cached_property
     def _statuses(self) -> Tensor:
@@ -80,32 +78,46 @@ class Channel:
         one = self.engine.scan(signals, range(len(signals)))
         return one.new_zeros(len(self.pipelines), len(one))
 
-    def start(self, step: int) -> Transfer:
-        """The transfer of `step`, with nothing in it yet."""
+    def start(self, step: int, pipeline: BucketPipeline | None = None) -> Transfer:
+        """The transfer of `step`, with nothing in it yet: of the whole, or of a bucket that is a message of its own."""
         self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(self._whole.bucket, self.engine, self.exchange, self._message(step))
+        return Transfer(pipeline or self._whole, self._message(step))
 
-    def send(self, signals: Sequence[Tensor | None], step: int) -> Transfer:
+    def send(self, signals: Sequence[Tensor | None], step: int, pipeline: BucketPipeline | None = None) -> Transfer:
         """Sends a signal in one collective. If any of it is not finite, an empty message is sent, with the reason.
 
-        Shapes: one local shape per parameter.
+        Args:
+            pipeline: Of a bucket that is a message of its own, one in memory at a time: `signals` are its pieces. All
+                buckets of a step are sent like this, in one order on all replicas, or none.
+
+        Shapes: one local shape per parameter, or one per piece of the bucket.
         """
-        transfer = self.start(step)
-        # engines on a CPU work in blocks of their own, which fit into its caches
-        at_once = self.runtime.device.type == "cpu" or self.engine.reads_status  # kernels need no temporaries
-        parts = [(self._whole, signals)] if at_once else [(each, each.bucket.cut(signals)) for each in self.pipelines]
-        self._send(transfer, parts, signals)
-        return transfer
-
-    def send_part(self, pipeline: BucketPipeline, pieces: Sequence[Tensor | None], step: int) -> Transfer:
-        """Sends the pieces of a signal in one bucket as a message of its own: one in memory at a time.
-
-        All buckets of a step are sent like this, in one order on all replicas, or none.
-
-        Shapes: one per piece of the bucket.
-        """
-        transfer = self._start_part(pipeline, step)
-        self._send(transfer, [(pipeline, pieces)], pieces)
+        transfer = self.start(step, pipeline)
+        if self.link.tape and self.link.tape.plays:
+            self._play(transfer, [transfer.pipeline])
+            return transfer
+        bad: bool | Tensor
+        status: int | Tensor
+        if self.engine.reads_status:
+            status = bad = transfer.pipeline.engine.scan(signals, range(len(signals)))
+            if self.scheme.signal == "parameters":
+                transfer.is_empty = bad.any()
+        else:
+            status = first_nonfinite(signals, self.runtime)
+            transfer.is_empty = bad = status > 0
+        exchange = transfer.pipeline.exchange
+        run = exchange.run(transfer.message, 0, transfer.pipeline.bucket.layout.rows)
+        # engines on a CPU work in blocks of their own, which fit into its caches, and kernels need no temporaries
+        at_once = pipeline or self.runtime.device.type == "cpu" or self.engine.reads_status
+        for each in [transfer.pipeline] if at_once else self.pipelines:
+            part = run if at_once else run.of_rows(each.bucket.first, each.bucket.layout.rows)
+            self._encode(transfer, each, part, signals if at_once else each.bucket.cut(signals), bad)
+            if each.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
+                self._release(transfer)
+        del run, part  # the exchange may send a copy
+        exchange.send(transfer.message, status)
+        if transfer.unreleased:
+            self._release(transfer)
         return transfer
 
     def send_bucket(
@@ -158,7 +170,7 @@ class Channel:
         """
         self.counts.changing, number = self.link.replicas, self.counts.names.index(name)
         if self.scheme.divides_messages:
-            transfers = [self._start_part(pipeline, step) for pipeline in self.pipelines]
+            transfers = [self.start(step, pipeline) for pipeline in self.pipelines]
             for pipeline, transfer in zip(self.pipelines, transfers, strict=True):
                 self._send_zeros(transfer, [[pipeline]], _after_slots(transfer, number))
             return transfers
@@ -185,56 +197,27 @@ class Channel:
         memory = {"residual": self.memory.residual} if self.memory else {}
         return LocalState(self.layout, memory | dict(flats), self.exchange.state() | dict(others or {}))
 
-    def _send(
-        self,
-        transfer: Transfer,
-        parts: Sequence[tuple[BucketPipeline, Sequence[Tensor | None]]],
-        signals: Sequence[Tensor | None],
-    ) -> None:
-        """Encodes all buckets of a message and sends it in one collective; `parts` are those of `signals`."""
-        if self.link.tape and self.link.tape.plays:
-            self._play(transfer, [pipeline for pipeline, _ in parts])
-            return
-        bad: bool | Tensor
-        status: int | Tensor
-        if self.engine.reads_status:
-            status = bad = parts[0][0].engine.scan(signals, range(len(signals)))
-            if self.scheme.signal == "parameters":
-                transfer.is_empty = bad.any()
-        else:
-            status = first_nonfinite(signals, self.runtime)
-            transfer.is_empty = bad = status > 0
-        run = transfer.exchange.run(transfer.message, 0, transfer.bucket.layout.rows)
-        for pipeline, pieces in parts:
-            bucket = pipeline.bucket
-            part = run if len(parts) == 1 else run.of_rows(bucket.first, bucket.layout.rows)
-            self._encode(transfer, pipeline, part, pieces, bad)
-            if pipeline.engine.is_heavy or (self._needs_own_update and self.runtime.decides_on_device):
-                self._release(transfer)
-        del run, part  # the exchange may send a copy
-        transfer.exchange.send(transfer.message, status)
-        if transfer.unreleased:
-            self._release(transfer)
-
     def _play(self, transfer: Transfer, pipelines: Sequence[BucketPipeline], is_last: bool = True) -> None:
         """Takes the message from the tape, once its last bucket comes, in the place of all collectives."""
         for pipeline in pipelines:
             self._empty(transfer, pipeline)  # whose indices may be needed
         if is_last:
             assert self.link.tape is not None
-            transfer.exchange.play(transfer.message, self.link.tape)
+            transfer.pipeline.exchange.play(transfer.message, self.link.tape)
             transfer.forwarded = True
 
     def _send_zeros(self, transfer: Transfer, collectives: Sequence[Sequence[BucketPipeline]], status: int) -> None:
         """Sends zeros in the place of a message, in as many collectives as the other replicas do."""
         for pipelines in collectives:
-            begin, buckets = transfer.bucket.first, [each.bucket for each in pipelines]
+            begin, buckets = transfer.pipeline.bucket.first, [each.bucket for each in pipelines]
             first = min(each.first for each in buckets)
-            run = transfer.exchange.run(transfer.message, first - begin, sum(each.layout.rows for each in buckets))
+            run = transfer.pipeline.exchange.run(
+                transfer.message, first - begin, sum(each.layout.rows for each in buckets)
+            )
             for pipeline, bucket in zip(pipelines, buckets, strict=True):
                 part = run.of_rows(bucket.first - first, bucket.layout.rows)
                 pipeline.engine.codec.write(self._empty(transfer, pipeline), part)
-            transfer.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
+            transfer.pipeline.exchange.send(transfer.message, status if pipelines is collectives[-1] else None)
 
     def _empty(self, transfer: Transfer, pipeline: BucketPipeline) -> Selected:
         """The content of a bucket without a signal."""
@@ -245,7 +228,7 @@ class Channel:
     def _know(self, transfer: Transfer, pipeline: BucketPipeline, selected: Selected) -> None:
         """Keeps the indices that all replicas know."""
         if self.scheme.codec.selection.shared:
-            transfer.message.know(pipeline.bucket.first - transfer.bucket.first, selected.indices)
+            transfer.message.know(pipeline.bucket.first - transfer.pipeline.bucket.first, selected.indices)
 
     def _encode(
         self,
@@ -277,21 +260,6 @@ class Channel:
             engine, selected, own = transfer.unreleased.pop(0)
             engine.release(selected, own)
 
-    def _start_part(self, pipeline: BucketPipeline, step: int) -> Transfer:
-        """The transfer of one bucket as a message of its own, with nothing in it yet."""
-        self.counts.due.add(step + self.scheme.round.delay)
-        return Transfer(pipeline.bucket, pipeline.engine, self._exchange_of(pipeline), self._message(step))
-
-    def _exchange_of(self, pipeline: BucketPipeline) -> Exchange:
-        """The exchange of a bucket that is a message of its own."""
-        bucket = pipeline.bucket
-        if bucket.is_whole:
-            return self.exchange
-        if bucket.first not in self._alone:
-            guard = self._guard(bucket.layout, 1 + self.pipelines.index(pipeline))
-            self._alone[bucket.first] = self.exchange.for_rows(bucket.first, bucket.layout.rows, guard)
-        return self._alone[bucket.first]
-
     def _guard(self, layout: Layout, number: int) -> Guard:
         """The guard of bucket `number`, 0 for the whole."""
         arguments = (self.scheme.name, dict(self.scheme.arguments))
@@ -301,12 +269,14 @@ class Channel:
         names = [*(slot.name for slot in layout.slots), *map(Changed, self.counts.names)]
         return self.engine.guard(names, *at, self.counts, self.runtime.decides_on_device, self._usual, forget)
 
-    def _pipeline(self, bucket: Bucket) -> BucketPipeline:
-        codec = codec_of(bucket, self.scheme.codec, self.layout.rows)
+    def _pipeline(self, bucket: Bucket, number: int) -> BucketPipeline:
+        codec, exchange = codec_of(bucket, self.scheme.codec, self.layout.rows), self.exchange
         memory = self.memory.of_rows(bucket.layout, bucket.first) if self.memory else None
-        return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, self._room))
+        if self.scheme.divides_messages:
+            exchange = exchange.for_rows(bucket.first, bucket.layout.rows, self._guard(bucket.layout, number))
+        return BucketPipeline(bucket, engine_for(codec, bucket.layout, memory, self.runtime, self._room), exchange)
 
 
 def _after_slots(transfer: Transfer, number: int) -> int:
     """The status for reason `number` among those that name no parameter of the message."""
-    return 1 + len(transfer.bucket.layout.slots) + number
+    return 1 + len(transfer.pipeline.bucket.layout.slots) + number

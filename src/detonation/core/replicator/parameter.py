@@ -165,7 +165,7 @@ class ParameterReplicator(Replicator):
         moved = self._movement(pipeline.bucket, weights, weight)
         pieces = pipeline.bucket.layout.parts(moved)
         if self._divides:
-            transfer = self.channel.send_part(pipeline, pieces, step)
+            transfer = self.channel.send(pieces, step, pipeline)
             self._in_flight.append((transfer, []))
             self._lost[pipeline.bucket.first] = transfer.is_empty
         else:
@@ -225,7 +225,7 @@ class ParameterReplicator(Replicator):
         update = transfer.receive()
         for pipeline, unsent in parts:
             rest = self._rest(unsent, weights)
-            self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.bucket.first), rest, weights)
+            self._follow(pipeline.bucket, update.rows_of(pipeline, transfer.pipeline.bucket.first), rest, weights)
             del rest  # before the next one is made
 
     def _follow(self, bucket: Bucket, update: Tensor, unsent: Tensor | None, weights: Sequence[Tensor]) -> None:
@@ -259,7 +259,7 @@ class ParameterReplicator(Replicator):
                 transfer.forward()
             while self._in_flight:
                 transfer, _ = self._in_flight.popleft()
-                self._arrived[transfer.bucket.rows] = transfer.receive().flat()
+                self._arrived[transfer.pipeline.bucket.rows] = transfer.receive().flat()
         return self._arrived
 
     def _position(self, bucket: Bucket, weights: Sequence[Tensor]) -> Tensor:

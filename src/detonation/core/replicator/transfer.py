@@ -16,10 +16,11 @@ from detonation.core.integrity.message import Message
 
 @dataclass(frozen=True)
 class BucketPipeline:
-    """A bucket, and the engine that encodes it into its rows of a message."""
+    """A bucket, the engine that encodes it into its rows of a message, and the exchange that sends this message."""
 
     bucket: Bucket
     engine: ReferenceEngine
+    exchange: Exchange
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,13 @@ class Transfer:
     """The message of one replica at one step, encoded bucket by bucket, in flight until it becomes an update.
 
     However many collectives it takes, it is one message with one header: all replicas decide once whether to use it.
+    pipeline: of the bucket that is the message, which may be the whole.
     own: what this replica sent, bucket by bucket; only for a scheme that needs it. is_empty: True if a part of it is
     zeros because of values that are not finite; `[]` bool where only the device knows. unreleased: the selections that
     are still to leave the memory, with their values as every receiver decodes them, where these differ.
     """
 
-    bucket: Bucket
-    engine: ReferenceEngine
-    exchange: Exchange
+    pipeline: BucketPipeline
     message: Message
     own: list[OwnPart] = field(default_factory=list)
     is_empty: bool | Tensor = False
@@ -61,14 +61,15 @@ class Transfer:
     def forward(self) -> None:
         """Starts the second collective, if there is one and it was not started yet."""
         if not self.forwarded:
-            self.exchange.forward(self.message)
+            self.pipeline.exchange.forward(self.message)
         self.forwarded = True
 
     def receive(self) -> "Update":
         """Waits for the update that all replicas agree on."""
-        if self.exchange.secluded:
+        exchange = self.pipeline.exchange
+        if exchange.secluded:
             self.forward()
-        return Update(self.engine, self.exchange.receive(self.message))
+        return Update(self.pipeline.engine, exchange.receive(self.message))
 
 
 @dataclass(frozen=True)

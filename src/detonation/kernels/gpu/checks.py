@@ -36,12 +36,6 @@ def scan_kernel(
 
 
 @triton.jit
-def settle_kernel(found, programs, status, SOME: tl.constexpr):
-    """Writes what all programs found as one number; see `status_of`."""
-    tl.store(status, status_of(found, programs, SOME))
-
-
-@triton.jit
 def seal_sum_kernel(status, statuses, digits, count, first, mark, EACH: tl.constexpr, STATUSES: tl.constexpr,
                     SOME: tl.constexpr):  # fmt: skip
     """Writes a status and a mark after the values of an all-reduce: `EACH` numbers below 256 from number `first` on,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.checks import inspect_sum_kernel, scan_kernel, seal_sum_kernel, settle_kernel
+from detonation.kernels.gpu.checks import inspect_sum_kernel, scan_kernel, seal_sum_kernel
 from detonation.kernels.gpu.decode import weigh_kernel
 from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
 from detonation.kernels.gpu.messages import inspect_kernel, seal_kernel
@@ -224,16 +224,6 @@ class Scanner:
             slots.rows, limit, found, ROW=ROW, ROWS=self._rows, KINDS=table.kinds, SEARCH=slots.search,
         )  # fmt: skip
         return found
-
-
-def settled(status: Tensor) -> Tensor:
-    """A status as one number.
-
-    Shapes: `[n]` int64 -> `[]` int64.
-    """
-    found = torch.empty((), dtype=torch.int64, device=status.device)
-    launch(settle_kernel, 1, status, status.numel(), found, SOME=power(status.numel()))
-    return found
 
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:

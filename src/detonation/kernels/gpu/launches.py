@@ -21,7 +21,6 @@ from detonation.kernels.gpu.inspection import (
     SumInspector,
     is_aligned,
     power,
-    settled,
 )
 from detonation.kernels.gpu.launching import (
     INTERPRETED,
@@ -53,7 +52,6 @@ __all__ = [
     "SumInspector",
     "is_aligned",
     "launch_counts",
-    "settled",
     "uploaded",
 ]
 
