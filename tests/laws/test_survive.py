@@ -20,9 +20,8 @@ from detonation.cluster.survive.agreement import (
     EPOCH,
     GONE,
     RankReport,
-    ask_key,
+    axis_key,
     axis_store,
-    beat_key,
     latest_axis_store,
     next_axis_store,
 )
@@ -402,7 +401,7 @@ def test_a_replica_that_stood_still_itself_takes_nobody_for_lost():
 
 def test_a_rank_has_its_time_to_report_from_the_notice_on():
     store = HashStore()
-    store.set(beat_key(1), "1")
+    store.set(axis_key("beat", 1), "1")
     membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
     membership.stop()
     now = membership._awake = time.monotonic()
@@ -483,10 +482,10 @@ def test_nobody_writes_to_a_sum_of_which_another_replica_may_need_a_copy():
 def test_a_loss_that_all_have_agreed_on_meanwhile_calls_nobody_again():
     """The thread of a rank had seen the loss; before it said so the others had called, and all had agreed."""
     store = HashStore()
-    store.set(beat_key(1), "1")
+    store.set(axis_key("beat", 1), "1")
     membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
     membership.stop()
-    store.set(beat_key(1), GONE)
+    store.set(axis_key("beat", 1), GONE)
 
     class Between:
         """A store: when the thread has read the beats the agreement is over."""
@@ -546,7 +545,7 @@ class Hooked:
 
 def stopped(store):
     """The membership of replica 0 of two, whose thread has ended."""
-    store.set(beat_key(1), "1")
+    store.set(axis_key("beat", 1), "1")
     membership = Membership(store, 0, 2, 0, 1, 30.0, 1, print)
     membership.stop()
     membership._stopped.clear()
@@ -575,12 +574,12 @@ def test_nobody_waits_for_beats_of_a_replica_that_did_not_ask_to_come_in():
     store, membership = HashStore(), None
 
     def agreed(keys):
-        if keys == [ask_key(2)]:
+        if keys == [axis_key("ask", 2)]:
             with membership.changed:
                 membership.guest, membership.guest_asks = 3, False
 
     membership = stopped(store)
-    store.set(ask_key(2), "1")
+    store.set(axis_key("ask", 2), "1")
     membership._beats = Hooked(membership._beats, check=agreed)
     membership._look_for_guest()
     assert (membership.guest, membership.guest_asks) == (3, False)

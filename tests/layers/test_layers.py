@@ -68,7 +68,7 @@ HOUSE = {
     "report/figures": ("report/read", NONE),
     "report/page": ("report/terminal report/figures", NONE),
     "report": ("report/page", NONE),
-    "plan": ("cluster wire core", ANY),
+    "plan": ("report/words cluster wire core", ANY),
     "integrations": ("checkpoint cluster core", ANY),
     "train/recipe": ("cluster/init wire core models data", NONE),
     "train/output": ("train/recipe cluster data report", NONE),

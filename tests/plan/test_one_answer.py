@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from detonation.core.link.link_speed import LinkSpeed
-from detonation.plan.advice import lasting
 from detonation.plan.auto import rank
 from detonation.plan.cost import Network, Work
 from detonation.plan.losses import Goal
 from detonation.plan.search import options
+from detonation.report.words import duration
 from detonation.train.recipe.resolve import read_layers
 from detonation.train.recipe.sizes import shard_shapes
 from detonation.train.run.decide import Asked, Auto, goal_of, trained
@@ -49,7 +49,7 @@ def cells(cluster):
     free, kept = asked(cluster), asked(cluster, "AdamW")
     yield from (str(replicas), link, parameters, f"{step_s:g} s")
     for found in (free, kept):
-        reached = lasting(found["first"]["time_to_loss_s"])
+        reached = duration(found["first"]["time_to_loss_s"])
         yield f"{named(found['first'])}, {reached}{'' if found['pays'] else ', **one machine is sooner**'}"
 
 

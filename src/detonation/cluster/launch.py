@@ -80,7 +80,7 @@ def run_local(
         survival: the replicas share no process group, and those that are left go on when one is lost.
 
     Returns:
-        The result of each rank (JSON values and tensors), by rank; without those that were lost.
+        The result of each rank (JSON values), by rank; without those that were lost.
 
     Raises:
         WorldError: a rank failed, or `timeout_s` passed.

@@ -10,6 +10,7 @@ from detonation.core.schemes.scheme import ParameterScheme, Scheme
 from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import Goal
 from detonation.plan.search import BUDGET, Option, one_machine, options
+from detonation.report.words import duration
 
 LONG_WAIT = 0.5
 """The share of a step that a first choice may wait before the advice says what would help."""
@@ -74,7 +75,7 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
         "bytes_per_day": cost.bytes_per_day,
         "memory_bytes": cost.memory_bytes,
         "time_to_loss_s": seconds,
-        "time_to_loss": "unknown" if seconds is None else lasting(seconds),
+        "time_to_loss": "unknown" if seconds is None else duration(seconds),
         "loss_cost": found.cost if found else None,
         "loss_interval": list(found.interval) if found else None,
         "loss_text": found.verdict if found else "not measured",
@@ -86,30 +87,18 @@ def why(ranked: Sequence[Option], network: Network, goal: Goal, budget: float = 
     """Says in a sentence or two what comes first, and how soon it is there."""
     best = ranked[0]
     link = f"at {LinkSpeed(network.rate_bits_per_s)} per node" if network.replicas > 1 else "with one node"
-    waits = f"it waits {best.cost.waiting:.0%} of a step of {lasting(best.cost.total_s)} {link}"
+    waits = f"it waits {best.cost.waiting:.0%} of a step of {duration(best.cost.total_s)} {link}"
     if best.is_full and best.cost.waiting <= budget:
         waits += f", within the budget of {budget:.0%}"
     seconds = best.seconds(goal)
     if seconds is None:
         return f"{best}: {waits}; its loss is not measured here"
-    text = f"{best} reaches the loss of {goal.baseline} in full after {goal.steps:,} steps within {lasting(seconds)}"
+    text = f"{best} reaches the loss of {goal.baseline} in full after {goal.steps:,} steps within {duration(seconds)}"
     full = next((each for each in ranked if each.is_full and each.optimizer == goal.baseline), None)
     if full is None or full is best:
         return f"{text}; {waits}"
-    there = lasting(goal.steps * full.cost.total_s)
+    there = duration(goal.steps * full.cost.total_s)
     return f"{text}, full() with {goal.baseline} in {there}, of which it would wait {full.cost.waiting:.0%}; {waits}"
-
-
-def lasting(seconds: float) -> str:
-    """A duration in three digits, from milliseconds to days.
-
-    >>> lasting(0.158), lasting(95), lasting(7200), lasting(1e6)
-    ('158 ms', '95 s', '2 h', '11.6 days')
-    """
-    for limit, unit, size in ((0.9995, "ms", 1e-3), (600, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
 
 
 def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> tuple[bool | None, str]:
@@ -118,10 +107,10 @@ def _second_machine(ranked: Sequence[Option], network: Network, goal: Goal) -> t
     if alone is None or seconds is None:
         return None, ""
     optimizer, found, alone_s = alone
-    known = f"one machine with {optimizer} and the same examples per step is there within {lasting(alone_s)}"
+    known = f"one machine with {optimizer} and the same examples per step is there within {duration(alone_s)}"
     ahead = (seconds / alone_s) ** -found.exponent - 1  # of one machine's loss when the others are there
     if alone_s <= seconds:
-        machines = f"{network.replicas} machines within {lasting(seconds)}"
+        machines = f"{network.replicas} machines within {duration(seconds)}"
         return False, f"No second machine pays: {known}, {machines}, when the loss of one is {-ahead:.1%} lower"
     lead = f"{alone_s / seconds:.2g} times as long; in the same seconds its loss is {ahead:.1%} higher"
     return True, f"{network.replicas} machines pay: {known}, {lead}"
@@ -150,7 +139,7 @@ def _help(ranked: Sequence[Option], work: Work, network: Network, goal: Goal) ->
         lines.append(f"fewer bytes: {less} waits {less.cost.waiting:.0%}, and its loss is {less.estimate.verdict}")
     longer = _longer_rounds(ranked, work, network, goal)
     if longer:
-        waits = f"waits {longer.cost.waiting:.0%} of {lasting(longer.cost.total_s)}"
+        waits = f"waits {longer.cost.waiting:.0%} of {duration(longer.cost.total_s)}"
         lines.append(f"longer rounds: {longer} {waits}; its loss is not measured here")
     return lines
 

@@ -65,14 +65,13 @@ def rate(bits_per_s: float) -> str:
 def duration(seconds: float) -> str:
     """Formats a duration.
 
-    >>> duration(0.00042), duration(0.158), duration(95), duration(7200)
-    ('0.42 ms', '158 ms', '95 s', '2 h')
+    >>> duration(0.00042), duration(0.158), duration(95), duration(7200), duration(1e6)
+    ('0.42 ms', '158 ms', '95 s', '2 h', '11.6 days')
     """
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 600:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 3600:.3g} h" if seconds >= 5400 else f"{seconds / 60:.3g} min"
+    for limit, unit, size in ((0.9995, "ms", 1e-3), (600, "s", 1), (5400, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
 
 
 def printable(text: str) -> str:

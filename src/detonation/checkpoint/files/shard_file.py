@@ -78,7 +78,7 @@ class TensorFile:
         return tensor
 
     def _fill(self, tensor: Tensor, at: int) -> None:
-        rest = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        rest = octets(tensor)
         descriptor = self._open()
         try:
             while rest:
@@ -202,4 +202,12 @@ def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Ite
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
         if tensor.nbytes:
-            yield memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+            yield octets(tensor)
+
+
+def octets(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, which must live as long as this.
+
+    Shapes: any.
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)).cast("B")

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -131,54 +131,21 @@ def left_out(store: Store, replica: int) -> bool:
 
 def note_gone(store: Store, rank: int) -> None:
     """Lets the others know at once that `rank` has ended: its launcher has seen it."""
-    store.set(beat_key(rank), GONE.decode())
+    store.set(axis_key("beat", rank), GONE.decode())
 
 
-def beat_key(rank: int) -> str:
-    """Of the beat of a rank."""
-    return f"beat/{rank}"
+def axis_key(
+    kind: Literal["beat", "left", "ask", "feed", "coming", "copy", "ready", "admit", "at"], *numbers: int
+) -> str:
+    """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards.
 
-
-def left_key(rank: int) -> str:
-    """Of a rank that leaves together with the others."""
-    return f"left/{rank}"
+    Of a rank: its beat; that it has left together with the others. Of a guest: that it asks to come in; the step after
+    which it gets its copy, and before which it comes in (admit). Of its shard: the address of its feed; that it waits
+    for a copy (coming), and has it (ready). at: that a rank, second, has come to the step of a guest, first.
+    """
+    return "/".join((kind, *map(str, numbers)))
 
 
 def range_of(replica: int, shards: int) -> range:
     """The ranks of a replica."""
     return range(replica * shards, (replica + 1) * shards)
-
-
-def ask_key(guest: int) -> str:
-    """Of a replica that asks to come in."""
-    return f"ask/{guest}"
-
-
-def feed_key(guest: int, shard: int) -> str:
-    """Of the address where a guest finds the state of training."""
-    return f"feed/{guest}/{shard}"
-
-
-def coming_key(guest: int, shard: int) -> str:
-    """Of a guest's rank that waits for a copy of the state."""
-    return f"coming/{guest}/{shard}"
-
-
-def copy_key(guest: int) -> str:
-    """Of the step after which a guest gets its copy."""
-    return f"copy/{guest}"
-
-
-def ready_key(guest: int, shard: int) -> str:
-    """Of a guest that has the state of training."""
-    return f"ready/{guest}/{shard}"
-
-
-def admit_key(guest: int) -> str:
-    """Of the step before which a guest comes in."""
-    return f"admit/{guest}"
-
-
-def at_key(guest: int, rank: int) -> str:
-    """Of a rank that has come to the step before which a guest comes in."""
-    return f"at/{guest}/{rank}"

@@ -19,14 +19,10 @@ from detonation.cluster.survive.agreement import (
     Agreement,
     RankReport,
     ReplicaLost,
-    admit_key,
-    ask_key,
-    at_key,
-    feed_key,
+    axis_key,
     latest_axis_store,
     next_axis_store,
     parse_agreement,
-    ready_key,
 )
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
@@ -161,12 +157,12 @@ class Guest:
             own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_here, is_guest=True
         )
         self._store = self.membership.store
-        self._store.set(ask_key(self.number), "1")  # at once: the others look for one number after another
+        self._store.set(axis_key("ask", self.number), "1")  # at once: the others look for one number after another
 
     def addresses(self, timeout_s: float) -> str:
         """The addresses of the feeds of all shards, separated by commas, once the others have them."""
         deadline = time.monotonic() + timeout_s
-        keys = [feed_key(self.number, shard) for shard in range(self._shards)]
+        keys = [axis_key("feed", self.number, shard) for shard in range(self._shards)]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 raise ReplicaLost(f"no replica has let replica {self.number} in within {timeout_s:g} s")
@@ -175,11 +171,11 @@ class Guest:
 
     def ready(self) -> None:
         """Lets the others know that this rank has the state of training."""
-        self._store.set(ready_key(self.number, self._shard), "1")
+        self._store.set(axis_key("ready", self.number, self._shard), "1")
 
     def step(self) -> int | None:
         """The number of steps after which this replica comes in; None until the others have agreed on it."""
-        key = admit_key(self.number)
+        key = axis_key("admit", self.number)
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
@@ -188,7 +184,7 @@ class Guest:
         Raises `ReplicaLost` where the others went on without it.
         """
         report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
-        self._store.set(at_key(self.number, self.membership.rank), "1")
+        self._store.set(axis_key("at", self.number, self.membership.rank), "1")
         agreement = None
         while agreement is None:
             if time.monotonic() > deadline:

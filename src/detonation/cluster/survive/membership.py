@@ -22,16 +22,11 @@ from detonation.cluster.survive.agreement import (
     Agreement,
     RankReport,
     ReplicaLost,
-    admit_key,
-    ask_key,
-    at_key,
-    beat_key,
+    axis_key,
     beat_of,
-    left_key,
     pace_of,
     parse_agreement,
     range_of,
-    ready_key,
 )
 
 TICK_S = 0.05
@@ -88,11 +83,11 @@ class Membership:
         now = time.monotonic()
         self._awake, self._seen = now, dict.fromkeys(self._ranks(), (b"", now))
         self._pace = 1.0  # seconds between two beats, until they are measured: a store may be far away
-        self._beats.set(beat_key(self.rank), beat_of(0, self._pace))
+        self._beats.set(axis_key("beat", self.rank), beat_of(0, self._pace))
         if not is_guest:
             self.store.set(SIZE, f"{replicas} {shards}")
             self.store.set(EPOCH, "0")
-        self._beats.wait([beat_key(rank) for rank in self._seen])
+        self._beats.wait([axis_key("beat", rank) for rank in self._seen])
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread inside the store must not meet the end of the interpreter
@@ -161,7 +156,7 @@ class Membership:
         """Waits until all members leave or are lost, at most `limit_s`, and stops: the others do not wait for it."""
         deadline = time.monotonic() + limit_s
         try:
-            self.store.set(left_key(self.rank), "1")
+            self.store.set(axis_key("left", self.rank), "1")
             for rank in self._ranks():
                 while not (self._has_left(rank) or self._is_silent(rank)) and time.monotonic() < deadline:
                     time.sleep(_POLL_S)
@@ -183,8 +178,8 @@ class Membership:
 
     def awaits(self, guest: int) -> bool:
         """Notes that this rank stands at the step before which `guest` comes in; True once all members do."""
-        self.store.set(at_key(guest, self.rank), "1")
-        return bool(self.store.check([at_key(guest, rank) for rank in self._ranks()]))
+        self.store.set(axis_key("at", guest, self.rank), "1")
+        return bool(self.store.check([axis_key("at", guest, rank) for rank in self._ranks()]))
 
     def _ranks(self, guest: int = -1) -> list[int]:
         replicas = [*self.members, *([guest] if guest >= 0 and guest not in self.members else [])]
@@ -202,7 +197,7 @@ class Membership:
         return self._lost(rank, self._confirm_s if had_time else self._silence_s)
 
     def _has_left(self, rank: int) -> bool:
-        return bool(self.store.check([left_key(rank)]))
+        return bool(self.store.check([axis_key("left", rank)]))
 
     def _propose(self, members: Sequence[int], awaited: Collection[int]) -> None:
         reports = self._reports(members)
@@ -217,17 +212,17 @@ class Membership:
         return {rank: json.loads(self.store.get(self._key(f"report/{rank}"))) for rank in ranks}
 
     def _is_ready(self, store: Store) -> bool:
-        return bool(store.check([ready_key(self.guest, shard) for shard in range(self.shards)]))
+        return bool(store.check([axis_key("ready", self.guest, shard) for shard in range(self.shards)]))
 
     def _look_for_guest(self) -> None:
         """Notes that a replica asks to come in, and lets all agree on a step for it once it is ready."""
         guest = self.guest
         ranks = range_of(guest, self.shards)
-        if not self.guest_asks and self._beats.check([ask_key(guest)]):
+        if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}
                 self.guest_asks = guest == self.guest  # all may have agreed meanwhile, and look for the next one
-        if not self.guest_asks or self._beats.check([admit_key(guest)]):
+        if not self.guest_asks or self._beats.check([axis_key("admit", guest)]):
             return
         if any(self._lost(rank, self._silence_s) for rank in ranks):
             with self.changed:
@@ -252,11 +247,11 @@ class Membership:
         """Beats, reads all beats, and notices a loss. `agree` and `join` change the members in another thread."""
         with self.changed:
             epoch, members, watched = self.epoch, self._ranks(), self._ranks(self.guest if self.guest_asks else -1)
-        self._beats.set(beat_key(self.rank), beat_of(count, self._pace))
+        self._beats.set(axis_key("beat", self.rank), beat_of(count, self._pace))
         if self.is_guest:
             return
         self._look_for_guest()
-        beats = dict(zip(watched, self._beats.multi_get([beat_key(rank) for rank in watched]), strict=True))
+        beats = dict(zip(watched, self._beats.multi_get([axis_key("beat", rank) for rank in watched]), strict=True))
         called = self._beats.check([f"{epoch + 1}/call"])
         self._watch_record()
         now = time.monotonic()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detonation.cluster.init import note_loss
-from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, admit_key
+from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
 from detonation.cluster.survive.groups import (
     Flight,
     Group,
@@ -229,7 +229,7 @@ class SurvivingCommunicator(ElasticCommunicator):
                 pending.append(agreement)
         if agreement.guest >= 0:
             self.guest = agreement.next_step, agreement.guest
-            membership.store.set(admit_key(agreement.guest), str(agreement.next_step))
+            membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_step))
         lost = tuple(member for member in before if member not in membership.members)
         if lost:
             note_loss()

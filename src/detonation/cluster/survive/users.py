@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.survive.agreement import Agreement, coming_key, copy_key, feed_key
+from detonation.cluster.survive.agreement import Agreement, axis_key
 from detonation.cluster.survive.membership import Membership
 from detonation.core.link.elastic_communicator import ElasticCommunicator, PeerLost
 
@@ -80,7 +80,7 @@ class Host:
 
     def offer(self, guest: int, address: str) -> None:
         """Lets a guest know where it finds the state of this shard."""
-        self.membership.store.set(feed_key(guest, self.membership.shard), address)
+        self.membership.store.set(axis_key("feed", guest, self.membership.shard), address)
 
     def copy_step(self, guest: int, step: int) -> float:
         """The step after which all shards give their guest a copy; infinity until the guests of all are there.
@@ -88,10 +88,10 @@ class Host:
         The shards of a replica are in the same step, or in two that follow each other.
         """
         store, shard, shards = self.membership.store, self.membership.shard, self.membership.shards
-        store.set(coming_key(guest, shard), "1")
-        if shard == 0 and store.check([coming_key(guest, each) for each in range(shards)]):
-            store.compare_set(copy_key(guest), "", str(step + (2 if shards > 1 else 0)))
-        return int(store.get(copy_key(guest))) if store.check([copy_key(guest)]) else math.inf
+        store.set(axis_key("coming", guest, shard), "1")
+        if shard == 0 and store.check([axis_key("coming", guest, each) for each in range(shards)]):
+            store.compare_set(axis_key("copy", guest), "", str(step + (2 if shards > 1 else 0)))
+        return int(store.get(axis_key("copy", guest))) if store.check([axis_key("copy", guest)]) else math.inf
 
 
 class AxisUser(ElasticCommunicator):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from detonation.choices import imported
 from detonation.train.output.metrics import Record
-from detonation.train.recipe.schema import Config
+from detonation.train.recipe.schema import Config, Table
 from detonation.train.recipe.tables import to_table
 
 PORT = 8000
@@ -60,14 +60,15 @@ class WeightsAndBiases:
     """A run of Weights & Biases, in `wandb/` of the run directory, for `wandb sync`; offline, but for WANDB_MODE."""
 
     def __init__(self, path: Path, config: Config, done: int) -> None:
+        self._run = self._opened(path.name, path, to_table(config))
+
+    def _opened(self, name: str, path: Path, config: Table) -> Any:
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it looks up a host even when offline
         import wandb
 
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
-        self._run: Any = wandb.init(
-            project="detonation", name=path.name, dir=str(path), config=to_table(config), settings=quiet
-        )
+        return wandb.init(project="detonation", name=name, dir=str(path), config=config, settings=quiet)
 
     def write(self, record: Record) -> None:
         self._run.log(values(record), step=record.step)
@@ -76,30 +77,21 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(WeightsAndBiases):
     """A run of trackio, kept where trackio keeps its projects, for `trackio show --project detonation`."""
 
-    def __init__(self, path: Path, config: Config, done: int) -> None:
+    def _opened(self, name: str, path: Path, config: Table) -> Any:
         import trackio
 
-        self._trackio: Any = trackio
+        quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         with contextlib.redirect_stdout(io.StringIO()):  # its greetings: only results may go to stdout
-            self._run: Any = trackio.init(
-                project="detonation",
-                name=path.name,
-                config=to_table(config),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-
-    def write(self, record: Record) -> None:
-        self._run.log(values(record), step=record.step)
+            return trackio.init(project="detonation", name=name, config=config, resume="allow", **quiet)
 
     def close(self) -> None:
+        import trackio
+
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # the module's finish: after the run's own, trackio finishes again at exit, aloud
+            trackio.finish()  # the module's finish: after the run's own, trackio finishes again at exit, aloud
 
 
 class Web:
