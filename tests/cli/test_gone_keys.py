@@ -52,3 +52,9 @@ def test_a_verb_that_is_not_there_any_more_names_the_new_one(arguments, instead,
     printed = capsys.readouterr()
     assert printed.err == f"error: detonation {arguments[0]} is gone: say {instead}\n"
     assert (instead in printed.out) == ("--json" in arguments)
+
+
+def test_a_flag_that_is_not_there_any_more_names_what_to_say(capsys):
+    assert run_command(["simulate", QUICK, "--profile=profile.json"]) == 2
+    line = "detonation simulate --profile is gone: say detonation plan RECIPE --link RATE --replicas INT"
+    assert capsys.readouterr().err == f"error: {line} --step-time SECONDS\n"

@@ -76,7 +76,7 @@ def test_figures_without_content_are_left_out(tmp_path):
 
     silent, sending = made(tmp_path / "none", "none", sent=0), made(tmp_path / "demo")
     assert names(silent) == ["loss-steps", "loss-seconds", "step-time"]
-    virtual = made(tmp_path / "virtual", simulated=True, seconds_predicted=False)
+    virtual = made(tmp_path / "virtual", simulated=True)
     assert names(virtual) == ["loss-steps", "loss-bytes", "loss-seconds", "bytes-per-step"]
     assert names(silent, sending) == ["loss-steps", "loss-bytes", "loss-seconds", "step-time", "bytes-per-step"]
     note = next(chart.note for chart in charts(read_all([silent, sending]))[0] if chart.name == "loss-bytes")

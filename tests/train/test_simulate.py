@@ -1,6 +1,5 @@
 """Simulated runs: bit for bit those of real worlds, in one process."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -12,16 +11,12 @@ import pytest
 import torch
 
 import detonation as dt
-from detonation.cluster.network.profile import AxisProfile, Compute, Operation, Profile, Step
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.handshake import Mismatch
 from detonation.core.link.link import Link
-from detonation.core.schemes import buckets
-from detonation.plan.cost import Network
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import metrics
-from detonation.train.run.decide import among, predict
-from detonation.train.verbs.simulate import Simulation, batch_share, configured, simulate, train_virtual, virtual
+from detonation.train.verbs.simulate import Simulation, batch_share, simulate, train_virtual, virtual
 
 EXACT = {
     "full": ["scheme.name=full"],
@@ -53,7 +48,6 @@ def results(summary):
         "peak_memory",
         "directory",
         "simulated",
-        "seconds_predicted",
     )
     return {key: value for key, value in summary.items() if key not in left_out}
 
@@ -129,80 +123,6 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
     assert [record.val_loss is None for record in records] == [True, False, True, False, False]
     assert sum(record.bytes_sent for record in records) == 5 * summary["bytes_sent_per_step"] > 0
     assert (out / "config.toml").exists() and (out / "environment.json").exists()
-
-
-@pytest.fixture
-def profile(recipe, tmp_path):
-    """Two nodes that were measured with that recipe."""
-    operations = {
-        "all-reduce": Operation(0.02, 1e6, 0.0),
-        "all-gather": Operation(0.01, 1e6, 0.0),
-        "all-to-all": Operation(0.01, 1e6, 0.0),
-    }
-    compute = Compute(recipe.stem, 26_784, forward_backward_s=0.5, spread=0.0, steps={"local_sgd": Step(0.1, 0.05)})
-    path = tmp_path / "profile.json"
-    Profile(2, 1, "gloo", {"replicate": AxisProfile(2, 1, operations)}, compute).write(path)
-    return path
-
-
-def measured_with(profile, examples):
-    """Says how many examples per rank and step the profile is of, or as an older one nothing."""
-    table = json.loads(profile.read_text())
-    del table["compute"]["examples"]
-    table["compute"] |= {} if examples is None else {"examples": examples}
-    profile.write_text(json.dumps(table))
-
-
-@pytest.mark.parametrize(("examples", "share"), [(None, 2 / 4), (4, 2 / 4), (16, 2 / 16)])
-def test_seconds_are_those_that_a_profile_predicts(recipe, profile, tmp_path, examples, share):
-    measured_with(profile, examples)
-    out = tmp_path / "run"
-    sets = ("scheme.name=local_sgd", "scheme.every=1", "train.steps=2")  # parameters are sent after backward
-    request = Simulation(recipe, sets, replicas=4, total_batch=8, profile=profile, out=out, to_stderr=True)
-    summary = simulate(request)
-    # two examples; a ring all-reduce of four has 6 messages in a row where one of two has 2
-    expected = 0.5 * share + 0.1 + 3 * 0.02 + 8 * summary["bytes_sent_per_step"] / 1e6
-    assert summary["seconds_predicted"] and summary["median_step_seconds"] == pytest.approx(expected)
-    first = metrics.read_metrics(out / "metrics.jsonl")[0]
-    assert first.seconds == pytest.approx(expected) and first.step_s - first.waited_s == pytest.approx(0.1)
-
-
-def test_micro_batches_take_as_long_as_one_batch_and_hide_less(recipe, profile, monkeypatch):
-    monkeypatch.setattr(buckets, "SMALLEST", 2**10)
-    measured_with(profile, 4)
-
-    def predicted(*sets):
-        asked = Simulation(recipe, ("scheme.name=full", *sets))
-        return predict(configured(asked), recipe, profile)
-
-    whole, parts = predicted(), predicted("train.batch_size=1", "train.accumulate=4")
-    assert parts.compute_s == whole.compute_s == 0.5
-    assert parts.exposed_s > whole.exposed_s + 0.1
-
-
-def test_as_many_replicas_as_were_measured_are_predicted_as_measured(profile):
-    network = Network.of_profile(Profile.read(profile))
-    assert among(network, 2) == network
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"compute": None}, "is of no recipe: measure with detonation probe"),
-        ({"shards": 2}, "was measured with 2 replicas x 2 shards, but a simulated replica has one shard"),
-    ],
-)
-def test_a_profile_that_cannot_say_is_refused(recipe, profile, tmp_path, change, message):
-    dataclasses.replace(Profile.read(profile), **change).write(profile)
-    with pytest.raises(ValueError, match=message):
-        simulate(Simulation(recipe, profile=profile, out=tmp_path / "run", to_stderr=True))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_profile_of_another_model_is_refused(recipe, profile, tmp_path):
-    message = r"is of 26,784 parameters, and this model has [\d,]+: measure with detonation probe .* the same --set"
-    with pytest.raises(ValueError, match=message):
-        simulate(Simulation(recipe, ("model.layers=2",), profile=profile, out=tmp_path / "run", to_stderr=True))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class Train(Shortcuts, Processes):
     """Network interface of the sockets, such as wg0."""
 
 
-@verb("recipe", "scheme", "steps", "replicas", "out", "profile")
+@verb("recipe", "scheme", "steps", "replicas", "out")
 class Simulate(Shortcuts):
     """Train many virtual replicas in this one process, to try a scheme with 64 of them.
 
@@ -142,8 +142,6 @@ class Simulate(Shortcuts):
     """Copies of the model; the recipe's when left out."""
     total_batch: Integer = None
     """Examples per step of all replicas; train.batch_size each when left out."""
-    profile: File = None
-    """Result of detonation probe, to predict the seconds of a step on that cluster."""
     out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 

@@ -35,8 +35,9 @@ _GONE = {
     "replay": "detonation follow DIR",
     "recipes": "detonation train, which lists them, and detonation train NAME --print",
     "env": "detonation --version",
+    "simulate --profile": "detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
 }
-"""Verbs of earlier versions, and what to say in their place."""
+"""Verbs and flags of earlier versions, and what to say in their place."""
 
 
 def run_command(arguments: list[str] | None = None) -> int:
@@ -63,8 +64,9 @@ def _command(arguments: list[str]) -> int:
         return _print_versions("--json" in arguments)
     if name == "--completion":
         return _print_completion(" ".join(arguments[1:]))
-    if name in _GONE:
-        return fail(f"detonation {name} is gone: say {_GONE[name]}", 2, "--json" in arguments)
+    for gone in (name, *(f"{name} {flag.partition('=')[0]}" for flag in arguments)):
+        if gone in _GONE:
+            return fail(f"detonation {gone} is gone: say {_GONE[gone]}", 2, "--json" in arguments)
     if name in ("-h", "--help"):
         arguments = ["--help"]
     verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)

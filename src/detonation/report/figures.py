@@ -167,11 +167,10 @@ def charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     unsent = f" Not shown, because nothing was sent: {silent}." if silent else ""
     longest = max(run.seconds_so_far()[-1] for run in runs)
     unit, per = next((pair for pair in _TIMES if longest >= 5 * pair[1]), _TIMES[-1])
-    predicted = "predicted " if any(run.summary.get("seconds_predicted") for run in runs) else ""
     steps = [(run, key, run.series("step")) for run, key in shown]
     sent = [(run, key, run.bytes_so_far()) for run, key in senders]
     seconds = [(run, key, [second / per for second in run.seconds_so_far()]) for run, key in shown]
-    time = f"{predicted}{unit} in steps"
+    time = f"{unit} in steps"
     loss = [_curves("loss-steps", "Loss against steps", _LOSS, steps, "steps")]
     if senders:
         title = "Loss against bytes sent"

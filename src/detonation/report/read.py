@@ -47,7 +47,7 @@ class Run:
     def timed(self) -> bool:
         """True where the records split the time of a step. Virtual replicas that share a machine cannot tell."""
         split = all("step_s" in record and "waited_s" in record for record in self.records)
-        return split and (not self.summary.get("simulated") or bool(self.summary.get("seconds_predicted")))
+        return split and not self.summary.get("simulated")
 
     def series(self, key: str) -> list[float]:
         """The values of `key`, one per step."""

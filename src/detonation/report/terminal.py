@@ -123,7 +123,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", loss_text(summary["val_loss"]) + bigram),
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
         ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
-        (f"{'predicted ' if summary.get('seconds_predicted') else ''}time in steps", time),
+        ("time in steps", time),
         ("throughput", speed + if_there("mfu", ", MFU {:.0%}")),
         ("waiting", _waits(summary)),
         ("local steps", f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""),

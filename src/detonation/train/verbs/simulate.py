@@ -13,7 +13,6 @@ from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.core.optimizer.replicate import replicate
-from detonation.plan.cost import Cost
 from detonation.train.loop.fit import fit
 from detonation.train.loop.session import Session, check_config, load_data, safety, scheme_of, seeded_model
 from detonation.train.loop.summary import summarise
@@ -25,7 +24,7 @@ from detonation.train.recipe import optimizers
 from detonation.train.recipe.resolve import parse_sets, read_layers
 from detonation.train.recipe.schema import Config, Table, require
 from detonation.train.recipe.tables import to_table
-from detonation.train.run.decide import Auto, predict
+from detonation.train.run.decide import Auto
 from detonation.train.run.recorder import Recorder
 
 _LEFT_OUT = {
@@ -41,14 +40,12 @@ class Simulation:
 
     Args:
         total_batch: Examples per step over all replicas; `train.batch_size` for each replica when None.
-        profile: Of a cluster: steps get its seconds, in the place of this machine's.
     """
 
     recipe: Path
     overrides: tuple[str, ...] = ()
     replicas: int | None = None
     total_batch: int | None = None
-    profile: Path | None = None
     out: Path | None = None
     to_stderr: bool = False
 
@@ -61,7 +58,6 @@ def simulate(request: Simulation) -> Table:
     """
     config = configured(request)
     trackers.check_trackers(config.train.loggers)
-    predicted = predict(config, request.recipe, request.profile) if request.profile else None
     if request.out is not None:
         directory.check_free(request.out, resume=False)
     out = request.out or directory.fresh_directory(f"{request.recipe.stem}-{config.scheme.name}-{config.mesh.replicas}")
@@ -76,7 +72,7 @@ def simulate(request: Simulation) -> Table:
         session.optimizer.set_up()  # replicas compare their schemes, and sizes are checked, before anything is written
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(_recorder(session, out, screen)) if communicator.replica == 0 else None
-            summary = train_virtual(session, recorder, predicted)
+            summary = train_virtual(session, recorder)
             if recorder is not None:
                 directory.write_json(out / directory.SUMMARY, summary)
         return summary
@@ -122,31 +118,18 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
-def train_virtual(session: Session, recorder: Recorder | None = None, predicted: Cost | None = None) -> dict[str, Any]:
-    """Trains one virtual replica to the end; returns the summary. Collective.
-
-    Args:
-        recorder: Takes in each step.
-        predicted: The mean cost per step; its seconds replace those that this machine takes for all replicas.
-    """
+def train_virtual(session: Session, recorder: Recorder | None = None) -> dict[str, Any]:
+    """Trains one virtual replica to the end; `recorder` takes in each step. Returns the summary. Collective."""
     records: list[metrics.Record] = []
     add = recorder.add if recorder else records.append
 
     def report(record: metrics.Record) -> None:
-        add(timed(record, predicted))
+        add(replace(record, waited_s=0.0, step_s=0.0))  # other replicas compute while one waits
 
     fit(session, 0, session.config.train.steps, report, Stop())
     summary = summarise(session, recorder.records if recorder else records)
     summary.pop("waits", None)  # of replicas that compute in turns
-    return {**summary, "simulated": True, "seconds_predicted": predicted is not None}
-
-
-def timed(record: metrics.Record, predicted: Cost | None) -> metrics.Record:
-    """`record` with the predicted seconds; without a prediction, no waiting: other replicas compute meanwhile."""
-    if predicted is None:
-        return replace(record, waited_s=0.0, step_s=0.0)
-    waited = predicted.exposed_s
-    return replace(record, seconds=predicted.total_s, waited_s=waited, step_s=predicted.step_s + waited)
+    return {**summary, "simulated": True}
 
 
 @contextlib.contextmanager
