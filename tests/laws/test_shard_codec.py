@@ -5,8 +5,7 @@ import torch
 
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.link.link import Link
-from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
-from detonation.wire.reduce_scatter import BlockIntegers, ErrorFeedbackReduce
+from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
 
 CODECS = {
     "4bit": (BlockIntegers(4), 0.14),

@@ -16,8 +16,7 @@ from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import FaultCounts
 from detonation.core.link.link import Link
 from detonation.core.schemes import buckets
-from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
-from detonation.wire.reduce_scatter import BlockIntegers, ErrorFeedbackReduce
+from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
 from zoo import TALKING
 
 STEPS = 4

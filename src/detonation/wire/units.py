@@ -15,8 +15,7 @@ from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.flat.weight_hooks import ON_COMPARISON, ON_MOVE
 from detonation.core.link.link import Link
 from detonation.core.optimizer.gathered import local_parameters, reshard
-from detonation.wire.all_gather import WEIGHT_MOVES, DifferenceGather
-from detonation.wire.reduce_scatter import BlockIntegers, ErrorFeedbackReduce
+from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceGather, ErrorFeedbackReduce
 from detonation.wire.wire import WIDTHS, ShardWire
 
 _UNIT = "_detonation_shard_unit"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
@@ -26,38 +26,14 @@ _READING_S = 2.0
 """How long the others may take to read the last notice; lost ranks never do."""
 
 
-class HeartbeatBoard(Protocol):
-    """Each rank counts on it, and the first rank that knows why the world must end posts a notice.
-
-    Methods raise `RuntimeError` or `OSError` where the board is lost.
-    """
-
-    where: str
-    """The place that must be reachable for the board to work, in words."""
-
-    def write_count(self, rank: int, count: int) -> None:
-        """Sets the count of `rank`, above 0."""
-        ...
-
-    def read_counts(self, ranks: Sequence[int]) -> list[int]:
-        """The counts of `ranks`."""
-        ...
-
-    def post_notice(self, notice: str) -> str:
-        """Posts `notice` unless there is one already; returns the notice on the board."""
-        ...
-
-    def read_notice(self) -> str:
-        """The notice on the board; "" for none."""
-        ...
-
-    def close(self, others: int) -> None:
-        """Ends the use of the board after a failure; the host of the board waits until `others` have closed it too."""
-        ...
-
-
 class FileBoard:
-    """A board in a folder, for ranks of one machine."""
+    """A board in a folder, for ranks of one machine.
+
+    Each rank counts on a board, and the first rank that knows why the world must end posts a notice. Methods of boards
+    raise `RuntimeError` or `OSError` where the board is lost.
+
+    where: the place that must be reachable for the board to work, in words.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
@@ -65,12 +41,15 @@ class FileBoard:
         self._counts = os.open(folder / "counts", os.O_RDWR | os.O_CREAT, 0o600)
 
     def write_count(self, rank: int, count: int) -> None:
+        """Sets the count of `rank`, above 0."""
         os.pwrite(self._counts, count.to_bytes(_BYTES, "little"), rank * _BYTES)
 
     def read_counts(self, ranks: Sequence[int]) -> list[int]:
+        """The counts of `ranks`."""
         return [int.from_bytes(os.pread(self._counts, _BYTES, rank * _BYTES), "little") for rank in ranks]
 
     def post_notice(self, notice: str) -> str:
+        """Posts `notice` unless there is one already; returns the notice on the board."""
         draft = self._notice.with_name(f"notice-{os.getpid()}")
         draft.write_text(notice, encoding="utf-8")
         with contextlib.suppress(FileExistsError):
@@ -78,10 +57,11 @@ class FileBoard:
         return self.read_notice()
 
     def read_notice(self) -> str:
+        """The notice on the board; "" for none."""
         return self._notice.read_text(encoding="utf-8") if self._notice.exists() else ""
 
     def close(self, others: int) -> None:
-        """Does nothing: the files stay for the others to read."""
+        """Ends the use of the board after a failure: the files stay for the others to read."""
 
 
 class StoreBoard:
@@ -144,6 +124,7 @@ class StoreBoard:
         return hmac.compare_digest(found.encode(), self._signed(notice).encode())
 
     def close(self, others: int) -> None:
+        """Waits, on the host of the store, until `others` have closed the board, too."""
         deadline = time.monotonic() + _READING_S
         closed = self._store.add(_key("closed"), 0 if self._hosted_here else 1)
         while self._hosted_here and closed < others and time.monotonic() < deadline:
@@ -173,7 +154,7 @@ class Heartbeat:
         end: called in another thread when a rank is lost; the main thread may wait inside the network library.
     """
 
-    def __init__(self, board: HeartbeatBoard, rank: int, world_size: int, end: EndProcess) -> None:
+    def __init__(self, board: FileBoard | StoreBoard, rank: int, world_size: int, end: EndProcess) -> None:
         self._board, self._rank, self._world_size, self._end = board, rank, world_size, end
         self._limit_s, self._shards = STARTUP_LIMIT_S, 1
         self._notice, self._neighbour_count = "", 0

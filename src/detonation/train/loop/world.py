@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,34 +27,8 @@ Gathered = Callable[[], list[list[Any]]]
 """Waits for the values of all ranks: a list of each, in rank order."""
 
 
-class World(Protocol):
-    """All ranks of a run. Its methods are collective."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, values: Tensor) -> Gathered:
-        """The `values` of all ranks. Until they are asked for, neither host nor device waits."""  # [n]
-        ...
-
-    def over_shards(self, count: int) -> int:
-        """The sum of `count` over the shards of this rank's replica."""
-        ...
-
-    def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
-        """A hash of the first replica's parameters, and whether all replicas are bitwise equal to it."""
-        ...
-
-    def texts(self) -> TextExchange:
-        """Texts between all ranks."""
-        ...
-
-
 class Ranks:
-    """The processes of a mesh ("replicate", "shard")."""
+    """The processes of a mesh ("replicate", "shard"). The methods of a world are collective."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -65,6 +39,7 @@ class Ranks:
             self._hosts, _ = dist.new_subgroups(mesh["shard"].size(), backend="gloo")  # type: ignore[no-untyped-call]
 
     def all_gather(self, values: Tensor) -> Gathered:
+        """The `values` of all ranks. Until they are asked for, neither host nor device waits."""  # [n]
         self._comm.wait_for_current(values)
         with self._comm.active():
             everyone = [torch.empty_like(values) for _ in range(self.size)]
@@ -75,14 +50,17 @@ class Ranks:
             return readback.Readback(torch.stack(everyone)).read
 
     def over_shards(self, count: int) -> int:
+        """The sum of `count` over the shards of this rank's replica."""
         total = torch.tensor(count)
         dist.all_reduce(total, group=self._hosts)
         return int(total)
 
     def fingerprint(self, model: nn.Module) -> tuple[str, bool]:
+        """A hash of the first replica's parameters, and whether all replicas are bitwise equal to it."""
         return fingerprint(model, self._mesh)
 
     def texts(self) -> TextExchange:
+        """Texts between all ranks."""
         return Texts(torch.device(self._mesh.device_type))
 
 
@@ -157,6 +135,10 @@ class Alone:
 
     def texts(self) -> TextExchange:
         raise NotImplementedError("a simulation has no ranks that could differ")
+
+
+World = Ranks | ElasticRanks | Alone
+"""All ranks of a run."""
 
 
 def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:

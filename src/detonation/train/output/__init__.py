@@ -1,4 +1,4 @@
 """The output of a run: its directory, `metrics.jsonl`, trackers, the lines and gauges of the terminal.
 
-Imports from `recipe` alone; `loop`, `auto`, `run` and `verbs` may import from here.
+Imports from `recipe` alone; `loop`, `run` and `verbs` may import from here.
 """
