@@ -73,7 +73,7 @@ def test_a_step_without_overlap_is_compute_time_plus_transfer_time():
     sent = exchange_bytes("all-reduce", dt.full(), numel, 2)  # among two, everything once and in two hops
     assert full.exposed_s == pytest.approx(8 * sent / 1e6 + 2 * 0.01)
     assert full.total_s == pytest.approx(0.1 + full.exposed_s)
-    assert full.efficiency == pytest.approx(0.1 / full.total_s)
+    assert 1 - full.waiting == pytest.approx(0.1 / full.total_s)
     rounds = cost(dt.diloco(10), WORK, SLOW)
     assert rounds.exposed_s == pytest.approx(full.exposed_s / 10)
     assert cost(dt.none(), WORK, SLOW).total_s == 0.1

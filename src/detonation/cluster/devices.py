@@ -1,6 +1,7 @@
 """The device of a rank, its memory and its speed: a GPU, or the CPU where none is in sight or the user says so."""
 
 import re
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,11 +136,6 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
     return f"{signs[0]} shows one, but torch cannot use it; check nvidia-smi, the driver and {', '.join(VISIBLE[:1])}"
 
 
-try:
-    import resource
-except ImportError:  # no POSIX
-    resource = None  # type: ignore[assignment]
-
 _TERA = 10**12
 PEAKS: dict[str, float] = {
     "B300": 2250 * _TERA,
@@ -168,15 +164,10 @@ PEAKS: dict[str, float] = {
 """Multiplications and additions per second in dense bf16, as the makers state them, by a part of the device's name."""
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the whole process.
-
-    None where the platform does not say.
-    """
+def peak_memory(device: torch.device) -> int:
+    """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the whole process."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
-    if resource is None:
-        return None
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return held if sys.platform == "darwin" else 1024 * held  # in bytes there, in KiB elsewhere
 

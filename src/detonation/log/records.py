@@ -181,15 +181,11 @@ class StepRecorder(ABC):
         self._messages, self._optimizer, self._last = [], optimizer, optimizer.step_count
         return messages, goes_on
 
-    def add(self, messages: Copies, what: str, optimizer: Replicated, more: Mapping[str, Any] | None = None) -> None:
-        """Ends a step, or a call of `synchronize`, to which `messages` belong.
-
-        Args:
-            more: Of a step, beside the options of the parameter groups.
-        """
+    def add(self, messages: Copies, what: str, optimizer: Replicated) -> None:
+        """Ends a step, or a call of `synchronize`, to which `messages` belong."""
         kind = STEP if what == "step" else SYNCHRONIZE
         changed = self._changed(optimizer.param_groups)
-        about = {"groups": changed, **(more or {})} if kind == STEP or any(changed) else {}
+        about = {"groups": changed} if kind == STEP or any(changed) else {}
         self._waiting.append((messages, noted(kind, optimizer.step_count, about)))
         self.flush(self._late)
 

@@ -1,4 +1,5 @@
 """The planner: predicted cost of each scheme on a given network, and the choice of one.
 
-`cost` predicts, `losses` holds measured losses, `search` ranks, `advice` explains, `auto` chooses in a running job. It imports `core` and `cluster`; `train` and users may call it, `core` and `cluster` may not.
+`cost` predicts, `losses` holds measured losses, `search` ranks, `advice` explains, `auto` chooses in a running job.
+It imports `core` and `cluster`; `train` and users may call it, `core` and `cluster` may not.
 """

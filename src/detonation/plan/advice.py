@@ -70,7 +70,7 @@ def row(option: Option, goal: Goal) -> dict[str, Any]:
         "compute_s": cost.compute_s,
         "step_s": cost.step_s,
         "exposed_s": cost.exposed_s,
-        "efficiency": cost.efficiency,
+        "efficiency": 1 - cost.waiting,
         "bytes_per_step": cost.bytes_sent,
         "bytes_per_day": cost.bytes_per_day,
         "memory_bytes": cost.memory_bytes,

@@ -122,11 +122,6 @@ class Cost:
         return self.compute_s + self.step_s + self.exposed_s
 
     @property
-    def efficiency(self) -> float:
-        """Share of the step that is not spent waiting for the network."""
-        return 1 - self.exposed_s / self.total_s
-
-    @property
     def waiting(self) -> float:
         """Share of the step that is spent waiting for the network."""
         return self.exposed_s / self.total_s

@@ -138,13 +138,16 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     base = optimizers.build_optimizer(config.optimizer, model)
     surviving = surviving_axis(config, mesh) if config.mesh.elastic else None
     axis = surviving or axis
-    joined = axes(config, mesh) if axis is None else [axis]
-    levels = list(zip(joined, map(scheme_of, config.levels), strict=True))
-    clip = config.train.clip or None
-    balance, seed, safe = config.train.balance, config.seed, safety(config)
-    optimizer = replicate(base, model, levels=levels, clip=clip, balance=balance, seed=seed, safety=safe)
+    optimizer = replicated(config, base, model, axes(config, mesh) if axis is None else [axis])
     world: World = Ranks(mesh, device) if surviving is None else ElasticRanks(mesh, surviving)
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
+
+
+def replicated(config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]) -> Replicated:
+    """`base` replicated along the axis of each level. Collective where it takes its first step."""
+    levels, train = list(zip(joined, map(scheme_of, config.levels), strict=True)), config.train
+    alike: dict[str, Any] = {"clip": train.clip or None, "balance": train.balance, "seed": config.seed}
+    return replicate(base, model, levels=levels, safety=safety(config), **alike)
 
 
 def surviving_axis(config: Config, mesh: DeviceMesh) -> SurvivingCommunicator:

@@ -135,7 +135,7 @@ def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float, 
     """
     shares = [record.mfu for record in records if record.mfu is not None]
     bigram = bigram_loss(session.data) if session.rank == 0 else None
-    own = [peak_memory(session.device) or 0, statistics.median(shares) if shares else 0, bigram or 0]
+    own = [peak_memory(session.device), statistics.median(shares) if shares else 0, bigram or 0]
     everyone = session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=session.device))()
     return int(max(memory for memory, *_ in everyone)), everyone[0][1], everyone[0][2]
 

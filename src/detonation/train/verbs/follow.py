@@ -16,14 +16,13 @@ from detonation.cluster.init import local_device
 from detonation.cluster.launch import run_local
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes.failure import RunError
-from detonation.core.optimizer.replicate import replicate
 from detonation.feed.follower import follow
 from detonation.feed.stream import read_about
 from detonation.feed.token import Refused, read_token
 from detonation.log.repeat import replay
 from detonation.models import build_model
 from detonation.train.loop.checkpoints import resume
-from detonation.train.loop.session import Session, check_config, scheme_of, start_session
+from detonation.train.loop.session import Session, check_config, replicated, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import require_trust
@@ -189,9 +188,8 @@ def _alone(config: Config) -> Config:
 
 def _agreed(session: Session, out: Path) -> Path:
     """A checkpoint of what the replicas agreed on: of one replica, whose memory is empty."""
-    scheme, replayed = scheme_of(session.config.levels[-1]), session.optimizer
-    balance, seed = session.config.train.balance, session.config.seed
-    optimizer = replicate(session.base, session.model, LoopbackCommunicator(), scheme, balance=balance, seed=seed)
+    replayed = session.optimizer
+    optimizer = replicated(session.config, session.base, session.model, [LoopbackCommunicator()])
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)

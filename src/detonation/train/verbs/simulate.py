@@ -12,9 +12,8 @@ import torch
 from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
-from detonation.core.optimizer.replicate import replicate
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import Session, check_config, load_data, safety, scheme_of, seeded_model
+from detonation.train.loop.session import Session, check_config, load_data, replicated, seeded_model
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.world import Alone
 from detonation.train.output import directory, metrics, trackers
@@ -111,10 +110,7 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     if config.train.init_from:
         load_weights(Path(config.train.init_from), model)
     base = optimizers.build_optimizer(config.optimizer, model)
-    scheme = scheme_of(config.levels[-1])
-    clip = config.train.clip or None
-    balance, seed, safe = config.train.balance, config.seed, safety(config)
-    optimizer = replicate(base, model, communicator, scheme, clip=clip, balance=balance, seed=seed, safety=safe)
+    optimizer = replicated(config, base, model, [communicator])
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
