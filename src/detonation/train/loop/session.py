@@ -138,12 +138,12 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     base = optimizers.build_optimizer(config.optimizer, model)
     surviving = surviving_axis(config, mesh) if config.mesh.elastic else None
     axis = surviving or axis
-    optimizer = replicated(config, base, model, axes(config, mesh) if axis is None else [axis])
+    optimizer = replicated_run(config, base, model, axes(config, mesh) if axis is None else [axis])
     world: World = Ranks(mesh, device) if surviving is None else ElasticRanks(mesh, surviving)
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
 
-def replicated(config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]) -> Replicated:
+def replicated_run(config: Config, base: torch.optim.Optimizer, model: nn.Module, joined: Sequence[Axis]) -> Replicated:
     """`base` replicated along the axis of each level. Collective where it takes its first step."""
     levels, train = list(zip(joined, map(scheme_of, config.levels), strict=True)), config.train
     alike: dict[str, Any] = {"clip": train.clip or None, "balance": train.balance, "seed": config.seed}

@@ -22,7 +22,7 @@ from detonation.feed.token import Refused, read_token
 from detonation.log.repeat import replay
 from detonation.models import build_model
 from detonation.train.loop.checkpoints import resume
-from detonation.train.loop.session import Session, check_config, replicated, start_session
+from detonation.train.loop.session import Session, check_config, replicated_run, start_session
 from detonation.train.output import directory, metrics
 from detonation.train.output.screen import Screen
 from detonation.train.recipe.resolve import require_trust
@@ -189,7 +189,7 @@ def _alone(config: Config) -> Config:
 def _agreed(session: Session, out: Path) -> Path:
     """A checkpoint of what the replicas agreed on: of one replica, whose memory is empty."""
     replayed = session.optimizer
-    optimizer = replicated(session.config, session.base, session.model, [LoopbackCommunicator()])
+    optimizer = replicated_run(session.config, session.base, session.model, [LoopbackCommunicator()])
     for mine, agreed in zip(optimizer.set_up(), replayed.build(), strict=True):
         mine.repair(agreed.replicated())
     optimizer.resume_at(replayed.step_count)

@@ -13,7 +13,7 @@ from detonation.checkpoint.verify import load_weights
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.cluster.processes.signals import Stop
 from detonation.train.loop.fit import fit
-from detonation.train.loop.session import Session, check_config, load_data, replicated, seeded_model
+from detonation.train.loop.session import Session, check_config, load_data, replicated_run, seeded_model
 from detonation.train.loop.summary import summarise
 from detonation.train.loop.world import Alone
 from detonation.train.output import directory, metrics, trackers
@@ -110,7 +110,7 @@ def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
     if config.train.init_from:
         load_weights(Path(config.train.init_from), model)
     base = optimizers.build_optimizer(config.optimizer, model)
-    optimizer = replicated(config, base, model, [communicator])
+    optimizer = replicated_run(config, base, model, [communicator])
     return Session(config, Alone(communicator), torch.device("cpu"), load_data(config.data), model, base, optimizer)
 
 
