@@ -15,7 +15,7 @@ from commands import Command, write_recipe
 from detonation.cli.arguments import Verb
 from detonation.cli.command import run_command
 from detonation.cluster.launch import run_local
-from detonation.cluster.survive.meeting import Survival
+from detonation.cluster.survive.elastic_axis import Survival
 from detonation.train.output.directory import RunDirectory
 from detonation.train.run import start
 

@@ -25,8 +25,8 @@ from detonation.cluster.survive.agreement import (
     latest_axis_store,
     next_axis_store,
 )
+from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
 from detonation.cluster.survive.groups import ReceiveBuffers
-from detonation.cluster.survive.meeting import MeetingPoint, Survival
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest

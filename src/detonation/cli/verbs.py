@@ -258,7 +258,7 @@ def _follow(verb: of.Follow) -> dict[str, Any]:
 
 
 def _meet(verb: of.Meet) -> None:
-    from detonation.cluster.survive.meeting import serve_meeting
+    from detonation.cluster.survive.elastic_axis import serve_meeting
 
     serve_meeting(verb.address, lambda where: say(verb, f"replicas meet at {where}"))
 

@@ -33,7 +33,7 @@ from detonation.cluster.processes.failure import (
 from detonation.cluster.processes.heartbeat import Heartbeat
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
 from detonation.cluster.processes.signals import STOP_SIGNALS, Stop, die_with_agent, die_with_parent, end_now, stoppable
-from detonation.cluster.survive.meeting import MeetingPoint, Survival, join_replicas
+from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival, join_replicas
 
 _T = TypeVar("_T")
 

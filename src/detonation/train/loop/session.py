@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from detonation.choices import find_function
 from detonation.cluster.mesh import checkpoint_activations, compile_layers, init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.cluster.survive.elastic_axis import elastic
-from detonation.cluster.survive.meeting import place
+from detonation.cluster.survive.elastic_axis import elastic, place
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis

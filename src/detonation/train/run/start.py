@@ -13,7 +13,7 @@ from detonation.checkpoint.gather import Texts
 from detonation.cluster.init import LaunchPosition, gpus_for, launch_position, local_device
 from detonation.cluster.launch import run_local, run_under_launcher
 from detonation.cluster.processes.rendezvous import keep_to_one_interface
-from detonation.cluster.survive.meeting import Survival
+from detonation.cluster.survive.elastic_axis import Survival
 from detonation.feed.frames import host_and_port
 from detonation.feed.token import read_token
 from detonation.train.loop.session import check_config

@@ -13,7 +13,7 @@ from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
-from detonation.cluster.survive.meeting import meet_replicas
+from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
 from detonation.plan.cost import spelled
