@@ -75,7 +75,7 @@ def configured(name: str, scheme: str, rate: int) -> Any:
 
     path, sets = RECIPES[name]
     sets = (*sets, *SCHEMES[scheme].split(), "train.validate_every=0", "train.steps=100000")
-    return check_config(configure(Request(Path(path), sets, link=f"{rate}mbit,1ms", **WORLD), None))
+    return check_config(configure(Request(Path(path), (*sets, f'mesh.link="{rate}mbit,1ms"'), **WORLD), None))
 
 
 def measure(name: str, rate: int) -> list[dict[str, Any]]:

@@ -71,23 +71,37 @@ SHORTCUTS = {
     "init_from": "train.init_from",
 }  # fmt: skip
 """The recipe's key for each flag of `Shortcuts`."""
+SETTING_FLAGS = {
+    "link": "mesh.link", "elastic": "mesh.elastic", "meet": "mesh.meet", "checkpoint_every": "train.checkpoint_every",
+    "keep": "train.keep", "log": "train.log_updates", "publish": "train.publish", "logger": "train.loggers",
+}  # fmt: skip
+"""The recipe's key for each other flag that stands for a setting."""
 
 
 def requested(kind: type[_R], verb: of.Common) -> _R:
     """The request of this `kind`, whose fields are named like the flags of `verb`; a flag left out has its default."""
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     flags = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
+    if flags.pop("web", False):
+        flags["logger"] = (*flags["logger"], "web")
+    # --set counts over a shortcut, and any other flag over --set
+    settings = assignments({flag: key for flag, key in SETTING_FLAGS.items() if flag not in known}, flags)
     renamed = {
-        "overrides": (*shortcuts(flags), *flat_sets(flags.pop("set", ()))),
-        "loggers": (*flags.pop("logger", ()), *(("web",) if flags.pop("web", False) else ())),
+        "overrides": (*shortcuts(flags), *flat_sets(flags.pop("set", ())), *settings),
         "to_stderr": flags.pop("json"),
     }
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: value for name, value in {**flags, **renamed}.items() if name in known and value is not None})
 
 
 def shortcuts(flags: Mapping[str, Any]) -> tuple[str, ...]:
-    """The assignments that the given flags of `Shortcuts` stand for; those of --set come after them, and count."""
-    given = {key: flags[flag] for flag, key in SHORTCUTS.items() if flags.get(flag) is not None}
+    """The assignments that the given flags of `Shortcuts` stand for."""
+    return assignments(SHORTCUTS, flags)
+
+
+def assignments(keys: Mapping[str, str], flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """The assignments to the recipe's `keys` that given flags stand for."""
+    values = {key: flags.get(flag) for flag, key in keys.items()}
+    given = {key: value for key, value in values.items() if value is not None and value is not False and value != ()}
     # A text is quoted: `--data 2024` is the directory of that name, and no number.
     return tuple(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
 
@@ -105,6 +119,9 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
     from detonation.train.run.request import Request
     from detonation.train.run.start import is_first, run_training
 
+    for flag, value in {"--checkpoint-every": verb.checkpoint_every, "--keep": verb.keep}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}, but must be at least 1")
     summary = run_training(requested(Request, verb), lambda error: explain(verb, error))
     if not is_first():
         return None

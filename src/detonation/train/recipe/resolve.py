@@ -69,7 +69,6 @@ def read_layers(
     place: LaunchPosition | None = None,
     *,
     mesh: Mapping[str, Any],
-    train: Mapping[str, Any] | None = None,
 ) -> Layers:
     """Reads a recipe and lays the command line over it.
 
@@ -78,21 +77,20 @@ def read_layers(
         sets: Assignments as `--set` takes them.
         place: This process's place in a launcher's world, which decides on the mesh where the command line does not.
         mesh: Flags that set keys of [mesh]; `None` leaves a key as it is.
-        train: Flags that set keys of [train].
 
     Raises:
         ValueError: The file cannot be read, or an assignment or the mesh makes no sense.
     """
     overrides = parse_sets(sets)
     tables = read_recipe(recipe)
-    over = {**overrides.get("mesh", {}), **_given(mesh)}
+    over = {**overrides.get("mesh", {}), **{key: value for key, value in mesh.items() if value is not None}}
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
     else:  # the levels of the recipe say how many replicas there are
         over = fill_mesh({**over, "replicas": levels}, place)
         del over["replicas"]
-    return Layers(tables, {**overrides, "train": {**overrides.get("train", {}), **_given(train or {})}, "mesh": over})
+    return Layers(tables, {**overrides, "mesh": over})
 
 
 def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
@@ -115,10 +113,6 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
         raise ValueError(f"{product}, but the launcher started {place.world_size}: leave both out, or start as many")
     return {**mesh, "replicas": replicas, "shards": shards}
-
-
-def _given(flags: Mapping[str, Any]) -> Table:
-    return {key: value for key, value in flags.items() if value is not None}
 
 
 def resolve(recipe: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:

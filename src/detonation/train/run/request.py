@@ -16,63 +16,37 @@ _R = TypeVar("_R")
 class Request:
     """A run that a user asks for; the fields are named like the flags of `detonation train`.
 
-    `replicas`, `shards`, `link`, `checkpoint_every` and `keep` are those of the recipe, or of the launcher, when None.
+    `overrides` are those of --set, and of flags that stand for a setting. `replicas` and `shards` are those of the
+    recipe, or of the launcher, when None.
 
     Raises:
-        ValueError: A number is out of range, or `resume` comes without `out`.
+        ValueError: `stop_after` is out of range, or `resume` comes without `out`.
     """
 
     recipe: Path
     overrides: tuple[str, ...] = ()
     replicas: int | None = None
     shards: int | None = None
-    link: str | None = None
     out: Path | None = None
     resume: bool = False
     stop_after: int | None = None
-    checkpoint_every: int | None = None
-    keep: int | None = None
     interface: str = ""
-    loggers: tuple[str, ...] = ()
-    log: bool = False
-    publish: str | None = None
-    elastic: bool = False
-    meet: str | None = None
     replica: int | None = None
     join: str | None = None
     to_stderr: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("stop_after", "checkpoint_every", "keep"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
+        require(self.stop_after is None or self.stop_after >= 1, "--stop-after", self.stop_after, "at least 1")
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out: the run directory to continue")
 
     def layers(self, place: LaunchPosition | None) -> Layers:
         """The recipe with the launcher's world and the command line over it."""
-        shards, alone = self.shards, self.replica is not None or self.join is not None
-        if alone and place is not None and shards is None:  # the launcher's world is one replica of several
-            shards = place.world_size
-        return read_layers(
-            self.recipe,
-            self.overrides,
-            None if alone else place,
-            mesh={
-                "replicas": self.replicas,
-                "shards": shards,
-                "link": self.link,
-                "elastic": self.elastic or bool(self.join) or None,
-                "meet": self.meet,
-            },
-            train={
-                "checkpoint_every": self.checkpoint_every,
-                "keep": self.keep,
-                "loggers": list(self.loggers) or None,
-                "log_updates": self.log or None,
-                "publish": self.publish,
-            },
-        )
+        mesh, alone = {"replicas": self.replicas, "shards": self.shards}, self.replica is not None or bool(self.join)
+        if alone and place is not None and self.shards is None:  # the launcher's world is one replica of several
+            mesh["shards"] = place.world_size
+        sets = (*self.overrides, *(("mesh.elastic=true",) if self.join else ()))
+        return read_layers(self.recipe, sets, None if alone else place, mesh=mesh)
 
 
 def configure(request: Request, place: LaunchPosition | None) -> Config:
