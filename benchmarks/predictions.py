@@ -85,13 +85,13 @@ def measure(name: str, rate: int) -> list[dict[str, Any]]:
     import detonation as dt
     from detonation.cluster.network.measure import probe_axis
     from detonation.plan.cost import Network
-    from detonation.train.loop.session import between_replicas, start_session
+    from detonation.train.loop.session import slowed, start_session
 
     device = torch.device("cpu")
     mesh = dt.init_mesh(WORLD["replicas"], WORLD["shards"], "cpu")
     probed = start_session(configured(name, "full", rate), device)
     runs = {scheme: Trained(configured(name, scheme, rate)) for scheme in SCHEMES}
-    link = between_replicas(mesh, probed.config.mesh.link)
+    link = slowed(mesh["replicate"], probed.config.mesh.link)
     for _ in range(TURNS):
         network = Network(*WORLD.values(), probe_axis(link, device, budget_s=2.0).operations)
         for run in runs.values():

@@ -144,8 +144,3 @@ def axis_key(
     for a copy (coming), and has it (ready). at: that a rank, second, has come to the step of a guest, first.
     """
     return "/".join((kind, *map(str, numbers)))
-
-
-def range_of(replica: int, shards: int) -> range:
-    """The ranks of a replica."""
-    return range(replica * shards, (replica + 1) * shards)

@@ -26,7 +26,6 @@ from detonation.cluster.survive.agreement import (
     beat_of,
     pace_of,
     parse_agreement,
-    range_of,
 )
 
 TICK_S = 0.05
@@ -217,7 +216,7 @@ class Membership:
     def _look_for_guest(self) -> None:
         """Notes that a replica asks to come in, and lets all agree on a step for it once it is ready."""
         guest = self.guest
-        ranks = range_of(guest, self.shards)
+        ranks = range(guest * self.shards, (guest + 1) * self.shards)
         if not self.guest_asks and self._beats.check([axis_key("ask", guest)]):
             with self.changed:
                 self._seen |= {rank: (b"", time.monotonic()) for rank in ranks}

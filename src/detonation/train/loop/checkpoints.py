@@ -31,11 +31,6 @@ _ANNOUNCED = {"mesh.replicas", "mesh.shards", "train.init_from"}
 logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 
 
-def open_checkpoints(session: Session, directory: Path) -> Checkpoints:
-    """The checkpoints of `session`'s run, kept in `directory`."""
-    return Checkpoints(directory, session.model, session.optimizer, session.config.train.keep)
-
-
 def save_async(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> None:
     """Starts saving; all ranks call it.
 

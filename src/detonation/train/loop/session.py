@@ -202,7 +202,7 @@ def scheme_of(level: LevelConfig) -> Scheme:
 def axes(config: Config, mesh: DeviceMesh) -> list[Axis]:
     """The axis of each level, from the innermost outwards; an emulated link slows the outermost down. Collective."""
     if len(config.levels) == 1:
-        return [between_replicas(mesh, config.mesh.link)]
+        return [slowed(mesh["replicate"], config.mesh.link)]
     sizes = {level.axis: level.replicas for level in reversed(config.levels)} | {"shard": config.mesh.shards}
     backend = slow_axis_backend(config.levels[-1].axis, mesh.device_type, config.mesh.slow_backend or None)
     tiers = init_device_mesh(
@@ -217,13 +217,8 @@ def safety(config: Config) -> Safety:
     return Safety(config.train.non_finite, config.train.verify_every, config.train.on_desync)  # type: ignore[arg-type]
 
 
-def between_replicas(mesh: DeviceMesh, link: str) -> Axis:
-    """The axis that joins the replicas, slowed down to `link` unless that is "". Collective."""
-    return slowed(mesh["replicate"], link)
-
-
 def slowed(axis: DeviceMesh, link: str) -> Axis:
-    """`axis`, no faster than `link`. Collective."""
+    """`axis`, no faster than `link` unless that is "". Collective."""
     return ThrottledCommunicator(axis, LinkSpeed.parse(link)) if link else axis
 
 

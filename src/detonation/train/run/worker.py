@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from detonation.checkpoint.async_save import Checkpoints
 from detonation.checkpoint.gather import Texts, Volumes, survey
 from detonation.checkpoint.newest import Loaded, candidates
 from detonation.checkpoint.verify import load_weights
@@ -17,7 +18,7 @@ from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
 from detonation.plan.cost import spelled
-from detonation.train.loop.checkpoints import open_checkpoints, resume, save_async, save_now
+from detonation.train.loop.checkpoints import resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import Session, start_session
 from detonation.train.loop.summary import saved_counts, summarise
@@ -190,7 +191,8 @@ def _train(
     """Trains to the end, or to `stop_after`, with checkpoints; returns the summary as `train_on_rank` does."""
     steps = session.config.train.steps
     until = max(done, min(steps, stop_after or steps))
-    checkpoints = open_checkpoints(session, path / directory.CHECKPOINTS)
+    kept = path / directory.CHECKPOINTS
+    checkpoints = Checkpoints(kept, session.model, session.optimizer, session.config.train.keep)
 
     def followed() -> Table | None:
         return None if adapter is None else adapter.followed.table()

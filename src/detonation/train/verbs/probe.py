@@ -14,7 +14,7 @@ from detonation.cluster.mesh import init_mesh, split_shards
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.schemes.registry import schemes
-from detonation.train.loop.session import Session, between_replicas, check_config, slowed, start_session
+from detonation.train.loop.session import Session, check_config, slowed, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output.directory import environment
 from detonation.train.recipe.resolve import Layers, fill_mesh, merge, read_layers
@@ -100,7 +100,7 @@ def probe_on_rank(task: ProbeTask) -> Table:
     slow = task.mesh.slow_backend or None
     mesh = init_mesh(task.mesh.replicas, task.mesh.shards, device.type, slow_backend=slow)
     axes = {
-        "replicate": probe_axis(between_replicas(mesh, task.mesh.link), device, _AXIS_S),
+        "replicate": probe_axis(slowed(mesh["replicate"], task.mesh.link), device, _AXIS_S),
         "shard": probe_axis(mesh["shard"], device, _AXIS_S / 2),
     }
     if (nodes := task.mesh.shard_nodes) > 1:
