@@ -18,7 +18,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.processes import waiting
 from detonation.cluster.processes.failure import failure_from_exception, failure_from_exit_code, root_cause
 from detonation.cluster.processes.waiting import Standing, partners_of, waits_in_vain, who_waits
-from detonation.core.agreement.progress import PROGRESS
+from detonation.core.runtime import PROGRESS
 
 INSIDE, OUTSIDE, LEFT = (Standing(21, where) for where in ("inside", "outside", "left"))
 BEFORE, FIRST = Standing(20), Standing(0)

@@ -18,7 +18,6 @@ from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optim.muon import Muon
 from detonation.core.optim.signsgd import SignSGD
 from detonation.core.optimizer.gathered import local_parameters
-from detonation.core.optimizer.reconfigure import welcome
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme
@@ -250,8 +249,8 @@ def joined_optimizer(
     optimizer = replicate(base, model, axis, chosen, **alike, safety=safety)
     _hand_over(shards, optimizer, parameters)
     if isinstance(axis, ElasticCommunicator):
-        welcome(optimizer.build(), optimizer.settings, optimizer.param_groups, newcomer=True)
         optimizer.step_count = before.step_count
+        optimizer.welcome(newcomer=True)
         for replicator in optimizer.build():
             replicator.go_on()
         return optimizer

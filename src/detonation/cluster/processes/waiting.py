@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from detonation.cluster.processes.failure import is_network_error
-from detonation.core.agreement.progress import PROGRESS
+from detonation.core.runtime import PROGRESS
 
 WAIT_LINE_S = 30.0
 """A rank that stands still for this long says so; again after twice the time, and so on. After twice the time it ends,

@@ -42,6 +42,8 @@ class StopConsensus:
         self.safety, self.counts, self._base = safety, list[FaultCounts](), base
         self._numbers = numbers_of(base if safety.verify_every else None)
         self.look: Callable[[], object] = lambda: None  # at the options that are about to be compared
+        self.compare = differences  # how `verify` finds tensors that must be equal and are not
+        self.after_base: Callable[[int], object] | None = None  # runs once the base optimizer has taken a step
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
@@ -96,12 +98,13 @@ class StopConsensus:
 
         Repeating it after an error, with new messages, would part replicas.
         """
-        if self.balance is not None and self.balance.idle(step):
-            return
         try:
-            take()
-            if self.balance is not None:
-                self.balance.stepped()
+            if self.balance is None or not self.balance.idle(step):
+                take()
+                if self.balance is not None:
+                    self.balance.stepped()
+            if self.after_base is not None:
+                self.after_base(step)
         except BaseException as error:
             self.half_step = f"step {step} of this replica sent its messages and then ended by {error!r}"
             raise
@@ -204,7 +207,7 @@ class StopConsensus:
             texts = {} if link in compared else options
             compared.add(link)
             mended: dict[str, Tensor] = {}
-            for difference in differences(link, tensors, self.runtime.device, texts):
+            for difference in self.compare(link, tensors, self.runtime.device, texts):
                 if difference.name == CHANGE:
                     for sender in difference.odd:
                         replicator.counts.announced(sender, replicator.counts.names[difference.source])

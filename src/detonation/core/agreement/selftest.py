@@ -1,5 +1,5 @@
-"""The self-test: a hash of how this process decodes fixed messages, because threads, processors and libraries round
-differently."""
+"""The self-test: hashes of how this process decodes fixed messages and steps the optimizer, because threads, processors
+and libraries round differently."""
 
 from typing import Any
 
@@ -19,14 +19,18 @@ from detonation.core.runtime import Runtime
 from detonation.core.schemes.scheme import Scheme
 
 SELFTEST = "decode of a test vector"
+STEP_SELFTEST = "optimizer's steps on a test vector"
 NORM_SELFTEST = "norm of a test vector"
+CLOSE = "replicas that stay close"
+TESTS = SELFTEST, STEP_SELFTEST, NORM_SELFTEST, CLOSE
+"""What may differ between replicas that need not have equal bits."""
 _SHAPE = (512, 512)
 _PROBED = SGD, Adam, AdamW, Muon, SignSGD
 """The optimizers of which steps are taken; for others stand the operations that optimizers are made of."""
 
 
-def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> str:
-    """A hash of two fixed messages, decoded as in training, and of steps of the optimizer with the settings of `base`.
+def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> dict[str, str]:
+    """Hashes of two fixed messages, decoded as in training, and of steps of the optimizer with the settings of `base`.
 
     Two processes with equal hashes turn the same messages into the same weights, as far as 262,144 numbers can tell.
 
@@ -42,9 +46,11 @@ def selftest(scheme: Scheme, runtime: Runtime, base: Optimizer | None) -> str:
         update = torch.empty(_SHAPE, dtype=torch.float32, device=runtime.device)
         received = scheme.codec.received(messages, layout.rows, shared, scheme.aggregation)
         engine_for(scheme.codec, layout, memory, runtime).write(received, [update])
-        if base is None or (isinstance(base, SignSGD) and base.moves_by_signs_alone):
-            return digest([update])[:16]
-        return digest([update, _stepped(update, base)])[:16]
+        found = {SELFTEST: digest([update])[:16]}
+        if base is not None and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
+            gradient = _ramp(update.numel(), runtime.device).view(_SHAPE).flip(0)
+            found[STEP_SELFTEST] = digest([_stepped(gradient, base)])[:16]
+        return found
 
 
 def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """The handshake: replicas compare settings, versions and weights before their first message."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ def require_same(
     device: torch.device,
     notes: Mapping[str, str],
     remedy: str = SAME_START,
-) -> None:
+    free: Collection[str] = (),
+) -> dict[str, str]:
     """Raises `Mismatch` on every rank where descriptions differ, naming the difference. Collective.
 
     Raises `ValueError` where a process group carries no tensors of `device`.
@@ -50,6 +51,10 @@ def require_same(
     Args:
         description: Compared entry by entry.
         notes: Shown beside an entry of the description; not compared.
+        free: Entries that may differ.
+
+    Returns:
+        How those of `free` that differ do, by their names.
     """
     for communicator in (inter_node, intra_node):
         if isinstance(communicator, ProcessGroupCommunicator):
@@ -61,20 +66,21 @@ def require_same(
         for replica, theirs in enumerate(send_to_all(inter_node, node, device))
         for local, described in enumerate(theirs)
     ]
-    differences = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
-    if differences:
+    found = [difference for other in ranks[1:] for difference in _differences(ranks[0], other)]
+    if differences := [text for key, text in found if key not in free]:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise Mismatch(f"replicas differ: {'; '.join(differences[:3])}{more}. {remedy}")
+    return {key: "; ".join(text for name, text in found if name == key) for key in dict(found)}
 
 
 _Rank = tuple[str, Sequence[Mapping[str, str]]]
 """The name of a rank, its description, and its notes."""
 
 
-def _differences(one: _Rank, other: _Rank) -> list[str]:
+def _differences(one: _Rank, other: _Rank) -> list[tuple[str, str]]:
     (_, (mine, _)), (_, (theirs, _)) = one, other
     keys = [key for key in dict.fromkeys([*mine, *theirs]) if mine.get(key) != theirs.get(key)]
-    return [f"{_entry(other, key)}, {_entry(one, key)}" for key in keys]
+    return [(key, f"{_entry(other, key)}, {_entry(one, key)}") for key in keys]
 
 
 def _entry(rank: _Rank, key: str) -> str:

@@ -86,6 +86,17 @@ class Link:
         """Takes the numbers of the replicas that are left."""
         self.replicas, self.replica = self._inter_node.size(), self._inter_node.replica
 
+    def collect_apart(self, words: Tensor) -> Tensor:
+        """Every rank's `words`, equally many on each, in the order of replicas and then of the ranks of a node.
+
+        Shapes: `[n]` int64 -> `[replicas, local ranks, n]` int64. Not counted as sent.
+        """
+        mine = words.contiguous().view(torch.uint8)
+        if self._intra_node is not None:
+            mine = self._intra_node.all_gather(mine)().reshape(-1)
+        lines = present_rows(self._inter_node, self._inter_node.all_gather(mine)())
+        return lines.reshape(-1).view(words.dtype).view(self.replicas, self.local_ranks, -1)
+
     def collect(self, words: Tensor) -> Tensor:
         """Every replica's `words`, equally many on each, in replica order. Not counted as sent.
 
@@ -108,10 +119,15 @@ class Link:
         return send_to_all(self._inter_node, value, device)
 
     def require_same(
-        self, description: Mapping[str, str], device: torch.device, notes: Mapping[str, str], remedy: str = SAME_START
-    ) -> None:
+        self,
+        description: Mapping[str, str],
+        device: torch.device,
+        notes: Mapping[str, str],
+        remedy: str = SAME_START,
+        free: Collection[str] = (),
+    ) -> dict[str, str]:
         """Raises `Mismatch` on every rank where descriptions differ; see `handshake.require_same`. Collective."""
-        require_same(self._inter_node, self._intra_node, description, device, notes, remedy)
+        return require_same(self._inter_node, self._intra_node, description, device, notes, remedy, free)
 
 
 def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
@@ -135,10 +151,15 @@ def mismatch_on_all(shards: Sequence[Link], device: torch.device) -> Iterator[No
         yield
     except Mismatch as error:
         found = str(error)
-    for link in shards:
-        found = next(filter(None, link.send_to_all(found, device)), "")
-    if found:
+    if found := first_text(shards, found, device):
         raise Mismatch(found)
+
+
+def first_text(links: Iterable[Link], text: str, device: torch.device) -> str:
+    """The first text that is not empty among those of all ranks along `links`; the same on all. Collective."""
+    for link in links:
+        text = next(filter(None, link.send_to_all(text, device)), "")
+    return text
 
 
 @dataclass

@@ -14,13 +14,14 @@ from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
-from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, norm_selftest, selftest, selftest_conditions
+from detonation.core.agreement.selftest import CLOSE, NORM_SELFTEST, TESTS, norm_selftest, selftest, selftest_conditions
 from detonation.core.compute.checksum import checksum
 from detonation.core.flat.tensors import digest, largest_local_shape, local, padding_row, whole_numel
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
 from detonation.core.link.communicator import Axis
+from detonation.core.link.handshake import SAME_START, Mismatch
 from detonation.core.link.hierarchical import split_by_sharding
-from detonation.core.link.link import Link, links_of_shards, mismatch_on_all
+from detonation.core.link.link import Link, first_text, links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.setup_checks import warn_of_second_momentum
 from detonation.core.replicator.base import Replicator
@@ -148,37 +149,54 @@ def compare_replicas(
     groups: Sequence[Mapping[str, Any]],
     joining: Collection[str] | None = None,
     frozen: Mapping[str, Tensor] | None = None,
-) -> None:
+    begun: bool = False,
+    close: bool = False,
+) -> str:
     """Raises `Mismatch` on all replicas where one differs in a setting that must be the same. Collective.
 
     Args:
         groups: The parameter groups of the base optimizer.
         joining: The parameters whose weights are compared, where the rest was compared before.
         frozen: Weights that no step moves, which are compared too.
+        begun: Whether steps were taken, so that weights may differ where replicas round differently.
+        close: Whether this replica knows that they do.
+
+    Returns:
+        In words, how replicas round differently, the same on all ranks; empty where they round alike.
 
     Shapes: any.
     """
     if not replicators:
-        return
-    tested: dict[int, str] = {}  # by scheme: its fragments decode alike
+        return ""
+    free = () if settings.safety.equal == "bits" else TESTS
+    tested: dict[int, dict[str, str]] = {}  # by scheme: its fragments decode alike
+    found: dict[str, str] = {}
     parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
-    with mismatch_on_all(links_of_shards(parameters), replicators[0].channel.runtime.device):
+    shards, device = links_of_shards(parameters), replicators[0].channel.runtime.device
+    with mismatch_on_all(shards, device):
         for replicator in replicators:
-            key, runtime, link = id(replicator.scheme), replicator.channel.runtime, replicator.link
-            description = _description(replicator, settings, joining) | options_of(groups)
+            key, runtime = id(replicator.scheme), replicator.channel.runtime
+            description = _description(replicator, settings, joining) | options_of(groups) | {CLOSE: str(close)}
             if joining is None:
                 tested[key] = tested.get(key) or selftest(replicator.scheme, runtime, replicator.stepped)
-                description[SELFTEST] = tested[key]
+                description |= tested[key]
             if settings.balance:
                 description |= {"balance": "True"}
             if settings.clip:
-                description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(runtime.device)}
+                description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(device)}
             if frozen and replicator is replicators[0]:
-                sums = torch.stack([checksum(local(tensor)).to(runtime.device) for tensor in frozen.values()]).tolist()
+                sums = torch.stack([checksum(local(tensor)).to(device) for tensor in frozen.values()]).tolist()
                 description |= {f"{name} (frozen weights)": str(one) for name, one in zip(frozen, sums, strict=True)}
-            conditions = f"{selftest_conditions(runtime.device)}, engine={replicator.channel.engine.name}"
-            notes = dict.fromkeys((SELFTEST, NORM_SELFTEST), conditions)
-            link.require_same(description, runtime.device, notes)
+            notes = dict.fromkeys(TESTS, f"{selftest_conditions(device)}, engine={replicator.channel.engine.name}")
+            weights = [name for name in description if begun and name.endswith("weights)")]
+            found |= replicator.link.require_same(description, device, notes, free=(*free, *weights))
+    links = dict.fromkeys(replicator.link for replicator in replicators)
+    others = [*shards, *links] if shards or len(links) > 1 else []  # alone, the link has told all ranks
+    rounding, weights = ([text for key, text in found.items() if (key in TESTS) == tests] for tests in (True, False))
+    rounded = first_text(others, "; ".join(rounding), device)
+    if begun and (apart := first_text(others, "; ".join(weights[:3]), device)) and not (rounded or close):
+        raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
+    return rounded
 
 
 def _description(replicator: Replicator, chosen: Settings, joining: Collection[str] | None) -> dict[str, str]:

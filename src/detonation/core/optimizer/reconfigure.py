@@ -13,7 +13,7 @@ from detonation.core.flat.tensors import largest_local_shape, local
 from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
 from detonation.core.link.link import links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
-from detonation.core.optimizer.build import Level, Route, Settings, compare_replicas, replicator_of
+from detonation.core.optimizer.build import Level, Route, replicator_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.gradient import GradientReplicator
@@ -147,8 +147,8 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
     """Gives the replicas that are left the numbers 0, 1, ... in links and counts, on all of them before `step`.
 
     Messages in flight are received first, by the old numbers. The replicators must be built anew afterwards: owners,
-    layouts of messages and means are those of the old replicas. Returns True where another replica has come in, which
-    `welcome` compares with the others. Its memory is empty, so that those of the others grow: the mean stays (law 1).
+    layouts of messages and means are those of the old replicas. Returns True where another replica has come in, for
+    `Replicated.welcome`. Its memory is empty, so that those of the others grow: the mean stays (law 1).
     """
     grown = False
     for each in replicators:
@@ -167,27 +167,16 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
     return grown
 
 
-def welcome(
-    replicators: Sequence[Replicator], settings: Settings, groups: Sequence[dict[str, Any]], newcomer: bool = False
-) -> None:
-    """Compares the replicas after another one has come in. Collective; raises `Mismatch` where they differ.
-
-    Args:
-        replicators: None where nobody came.
-        groups: Of the base optimizer; those of a newcomer get the options of the first replica.
-    """
-    if not replicators:
-        return
+def take_options(replicators: Sequence[Replicator], groups: Sequence[dict[str, Any]], newcomer: bool) -> None:
+    """Gives the parameter groups of a newcomer the options of the first replica. Collective."""
     plain = [
         {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in groups
     ]
     plain = [{key: value for key, value in group.items() if _is_plain(value)} for group in plain]
-    link, runtime = replicators[0].link, replicators[0].channel.runtime
-    options = link.send_to_all(plain, runtime.device)[0]
+    options = replicators[0].link.send_to_all(plain, replicators[0].channel.runtime.device)[0]
     for group, theirs in zip(groups, options, strict=True) if newcomer else ():
         group |= {key: _like(group.get(key), value) for key, value in theirs.items()}
-    compare_replicas(replicators, settings, groups)
 
 
 def _is_plain(value: object) -> bool:

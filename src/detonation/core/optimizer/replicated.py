@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from detonation.core.agreement.buffers import BufferSync
+from detonation.core.agreement.closeness import Closeness
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.progress import PROGRESS
 from detonation.core.integrity.tape import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -19,10 +19,11 @@ from detonation.core.optim.wrapper import OptimizerWrapper, evaluated
 from detonation.core.optimizer import reconfigure as changes
 from detonation.core.optimizer import state as states
 from detonation.core.optimizer.build import Level, Route, Settings, build_levels, compare_replicas
-from detonation.core.optimizer.setup_checks import check_layout
+from detonation.core.optimizer.setup_checks import check_layout, warn_of_rounding
 from detonation.core.optimizer.stats import Stats, dense_bytes_by_level, described
 from detonation.core.optimizer.trained import TrainedParameters
 from detonation.core.replicator.base import Replicator
+from detonation.core.runtime import PROGRESS
 from detonation.core.schemes.scheme import Scheme
 
 
@@ -51,6 +52,7 @@ class Replicated(OptimizerWrapper):
         self.levels, self.settings, self.step_count = changes.ends_for_one(levels), settings, 0
         self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
         self.tape: Tape | None = None
+        self.closeness = Closeness() if settings.safety.equal == "close" else None  # None where bits are equal
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
@@ -196,7 +198,7 @@ class Replicated(OptimizerWrapper):
         step, consensus = self._base_step, self._consensus
         self.levels, self._by_level = changes.with_scheme(self.levels, self._by_level, level, scheme, step, consensus)
         self._replicators = [replicator for made in self._by_level for replicator in made]
-        compare_replicas(self._replicators, self.settings, self.param_groups)
+        self._compare()
 
     def record(self, tape: Tape | None) -> None:
         """Records one level's agreed messages from the next step on, as in a `detonation.UpdateLog`; None ends that."""
@@ -241,16 +243,26 @@ class Replicated(OptimizerWrapper):
         self.step_count = step
         if self._consensus is not None:
             self._consensus.restart()
-            compare_replicas(self.build(), self.settings, self.param_groups, frozen=self._trained.frozen)
+            self.build()
+            self._compare(frozen=self._trained.frozen)
             for replicator in self.build():
                 replicator.go_on()
+            if self.closeness:
+                self.verify()
 
     @torch.no_grad()
     def set_up(self) -> list[Replicator]:
         """Builds the levels, and compares the replicas; otherwise the first step does. Collective."""
         if self._replicators is None:
-            compare_replicas(self.build(), self.settings, self.param_groups, frozen=self._trained.frozen)
+            self.build()
+            self._compare(frozen=self._trained.frozen)
         return self.build()
+
+    @torch.no_grad()
+    def welcome(self, newcomer: bool = False) -> None:
+        """Compares the replicas after another one has come in. Collective; raises `Mismatch` where they differ."""
+        changes.take_options(self.build(), self.param_groups, newcomer)
+        self._compare()
 
     @torch.no_grad()
     def build(self, saved: Collection[str] = ()) -> list[Replicator]:
@@ -281,10 +293,10 @@ class Replicated(OptimizerWrapper):
         before, now, old = self._trained.laid_out, self._trained.by_name(), self._by_level
         if self._replicators and self._consensus:
             changes.agree_on_parameters(before, now, self._replicators, self._consensus, self.step_count, in_buckets)
-        made = self._lay_out(now)
+        self._lay_out(now)
         changes.hand_over_by_name(old, self._by_level)
         self._trained.forget_frozen_gradients()
-        compare_replicas(made, self.settings, self.param_groups, [n for n, p in now.items() if before.get(n) is not p])
+        self._compare([name for name, p in now.items() if before.get(name) is not p])
 
     @torch.no_grad()
     def renumber(self) -> None:
@@ -297,7 +309,8 @@ class Replicated(OptimizerWrapper):
         grown = changes.renumber(self.levels, self.build() if any(old) else [], self._routes.values(), self.step_count)
         made = self._lay_out(self._trained.laid_out)
         changes.hand_over_by_name(old, self._by_level)
-        changes.welcome(made if grown else (), self.settings, self.param_groups)
+        if grown and made:
+            self.welcome()
         self.verify()
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> list[Replicator]:
@@ -307,4 +320,16 @@ class Replicated(OptimizerWrapper):
         self._by_level, self._consensus, self._replicators = *made, [each for level in made[0] for each in level]
         self._trained.lay_out(parameters)
         self.record(self.tape)
+        if self.closeness:
+            self.closeness.attach(self._consensus, self._replicators, self.step_count)
         return self._replicators
+
+    def _compare(self, joining: Collection[str] | None = None, frozen: Mapping[str, Tensor] | None = None) -> None:
+        """Compares the replicas; those that round differently go on as close ones. Collective."""
+        made, begun, close = self._replicators or [], self.step_count > 0, self.closeness is not None
+        found = compare_replicas(made, self.settings, self.param_groups, joining, frozen, begun, close)
+        if found and not self.closeness:
+            self.closeness = Closeness()
+            warn_of_rounding(found, self.coordinates)
+        if self.closeness and self._consensus:
+            self.closeness.attach(self._consensus, made, self.step_count)

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from detonation.core.agreement.safety import Safety
 from detonation.core.codec.precision import Sign
 from detonation.core.link.communicator import Axis
+from detonation.core.link.coordinates import Coordinates
 from detonation.core.link.hierarchical import is_sharded_over, sharding_ranks
 from detonation.core.schemes.registry import scheme as scheme_named
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
@@ -138,6 +139,16 @@ def warn_of_second_momentum(optimizer: Optimizer, levels: Sequence[Level], since
     if _is_first(levels):
         text = "%s remembers a momentum, and that of %s (%s) on top of it makes the loss far higher: %s"
         _log.warning(text, sparse[0].name, type(optimizer).__name__, own, remedy)
+
+
+def warn_of_rounding(found: str, here: Coordinates) -> None:
+    """Warns on the first rank that replicas round differently, as `found` says, and how they train then."""
+    if (here.replica, here.shard) == (0, 0):
+        _log.warning(
+            "replicas round differently, so their weights stay close, not equal to the last bit: %s. Each step makes a "
+            'part of them equal to those of replica 0; Safety(equal="bits") refuses such replicas',
+            found,
+        )
 
 
 _warned: WeakSet[Optimizer] = WeakSet()

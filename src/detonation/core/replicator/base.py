@@ -27,6 +27,7 @@ class Replicator(ABC):
 
     def __init__(self, parameters: Mapping[str, Tensor], channel: Channel) -> None:
         self.parameters, self.channel = parameters, channel
+        self.round = channel.scheme.round
         self.overlapping = False  # whether gradients were sent, or are to be, in buckets, and their step has not come
         self.scheme, self.layout, self.link, self.counts = channel.scheme, channel.layout, channel.link, channel.counts
 

@@ -42,7 +42,7 @@ class ParameterReplicator(Replicator):
         self, parameters: Mapping[str, Tensor], channel: Channel, scheme: ParameterScheme, round: Round
     ) -> None:
         super().__init__(parameters, channel)
-        self._round, self._keep, self._divides = round, scheme.keep, scheme.divides_messages
+        self.round, self._keep, self._divides = round, scheme.keep, scheme.divides_messages
         self._cycle = scheme.codec.selection.period if scheme.resume_from == "sent" else 1  # messages that send all
         self._synchronized_at = torch.zeros((), dtype=torch.int64, device="cpu")
         self._in_flight: deque[tuple[Transfer, list[Part]]] = deque()
@@ -66,16 +66,16 @@ class ParameterReplicator(Replicator):
                 self._land()
         else:
             self._arrived = None  # zeros, for a checkpoint
-        if self._round.sends(step):
-            self._exchange(step, self._round.delay)
+        if self.round.sends(step):
+            self._exchange(step, self.round.delay)
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         if self._steps_left == at - step + 1:  # it lands at step `at`
             self._arriving()
-        if not self._round.sends(at):
+        if not self.round.sends(at):
             return []
         transfers = self.channel.announce(at, name, in_buckets)
-        if not self._round.delay:
+        if not self.round.delay:
             self.channel.discard(transfers)
         return transfers
 
@@ -87,7 +87,7 @@ class ParameterReplicator(Replicator):
             return
         if self._steps_left:
             self._land()
-        if self._cycle > 1 or not self._round.sends(step - 1):
+        if self._cycle > 1 or not self.round.sends(step - 1):
             first = -(-step // self._cycle) * self._cycle
             for each in range(first, first + self._cycle):
                 self.counts.catch_up(math.inf)  # each message carries a digest of those before it
@@ -125,7 +125,7 @@ class ParameterReplicator(Replicator):
     def local_state(self) -> LocalState:
         flats = {"anchor": self._anchor.flat, **self._anchor.state(), **(self._start.state() if self._start else {})}
         others = {"synchronized_at": self._synchronized_at}
-        if self._round.delay:
+        if self.round.delay:
             flats["arriving"] = self._arriving()
             others["steps_left"] = self._steps_left
         if self._local_steps:
