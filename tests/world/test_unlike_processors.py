@@ -1,4 +1,5 @@
-"""Replicas on processors of different kinds, with and without compiled kernels, train together to the last bit.
+"""Replicas on processors of different kinds, with and without compiled kernels, train together: to the last bit where
+their optimizer rounds alike, otherwise close.
 
 One of every kind of arithmetic. `STEPS=200 python -m pytest tests/world/test_unlike_processors.py` trains every scheme
 of the zoo, so many steps under each.
@@ -39,6 +40,9 @@ def train(axis, scheme, base, **arguments):
             parameter.copy_((torch.arange(parameter.numel()) * 7919 % 1009 - 504).view(parameter.shape) / 2**13)
     optimizer = base(model.parameters(), lr=1e-3, weight_decay=0.1, **arguments)
     optimizer = dt.replicate(optimizer, model, axis, scheme, kernels=rank == 0, clip=1.0)
+    optimizer.set_up()
+    unlike = scheme.signal == "gradients" and axis.size() == 3 and base in (torch.optim.AdamW, dt.Muon)
+    assert unlike == (optimizer.closeness is not None), (scheme.name, base)
     for step in range(steps):
         model(torch.randn(4, 128)).square().mean().backward()
         optimizer.step()
@@ -55,11 +59,14 @@ model = torch.nn.Linear(200, 130)
 torch.nn.init.constant_(model.weight, 0.5), torch.nn.init.constant_(model.bias, 0.5)
 base = torch.optim.AdamW(model.parameters(), lr=1e-3)
 try:
-    dt.replicate(base, model, mesh["replicate"], dt.demo()).step()
+    dt.replicate(base, model, mesh["replicate"], dt.demo(), safety=dt.Safety(equal="bits")).step()
     refused = "nothing"
 except ValueError as error:
     refused = str(error)
-print("refused", "decode of a test vector" in refused and "engine=" in refused)
+print("refused", "optimizer's steps on a test vector" in refused and "engine=" in refused)
+for name, scheme in [(name, GRADIENT[name]) for name in sys.argv[3:] if name in GRADIENT]:  # close, and verified so
+    train(mesh["replicate"], scheme, torch.optim.AdamW)
+train(mesh["replicate"], dt.loco(), dt.Muon)
 if rank != 1:  # with fused multiply-add
     print("AdamW", train(pair, dt.demo(), torch.optim.AdamW, fused=True)[0])
     print("SGD", train(pair, dt.full(), torch.optim.SGD, momentum=0.9, nesterov=True)[0])
@@ -71,7 +78,7 @@ dt.leave()
 
 def test_schemes_train_to_the_last_bit_on_processors_of_three_kinds(tmp_path):
     """SignSGD among all of them, AdamW in rounds among all of them, and others among those with AVX2. AdamW at every
-    step, which torch rounds by the kind of processor, is refused."""
+    step, which torch rounds by the kind of processor, and Muon train close, or are refused where bits must be equal."""
     ranks = []
     told = "ATEN_CPU", "MKL_", "ONEDNN_", "OPENBLAS_"  # of a whole suite on another processor
     here = {name: value for name, value in os.environ.items() if not name.startswith(told)}

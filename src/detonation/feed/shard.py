@@ -1,5 +1,6 @@
 """One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
 from detonation.log.repeat import Player, repeat_step
 from detonation.log.writer import identity
+
+_log = logging.getLogger("detonation")
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
@@ -138,7 +141,11 @@ class ShardFollower:
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
                 raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
         first = optimizer.build()[0]
-        if selftest(chosen, first.channel.runtime, first.stepped) != about["selftest"]:
+        if about.get("close"):
+            _log.warning(
+                "the replicas of this training round differently: this copy follows them to rounding, not to the bit"
+            )
+        elif selftest(chosen, first.channel.runtime, first.stepped) != about["selftest"]:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
                 f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "

@@ -60,6 +60,7 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
         "selftest": selftest(scheme, replicators[0].channel.runtime, replicators[0].stepped),
+        "close": optimizer.closeness is not None,
         "versions": versions(),
         "memory_norm": memory_norm(optimizer),
     }

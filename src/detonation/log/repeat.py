@@ -1,5 +1,6 @@
 """Replay: tapes that play back what was recorded, and the steps that a log has, taken again without other replicas."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -13,6 +14,8 @@ from torch import Tensor
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
 from detonation.log.writer import identity, segments
+
+_log = logging.getLogger("detonation")
 
 
 def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
@@ -143,6 +146,8 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
+        if about.get("close"):
+            _log.warning("the replicas of %s round differently: it repeats training to rounding, not to the bit", path)
         replicas = about.get("replicas")
         if type(replicas) is int and hasattr(self._axis, "next_size"):  # some were lost, or came, before the next step
             self._axis.next_size = self._identity["replicas"] = replicas

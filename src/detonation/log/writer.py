@@ -162,7 +162,7 @@ class UpdateLog(StepRecorder):
                     os.ftruncate(self._file, self._length)
 
     def _open(self, optimizer: Replicated, first: int) -> None:
-        self._begin(optimizer, first, identity(optimizer))
+        self._begin(optimizer, first, {**identity(optimizer), "close": optimizer.closeness is not None})
         self._levels = optimizer.build()
 
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:

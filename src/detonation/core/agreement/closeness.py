@@ -66,6 +66,9 @@ class Closeness:
     def _align(self, replicator: Replicator, link: Link, turn: int) -> None:
         """Takes over a part of the state of replica 0 along `link`. Collective."""
         tensors = {name: each for name, each in replicator.replicated().items() if each.is_floating_point()}
+        if replicator.stepped and not all(each.stepped for each in self._replicators):
+            # weights follow an anchor: to move them alone is a movement, which the outer momentum would multiply
+            tensors = {name: each for name, each in tensors.items() if name not in replicator.parameters}
         ends = list(accumulate((each.numel() for each in tensors.values()), initial=0))
         turns = max(1, PERIOD // replicator.round.every)
         size = -(-ends[-1] // turns)
