@@ -164,7 +164,8 @@ class Replicated(OptimizerWrapper):
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Compares the tensors that must be equal on all replicas, bit for bit: weights, anchors, optimizer states.
+        """Compares the tensors that must be equal on all replicas: weights, anchors, optimizer states; bit for bit, or
+        by their distance where replicas round differently.
 
         The options of the parameter groups must be equal, too. Buffers that differ, such as the running statistics of
         BatchNorm, become their mean. Raises `Desync` on all ranks, which names parameter and replica, or repairs the
