@@ -31,12 +31,9 @@ _FP32 = torch.finfo(torch.float32).eps
 class Closeness:
     """Makes a part of the agreed state equal in each step, and compares all of it by distance.
 
-    A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors, in turn; under rounds of several
-    steps as many times more at the end of a round, before its message leaves. The numbers of the step decide which part
-    it is, so nothing of it is saved. Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it,
-    nobody takes anything over in that step.
-
-    Where two replicas may be a distance apart: see `tolerance`.
+    A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors; under rounds of several steps as
+    many times more before the message of a round leaves. The number of the step says which, so nothing of it is saved.
+    Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it, nobody takes anything over.
     """
 
     def __init__(self) -> None:
@@ -82,18 +79,18 @@ class Closeness:
             return
         mine = [tensors[name].reshape(-1)[part] for name, part in cut.items()]
         device = replicator.channel.runtime.device
-        sent = torch.cat([each.to(device).view(torch.uint8) for each in mine] + [_ONE.to(device)])
-        # the others add zeros to its bytes, so that all get the same bits; the last byte says whether it took part
+        mark = torch.ones(1, dtype=torch.uint8, device=device)
+        sent = torch.cat([*(each.to(device).view(torch.uint8) for each in mine), mark])
+        # the others add zeros to its bytes, so that all get the same bits; the mark says whether it took part
         total = link.all_reduce(sent if link.replica == 0 else sent.zero_())()
         parts = torch.split(total[:-1], [each.nbytes for each in mine])
         mended = {}
         for (name, part), own, theirs in zip(cut.items(), mine, parts, strict=True):
             new = torch.where(total[-1] == 1, theirs.clone().view(own.dtype), own.to(device))
-            if replicator.stepped and tensors[name].is_contiguous():
-                tensors[name].view(-1)[part].copy_(new)
-            else:
-                whole = tensors[name].reshape(-1).clone()
-                whole[part] = new
+            in_place = replicator.stepped and tensors[name].is_contiguous()
+            whole = tensors[name].view(-1) if in_place else tensors[name].reshape(-1).clone()
+            whole[part] = new
+            if not in_place:
                 mended[name] = whole.view(tensors[name].shape)
         if mended:
             replicator.repair(mended)
@@ -108,11 +105,11 @@ class Closeness:
         found = differences(link, others, device, {**(options or {}), **dict.fromkeys(floats, "")})
         if not floats or any(each.name not in {*others, *(options or {})} for each in found):
             return found
-        words = []
+        words = list[float]()
         for name, tensor in floats.items():
-            mine = projections(tensor)
-            words += [mine, torch.tensor([self._movement(link, name, mine.tolist())], dtype=torch.float64)]
-        table = link.collect_apart(torch.cat(words).view(torch.int64).to(device)).cpu().view(torch.float64)
+            words += (mine := projections(tensor).tolist()) + [self._movement(link, name, mine)]
+        sent = torch.tensor(words, dtype=torch.float64, device="cpu").view(torch.int64)
+        table = link.collect_apart(sent.to(device)).cpu().view(torch.float64)
         rows = table.view(link.replicas * link.local_ranks, len(floats), _SIGNS + 1).tolist()
         for number, (name, tensor) in enumerate(floats.items()):
             of_all = [row[number] for row in rows]
@@ -130,13 +127,8 @@ class Closeness:
         return distance(seen[0][1], now)
 
 
-_ONE = torch.ones(1, dtype=torch.uint8, device="cpu")
-
-
 def projections(tensor: Tensor) -> Tensor:
-    """Sums of the numbers of `tensor` with fixed random signs, of which the mean square is about its squared norm.
-
-    Distances between such sums are about those between tensors: eight tell the norm to a quarter, whatever its size.
+    """Sums of the numbers of `tensor` with fixed random signs: their mean square is its squared norm, to about a half.
 
     Shapes: any -> `[8]` fp64 on the CPU.
     """
@@ -154,7 +146,7 @@ def projections(tensor: Tensor) -> Tensor:
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """About the norm of the difference of two tensors, of their `projections`; by operations that round alike anywhere.
+    """About the norm of the difference of two tensors, by operations that round alike anywhere.
 
     >>> distance([3.0, 1.0], [0.0, 1.0]) == math.sqrt(4.5)
     True
@@ -168,15 +160,9 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 def tolerance(norm: float, movement: float, eps: float) -> float:
     """The distance that replicas may have in a tensor: what rounding can add up to in `PERIOD` steps.
 
-    A number is equal at least once in so many steps. After that its value is rounded once per step, in fp32, and a
-    stored one to its type: an eps of fp32 per step and one of the type, of the norm. The steps themselves come from the
-    same messages, so that they differ by less than `MOST_MOVED`, also where a whole step of a sign optimizer turns on a
-    last bit, or matrices are multiplied in bf16.
-
-    Args:
-        norm: Of the tensor.
-        movement: Of the tensor in `PERIOD` steps.
-        eps: Of its type.
+    Once equal, a number is rounded once per step, in fp32, and stored in its type: an eps of fp32 per step and one of
+    the type, of the norm. The steps themselves come from the same messages, so that they differ by less than
+    `MOST_MOVED` of the movement, also where the step of a sign turns on a last bit.
     """
     return (PERIOD * _FP32 + eps) * norm + MOST_MOVED * movement
 

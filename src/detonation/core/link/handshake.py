@@ -51,10 +51,7 @@ def require_same(
     Args:
         description: Compared entry by entry.
         notes: Shown beside an entry of the description; not compared.
-        free: Entries that may differ.
-
-    Returns:
-        How those of `free` that differ do, by their names.
+        free: Entries that may differ; those that do are returned, and how.
     """
     for communicator in (inter_node, intra_node):
         if isinstance(communicator, ProcessGroupCommunicator):

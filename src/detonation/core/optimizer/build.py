@@ -161,8 +161,7 @@ def compare_replicas(
         begun: Whether steps were taken, so that weights may differ where replicas round differently.
         close: Whether this replica knows that they do.
 
-    Returns:
-        In words, how replicas round differently, the same on all ranks; empty where they round alike.
+    Returns: how they round differently, in words that are the same on all ranks; empty where they round alike.
 
     Shapes: any.
     """
