@@ -4,6 +4,7 @@ import fcntl
 import gc
 import linecache
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -57,11 +58,27 @@ def one_maker_of_namespaces(request: pytest.FixtureRequest, tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def lasting_worlds() -> Iterator[None]:
-    """The tests of a file share a world of each shape (`worlds.lasting`)."""
+    """The tests of all such files share a world of each shape (`worlds.lasting`)."""
     import worlds  # not for tests without one: it imports half of torch
+
+    with worlds.lasting(keep=True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_worlds() -> Iterator[None]:
+    """The tests of a file share a world of each shape, where other libraries may leave something behind."""
+    import worlds
 
     with worlds.lasting():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds_end() -> Iterator[None]:
+    yield
+    if found := sys.modules.get("worlds"):
+        found.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +25,17 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import detonation as dt
-import detonation.core.optimizer.replicated
 from detonation.cluster.processes.signals import die_with_parent
 from limits import LIMIT_S
+
+for name in (
+    *("multiprocessing.popen_fork", "torch.profiler._cupti_monitor", "detonation.core.optimizer.replicated"),
+    *("detonation.cluster.fingerprint", "detonation.cluster.init", "detonation.cluster.network.throttled"),
+    *("detonation.cluster.processes.waiting", "detonation.core.optimizer.replicate", "detonation.wire.wire"),
+    *("detonation.engines.native_engine", "detonation.engines.triton"),
+):
+    with suppress(ImportError):  # not every torch has all of them
+        importlib.import_module(name)  # before the fork, and not once in every rank
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
@@ -34,6 +43,8 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _lasting: dict[tuple[int, int], "World"] | None = None
 """The worlds of `lasting`, by their shape; None outside."""
+_kept: dict[tuple[int, int], "World"] = {}
+"""Those that stay after `lasting`."""
 
 
 def run(function: Callable[..., Any], replicas: int, shards: int, *arguments: Any) -> list[Any]:
@@ -62,19 +73,26 @@ def run_alone(function: Callable[..., Any], replicas: int, shards: int, *argumen
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def lasting(keep: bool = False) -> Iterator[None]:
     """Within it each shape of world is started once, and its ranks run one function after another.
 
     Ranks are forked at the first call and do not see later patches; functions and arguments travel as pickles.
+    keep: the worlds go on to the next that keep them, until `close`.
     """
     global _lasting
-    _lasting = {}
+    _lasting = _kept if keep else {}
     try:
         yield
     finally:
-        for world in _lasting.values():
-            world.close()
+        if not keep:
+            close(_lasting)
         _lasting = None
+
+
+def close(worlds: dict[tuple[int, int], "World"] = _kept) -> None:
+    """Ends them all."""
+    for shape in [*worlds]:
+        worlds.pop(shape).close()
 
 
 class World:

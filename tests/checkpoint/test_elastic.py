@@ -15,6 +15,8 @@ from detonation.core.flat.tensors import local
 from worlds import caught
 from zoo import SCHEMES, Menagerie, Plain, batch, built
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 CHAIN = [(2, 2), (2, 4), (2, 1), (4, 1), (2, 1), (3, 1)]
 """Replicas x shards, one world after the other: shards 2 -> 4 -> 1, then replicas 2 -> 4 -> 2 -> 3."""
 SHORT = [(3, 1), (2, 2), (3, 1)]

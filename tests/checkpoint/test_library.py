@@ -20,6 +20,8 @@ from detonation.checkpoint.snapshot import weights
 from detonation.core.optimizer import gathered
 from zoo import Menagerie, Plain, built
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 DEMO = dt.demo(topk=4, chunk=16)
 
 

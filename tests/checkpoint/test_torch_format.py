@@ -10,6 +10,8 @@ import worlds
 from covering import covered
 from zoo import SCHEMES
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 CHOSEN = ["demo-owner", "random-late", "streaming"]
 """Saved after 4 steps: with messages on their way, and in the middle of a round."""
 

@@ -23,6 +23,8 @@ from detonation.checkpoint.verify import checkpoints, verify
 from detonation.cli.command import run_command as main
 from zoo import SCHEMES, Plain, built
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 
 def saved(mesh, folder, name):
     """Saves, loads and verifies; returns the number of pickles that were read meanwhile."""

@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
 import torch.distributed as dist
 from test_exact import BASES, advance, everything, start
 
 import detonation as dt
 import worlds
+from covering import covered
 from detonation.checkpoint import async_save
 from detonation.checkpoint.files import disk
 from detonation.checkpoint.files.manifest import MOST_BYTES
@@ -84,7 +84,7 @@ def no_space():
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(("how", "first"), [("killed", 1), ("killed", 2), ("disk full", 1), ("disk full", 2)])
+@covered("how, first", ["killed", "disk full"], [1, 2])
 def test_a_save_stopped_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, how, first):
     (loaded,) = worlds.run(stopped_everywhere, 1, 1, tmp_path, how, first)
     assert len(loaded) >= 25 and all(equal for _, equal in loaded)

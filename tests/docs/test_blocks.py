@@ -168,7 +168,7 @@ def run_page(mesh, page, folder):
     return sorted(names)
 
 
-@pytest.mark.usefixtures("lasting_worlds")
+@pytest.mark.usefixtures("own_worlds")
 @pytest.mark.parametrize("page", RUN_IN_A_WORLD)
 def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page, tmp_path):
     worlds.run(run_page, 2, 2, page, str(tmp_path))

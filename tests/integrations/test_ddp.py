@@ -12,7 +12,7 @@ import detonation as dt
 import worlds
 from zoo import GRADIENT
 
-pytestmark = pytest.mark.usefixtures("lasting_worlds")
+pytestmark = pytest.mark.usefixtures("own_worlds")
 
 HOOKED = {name: scheme for name, scheme in GRADIENT.items() if not scheme.round.delay}
 

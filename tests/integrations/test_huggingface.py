@@ -37,7 +37,7 @@ import detonation as dt
 import worlds
 from detonation.integrations.huggingface import Replicas, Replicate, check_setup, prepare, replicated
 
-pytestmark = [pytest.mark.usefixtures("lasting_worlds"), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.usefixtures("own_worlds"), pytest.mark.filterwarnings("default")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 from detonation.integrations.lightning import ReplicaStrategy  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("lasting_worlds")
+pytestmark = pytest.mark.usefixtures("own_worlds")
 
 BATCHES = 4
 """Of an epoch, per rank."""

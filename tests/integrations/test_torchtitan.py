@@ -30,7 +30,7 @@ import detonation as dt
 import worlds
 from detonation.integrations.torchtitan import parsed_scheme, with_replicas
 
-pytestmark = [pytest.mark.usefixtures("lasting_worlds"), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.usefixtures("own_worlds"), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module")

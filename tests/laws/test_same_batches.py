@@ -14,6 +14,8 @@ from detonation.core.codec.precision import PRECISIONS
 from detonation.core.schemes.traffic import collective_for
 from zoo import TALKING, Plain, batch, built
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 STEPS = 13
 SHAPES = {name: parameter.shape for name, parameter in built(Plain).named_parameters()}
 TOKEN = b"a token for tests only"

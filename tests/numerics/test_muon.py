@@ -11,6 +11,8 @@ import detonation as dt
 import worlds
 from zoo import batch
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 
 class Matrices(nn.Module):
     """Matrices of every kind: tall, wide, of uneven shards, a single row; and what goes by AdamW."""

@@ -16,6 +16,8 @@ from detonation.core.memory import Feedback, Memory
 from detonation.core.schemes import traffic
 from zoo import GRADIENT, batch, decode, encode
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from steps import unsent
 from worlds import caught
 from zoo import Plain, batch, built
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 ALL = {"decay": 1.0, "alpha": 1.0}
 CHANGES = {
     "topk": [dt.demo(4, 16, **ALL), dt.demo(1, 16, **ALL), dt.demo(8, 16, **ALL)],

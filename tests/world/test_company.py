@@ -23,10 +23,12 @@ from zoo import KINDS, TALKING, batch, built
 STEPS = 5
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def small_buckets():
     """Also in the ranks, which are forks."""
-    monkeypatch.setattr(buckets, "SMALLEST", 2**12)
+    with pytest.MonkeyPatch.context() as patch, worlds.lasting():
+        patch.setattr(buckets, "SMALLEST", 2**12)
+        yield
 
 
 class Two(nn.Module):
@@ -171,7 +173,7 @@ def test_the_group_of_an_optimizer_ends_with_it():
     def act(mesh):
         return groups_of(mesh["replicate"], 5)
 
-    assert worlds.run(act, 2, 1) == [([1] * 5, 0)] * 2
+    assert worlds.run_alone(act, 2, 1) == [([1] * 5, 0)] * 2
 
 
 def test_the_group_of_an_optimizer_needs_only_the_ranks_of_its_axis():
@@ -192,5 +194,5 @@ def test_the_group_of_an_optimizer_needs_only_the_ranks_of_its_axis():
         backend = group._get_backend(torch.device("cpu"))
         return dist.get_process_group_ranks(group), backend.options._timeout.total_seconds(), group is axis.get_group()
 
-    ranks = worlds.run(act, 2, 2)
+    ranks = worlds.run_alone(act, 2, 2)
     assert ranks[0] == ranks[2] == ([0, 2], 77.0, False)

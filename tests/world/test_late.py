@@ -28,12 +28,14 @@ KINDS = (
 SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.schemes.distro(chunk=16, link="owner")}
 
 
-@pytest.fixture(autouse=True)
-def small_buckets_many_strikes_and_one_engine(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def small_buckets_many_strikes_and_one_engine():
     """Also in the ranks, which are forks."""
-    monkeypatch.setattr(kernel_library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
-    monkeypatch.setattr(fault_counts, "STRIKES", 1000)
-    monkeypatch.setattr(buckets, "SMALLEST", 2**12)
+    with pytest.MonkeyPatch.context() as patch, worlds.lasting():
+        patch.setattr(kernel_library, "KERNEL_CHUNKS", ())  # the one that accelerators have, at once and late
+        patch.setattr(fault_counts, "STRIKES", 1000)
+        patch.setattr(buckets, "SMALLEST", 2**12)
+        yield
 
 
 def start(mesh, levels, safety):

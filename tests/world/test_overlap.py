@@ -30,13 +30,15 @@ AHEAD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def small_buckets():
     """Also in the ranks, which are forks."""
-    monkeypatch.setattr(buckets, "SMALLEST", 2**16)
+    with pytest.MonkeyPatch.context() as patch, worlds.lasting():
+        patch.setattr(buckets, "SMALLEST", 2**16)
+        rows_alone(patch)
+        yield
 
 
-@pytest.fixture(autouse=True)
 def rows_alone(monkeypatch):
     """With torch 2.10 the bits of a row of a product depend on how many rows there are, so on the bucket."""
     rows, waves = (torch.randn(count, 1000, generator=torch.Generator().manual_seed(0)) for count in (300, 1000))

@@ -9,6 +9,8 @@ from detonation.cluster.network.profile import AxisProfile, LinkSample, Operatio
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.core.link.link_speed import LinkSpeed
 
+pytestmark = pytest.mark.usefixtures("lasting_worlds")
+
 
 def probed(mesh, speed):
     axis = mesh["replicate"]
