@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 import detonation as dt  # noqa: E402
+from covering import covered  # noqa: E402
 from detonation.cluster.network.loopback import LoopbackCommunicator  # noqa: E402
 from detonation.cluster.network.simulated import simulate_replicas  # noqa: E402
 from detonation.core.agreement import selftest  # noqa: E402
@@ -93,9 +94,9 @@ def test_a_message_lies_in_as_many_runs_as_kernels_read(name):
     assert scheme.divides_messages or len(cut) <= inspection.RUNS
 
 
-@pytest.mark.parametrize("precision", ["fp32", "4bit", "2bit"])
-@pytest.mark.parametrize("chunk, k", [(200, 40), (201, 40), (255, 64)])
-def test_units_of_rows_share_no_byte_of_a_bitmap(chunk, k, precision, monkeypatch):
+@covered("rows, precision", [(200, 40), (201, 40), (255, 64)], ["fp32", "4bit", "2bit"])
+def test_units_of_rows_share_no_byte_of_a_bitmap(rows, precision, monkeypatch):
+    chunk, k = rows
     codec = Codec(Identity(), TopK(k, chunk), PRECISIONS[precision])
     layout = codec.layout({"w": (40 * chunk,)})
     signal = torch.randn(40 * chunk, generator=torch.Generator().manual_seed(0))

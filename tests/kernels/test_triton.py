@@ -252,7 +252,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         assert torch.equal(given[:, HEADER_BYTES : HEADER_BYTES + nbytes], kept)
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-clipped-2bit"])
+@some("name", ["demo", "demo-clipped-2bit"], keep=["demo-clipped-2bit"])
 def test_messages_are_weighed_as_by_ordinary_torch(name):
     codec, rows = RUN[name].codec, 3000  # whose squares lie in several parts
     drawn = torch.randn(rows, codec.selection.chunk, generator=torch.Generator().manual_seed(0))
@@ -373,7 +373,7 @@ def test_a_look_ahead_reads_what_was_sent_where_it_lies(scheme, monkeypatch):
         dt.demo(topk=4, chunk=16, precision="2bit"),
         dt.random_sign(rate=1 / 4, error_feedback=True, link="owner"),
         dt.schemes.random(rate=1 / 4, precision="bf16"),
-        dt.full(),
+        pytest.param(dt.full(), marks=pytest.mark.long),
     ],
     ids=["all-gather", "owners", "all-reduce", "all-reduce of everything"],
 )
