@@ -1,10 +1,12 @@
 """Faults put into the core, one at a time and in a copy: which do the tests find? By hand, for it takes hours.
 
-python tests/mutants.py [--count 60] [--seed 0] [--out FILE] [--all] [--again FILE] [--folders laws world ...]
+python tests/mutants.py [--count 60] [--seed 0] [--out FILE] [--near] [--all] [--again FILE] [--folders laws world ...]
 
 A fault is an operator, a comparison, a number, an axis, a count of bytes or a call that is changed where the syntax
 tree has one. The seed decides which; every kind of fault is drawn equally often. The tests that import the changed file
-run first, then those of the folders. `--out` has the results after each fault, and a second call goes on from there.
+run first, then those of the folders; with `--near` the first alone, or where there are none the laws and numerics. Each
+file of tests has to pass without a fault before it judges one. `--out` has the results after each fault, and a second
+call goes on from there.
 """
 
 import argparse
@@ -35,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = Path("src/detonation/core")
 FOLDERS = ["laws", "numerics", "golden", "world", "checkpoint", "kernels", "train"]
 """In which the core is tested, those that find most in a second first."""
+GENERAL = {"laws", "numerics"}
+"""Those that every part of a step runs through, and fast."""
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "venv", "runs", "site", "dist", "__pycache__", ".*_cache", ".hypothesis"
 )
@@ -179,7 +183,7 @@ def _compiles(source: str) -> bool:
     return True
 
 
-def batches(root: Path, path: str, folders: list[str]) -> list[list[str]]:
+def batches(root: Path, path: str, folders: list[str], near_alone: bool = False) -> list[list[str]]:
     """The files of tests below the folders: those that import the module at `path`, then the rest of each folder."""
     module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
@@ -191,6 +195,8 @@ def batches(root: Path, path: str, folders: list[str]) -> list[list[str]]:
             text = file.read_text()
             imports = module in text or re.search(rf"from {re.escape(package)} import .*\b{name}\b", text)
             (near if imports else rest[-1]).append(file.relative_to(root).as_posix())
+    if near_alone:
+        return [near] if near else [batch for batch, name in zip(rest, folders, strict=True) if name in GENERAL]
     return [batch for batch in (near, *rest) if batch]
 
 
@@ -242,6 +248,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     parser.add_argument("--folders", nargs="+", default=FOLDERS)
+    parser.add_argument("--near", action="store_true", help="only the files of tests that import the changed module")
     parser.add_argument("--all", action="store_true", help="with the tests that only `make test-all` runs")
     parser.add_argument("--again", type=Path, help="only those that survived in this file of results")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
@@ -256,6 +263,7 @@ def main() -> int:
     if given.again:
         survivors = {each["told"] for each in json.loads(given.again.read_text()) if each["outcome"] == "survived"}
         drawn = [fault for fault in drawn if fault.told((ROOT / fault.path).read_text()) in survivors]
+    sound: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "tree")
         shutil.copytree(ROOT, copy, ignore=LEFT_OUT, symlinks=True)
@@ -263,13 +271,17 @@ def main() -> int:
             source = (ROOT / fault.path).read_text()
             if (told := fault.told(source)) in known:
                 continue
-            (copy / fault.path).write_text(fault.applied(source))
             came = "survived"
-            for batch in batches(copy, fault.path, given.folders):
+            for batch in batches(copy, fault.path, given.folders, given.near):
+                if fresh := [file for file in batch if file not in sound]:
+                    if (without := outcome(copy, fresh, given.all, Path(folder, "printed"))) != "survived":
+                        raise SystemExit(f"without a fault in the core, {without.removeprefix('found ')}")
+                    sound.update(fresh)
+                (copy / fault.path).write_text(fault.applied(source))
                 came = outcome(copy, batch, given.all, Path(folder, "printed"))
+                shutil.copy2(ROOT / fault.path, copy / fault.path)
                 if came != "survived":
                     break
-            shutil.copy2(ROOT / fault.path, copy / fault.path)
             results.append({"told": told, "outcome": came, **asdict(fault)})
             given.out.write_text(json.dumps(results, indent=1))
             print(f"{came}\n    {told}", flush=True)
