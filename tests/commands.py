@@ -19,14 +19,19 @@ import tomli_w
 import torch
 
 from detonation.cli.command import run_command
+from detonation.report import figures
 from limits import LIMIT_S
 
 for name in (
     *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.olmo2.modeling_olmo2"),
-    *("matplotlib.figure", "matplotlib.lines", "matplotlib.patches"),
+    *("matplotlib.figure", "matplotlib.lines", "matplotlib.patches", "matplotlib.backends.backend_svg"),
     *("detonation.train.run.start", "detonation.train.run.request", "detonation.report.page"),
+    *("detonation.cluster.fingerprint", "detonation.cluster.init", "detonation.core.optimizer.replicate"),
+    *("detonation.engines.native_engine", "detonation.engines.triton", "detonation.wire.wire"),
+    *("tyro._backends._tyro_backend", "torch.profiler._cupti_monitor"),
 ):
-    importlib.import_module(name)  # before the fork, and not once in every command: half of a run of some steps
+    with contextlib.suppress(ImportError):  # what a release of these libraries may not have
+        importlib.import_module(name)  # before the fork, and not once in every command: half of a run of some steps
 
 RECIPE = {
     "model": {"name": "olmo2", "layers": 1, "hidden_size": 32, "heads": 2, "feed_forward": 64},
@@ -45,6 +50,8 @@ class Command:
 
     env: what it finds in its environment besides. network: the network namespace that it runs in. program: another than
     `detonation`: takes the arguments, returns its exit code. enter: is called in the new process before all else.
+    pictures: its report has the figures that people see; otherwise they are empty, for to draw them takes as long as to
+    train for some steps.
     """
 
     def __init__(
@@ -55,11 +62,12 @@ class Command:
         network: str = "",
         program: Callable[[list[str]], int] = run_command,
         enter: Callable[[], object] = lambda: None,
+        pictures: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._env = {name: str(value) for name, value in env.items()}
         self._network = network
-        self._program, self._enter = program, enter
+        self._program, self._enter, self._pictures = program, enter, pictures
         self._out, self._err = folder / "stdout", folder / "stderr"
         self._out.write_text("")
         self._err.write_text("")
@@ -77,6 +85,8 @@ class Command:
         try:
             os.setsid()
             self._enter()
+            if not self._pictures:
+                figures._saved = _empty
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for descriptor, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY), descriptor)
@@ -148,6 +158,11 @@ class Command:
             os.kill(self.pid, signal.SIGKILL)
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._handle)
+
+
+def _empty(fill: object, width: float, height: float, kind: str) -> str | bytes:
+    """What stands in a report in place of a figure."""
+    return f'<svg viewBox="0 0 {width} {height}"></svg>' if kind == "svg" else b"\x89PNG"
 
 
 def launched(

@@ -21,9 +21,9 @@ QUICK = str(ROOT / "recipes" / "quick-lm.toml")
 SHORT = ("--set", "train.steps=2", "train.validation_batches=1")
 
 
-def detonation(folder, *arguments):
+def detonation(folder, *arguments, pictures=False):
     """The finished command `detonation arguments...`."""
-    command = Command(folder, *arguments)
+    command = Command(folder, *arguments, pictures=pictures)
     command.wait()
     return command
 
@@ -84,7 +84,8 @@ def test_three_tiers_of_network_train_as_one_model_and_each_says_what_it_sent(tm
 def test_what_a_person_sees_and_the_report(tmp_path):
     out = tmp_path / "run"
     sets = ["scheme.name=diloco", "scheme.every=2", "train.steps=2", "train.validation_batches=1"]
-    done = detonation(tmp_path, "train", QUICK, "--set", *sets, "--replicas", 2, "--shards", 1, "--out", out)
+    train = ("train", QUICK, "--set", *sets, "--replicas", 2, "--shards", 1, "--out", out)
+    done = detonation(tmp_path, *train, pictures=True)
     assert (done.code, done.errors) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("diloco over 2 replicas x 1 shards: olmo2 with")
@@ -94,7 +95,7 @@ def test_what_a_person_sees_and_the_report(tmp_path):
     assert page.count("<figure") == 5 and "http-equiv" not in page and "<script" not in page
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
 
-    both = detonation(tmp_path, "report", out, out, "--out", tmp_path / "both.html", "--json")
+    both = detonation(tmp_path, "report", out, out, "--out", tmp_path / "both.html", "--json", pictures=True)
     written = last_line(both.stdout)
     assert written["report"] == str(tmp_path / "both.html") and len(written["figures"]) == 5
     assert all(Path(picture).read_bytes().startswith(b"\x89PNG") for picture in written["figures"])

@@ -18,7 +18,7 @@ def last_line(text):
     return json.loads(text.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["demo", "diloco"])
+@pytest.fixture(scope="module", params=["demo", pytest.param("diloco", marks=pytest.mark.long)])
 def run(request, tmp_path_factory):
     """A run of six steps with a log, without its last checkpoint, and its summary."""
     folder = tmp_path_factory.mktemp(request.param)
