@@ -20,18 +20,19 @@ unexport PYTHONDONTWRITEBYTECODE
 # The tests of a file stay in one process, which starts them in the order of their names.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all chaos gpu lint docs hooks clean release-check
+.PHONY: train test test-all pytest chaos gpu lint docs hooks clean release-check
 
 train: $(VENV)/.train
 	$(VENV)/bin/detonation train quick-lm
 
-ifdef PART
+# Types are checked beside the tests, which leave a core idle now and then.
 test test-all: $(VENV)/.test
-else
-test test-all: lint
-endif
 	$(VENV)/bin/detonation fetch fashion-mnist cifar10 bible-en-es sotu
-	$(PYTEST) $(if $(filter test-all,$@),-m "" --hypothesis-profile=long) $(addprefix tests/,$(PART))
+	$(MAKE) --no-print-directory --jobs=2 $(if $(PART),,lint) pytest \
+		SELECT='$(if $(filter test-all,$@),-m "" --hypothesis-profile=long)'
+
+pytest: $(VENV)/.test
+	$(PYTEST) $(SELECT) $(addprefix tests/,$(PART))
 
 chaos: $(VENV)/.test
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH=tests:. $(VENV)/bin/python tests/chaos/gate.py $(CHAOS)
