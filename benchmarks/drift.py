@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import detonation as dt
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
-from detonation.core.agreement.closeness import tolerance
+from detonation.gates.closeness import tolerance
 
 WIDTH, HIDDEN, BATCH = 16, 32, 16
 ODD = {torch.float32: 0.5, torch.bfloat16: 2.0**-12}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.aggregate import Coefficients, Received, aggregate
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.codec import Codec
 from detonation.core.codec.message_rows import joined
 from detonation.core.codec.precision import Float
@@ -291,7 +292,7 @@ def opened(scheme: dt.schemes.Scheme, guard: Guard, arrived: list[Parts], shared
     messages = joined([[lines[:, HEADER_BYTES:]]], HEADER_BYTES, lines[:, :HEADER_BYTES])
     nbytes = lines.shape[1] - HEADER_BYTES
     body = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes]
-    content = scheme.codec.arrived(body, ROWS, shared, scheme.aggregation)
+    content = Arrived(scheme.codec, body, ROWS, shared, scheme.aggregation)
     refused = guard.admit(messages, nbytes, content.facts(), step)
     if refused is not None:
         content.blank(refused)

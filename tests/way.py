@@ -51,16 +51,16 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 12_584,
-    "files of core": 103,
-    "lines of src": 39686,
+    "lines of core": 12_583,
+    "files of core": 102,
+    "lines of src": 39_646,
     "files of src": 271,
     "public names": 40,
     "verbs": 11,
     "recipe keys": 121,
-    "private names of core that the application imports": 36,
+    "private names of core that the application imports": 34,
     "words of README": 844,
-    "words of docs": 39_745,
+    "words of docs": 39_735,
 }
 """The size of the package, at most. The numbers only fall."""
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.aggregate import ClippedMean
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.message_rows import MessageRows
 from detonation.core.codec.selection import Random, Slicing, Striding, random_start
 from detonation.core.compute.nonfinite import LIMIT, SIGNAL_LIMIT
@@ -187,7 +188,7 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     usual, mine = torch.tensor([0.5]), torch.tensor([0.5], device=device)
     body = messages[:, HEADER_BYTES : HEADER_BYTES + nbytes]
     shared: Any = codec.select(values, 0, 0).indices if codec.selection.shared else None
-    arrived = codec.arrived(body, rows, shared, dt.demo().aggregation)
+    arrived = Arrived(codec, body, rows, shared, dt.demo().aggregation)
     expected = Expected(Header(schema, 3, 0, 0), nbytes, 6, True)
     refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
     octets = messages[:, : HEADER_BYTES + nbytes].to(device).contiguous()

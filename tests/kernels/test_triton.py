@@ -15,6 +15,7 @@ from covering import some
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement import selftest
 from detonation.core.codec.aggregate import ClippedMean, Received
+from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import Identity
 from detonation.core.codec.message_rows import MessageRows, SharedIndices, Sums
 from detonation.core.codec.selection import Random, Rotation, Slicing, Striding, TopK, random_start
@@ -228,7 +229,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
             Header(2**40, 3, 0, replica).seal(messages[replica : replica + 1], nbytes)
         damage(messages[2])
         usual, mine = torch.tensor([0.5]), torch.tensor([0.5])
-        arrived = codec.arrived(messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
+        arrived = Arrived(codec, messages[:, HEADER_BYTES : HEADER_BYTES + nbytes], rows, None, dt.demo().aggregation)
         refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
         given = torch.zeros_like(messages)
         lengths = codec.precision.lengths(rows, codec.selection.k)

@@ -11,9 +11,9 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.agreement import balance
 from detonation.core.flat.tensors import digest, local
 from detonation.core.round import LocalSteps, Round
+from detonation.gates import balance
 from zoo import SCHEMES, Plain, batch, built
 
 ROUNDS = {

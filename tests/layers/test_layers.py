@@ -43,6 +43,7 @@ HOUSE = {
     "core/agreement": ("core/replicator", DTENSOR),
     "core/optimizer": ("core/agreement", ANY),
     "core": ("core/optimizer", NONE),
+    "gates": ("core", NONE),
     "engines/triton": ("core kernels", NONE),
     "engines": ("core kernels", NONE),
     "wire": ("core", ANY),

@@ -10,8 +10,8 @@ import torch
 import worlds
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.cluster.processes.signals import Stop
-from detonation.core.agreement import balance
 from detonation.core.flat.tensors import digest
+from detonation.gates import balance
 from detonation.train.loop import fit as fitting
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit
 from detonation.train.loop.session import start_session

@@ -9,10 +9,10 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.core.agreement import closeness
 from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, STEP_SELFTEST
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.flat.tensors import local, locals_of
+from detonation.gates import closeness
 from worlds import caught
 from zoo import GRADIENT, SCHEMES, TALKING, Plain, batch, built
 

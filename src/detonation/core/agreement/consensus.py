@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from detonation.core.agreement.balance import Balance
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
+from detonation.core.agreement.gates import BALANCE, Balance, gate
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity import readback
@@ -49,9 +49,7 @@ class StopConsensus:
         self._shards = links_of_shards(parameters.values())
         self._others = self._shards
         self.balance: Balance | None = None
-        self._asked: tuple[readback.Readback, int] | None = (
-            None  # the gravest reason of all ranks, and the step that gave it
-        )
+        self._asked: tuple[readback.Readback, int] | None = None  # the gravest reason of all ranks, and its step
 
     def add_level(self, names: Sequence[str], link: Link, gradients: bool) -> FaultCounts:
         """Adds a level, and returns its fault counts. names: of all parameters of the model."""
@@ -63,11 +61,7 @@ class StopConsensus:
     def balance_over(self, link: Link) -> None:
         """Lets slow replicas along `link` sit steps out, as the runtime's local steps say."""
         if self.runtime.local_steps is not None:
-            self.balance = Balance(self.runtime.local_steps, link, self._shards, self.runtime.device)
-
-    def sits_out(self, step: int) -> bool:
-        """True if this replica sits `step` out, and takes no local step."""
-        return self.balance is not None and self.balance.idle(step)
+            self.balance = gate(BALANCE)(self.runtime.local_steps, link, self._shards, self.runtime.device)
 
     def connect(self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]) -> None:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""

@@ -14,7 +14,7 @@ from detonation.core.codec.aggregate import Aggregation, Received
 from detonation.core.codec.arrived import Arrived
 from detonation.core.codec.basis import Basis, Identity
 from detonation.core.codec.indices import IndexCoding, Unpackable, narrow
-from detonation.core.codec.message_rows import MessageRows, SharedIndices, indices_by_rule, numbers, zero_byte
+from detonation.core.codec.message_rows import MessageRows, indices_by_rule, numbers, zero_byte
 from detonation.core.codec.precision import Float, Precision, Sign, TwoBit
 from detonation.core.codec.selection import Selection
 from detonation.core.compute.checksum import LINE_BYTES
@@ -240,20 +240,7 @@ class Codec:
         body = torch.empty(len(messages), -(-nbytes // 8) * 8, dtype=torch.uint8, device=device)[:, :nbytes]
         copy(body.unbind(), messages)
         known = None if shared is None else narrow(shared)
-        return self.arrived(body, rows, known, aggregation).received(self.unit)
-
-    def arrived(
-        self, body: Tensor, rows: int, shared: Tensor | SharedIndices | None, aggregation: Aggregation
-    ) -> Arrived:
-        """The messages of all replicas, to check and to read.
-
-        Args:
-            body: The bytes of each message.
-            shared: The indices of every message where all replicas know them.
-
-        Shapes: body `[replicas, nbytes]` uint8, shared `[rows, k]` integer.
-        """
-        return Arrived(self, body, rows, shared, aggregation)
+        return Arrived(self, body, rows, known, aggregation).received(self.unit)
 
     @cached_property
     def dense(self) -> bool:

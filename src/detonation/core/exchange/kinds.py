@@ -21,14 +21,10 @@ from detonation.core.schemes.traffic import collective_for
 def room_of(scheme: Scheme, layout: Layout, replicas: int, local_ranks: int) -> Room:
     """The memory that the temporaries of a step may take, beside messages: that of a quarter of the flat, and half of
     it at the end of a round, which has the movement of the parameters beside them."""
-    is_round = scheme.signal == "parameters"
-    costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or _is_vote(scheme)
+    is_round, is_vote = scheme.signal == "parameters", scheme.codec.selection.shared and not scheme.codec.summable
+    costly = collective_for(scheme, layout, replicas, local_ranks) == "owner" or is_vote
     few_launches = costly and not is_round and not layout.tiled and layout.rows * layout.chunk < rows_at_once.LARGE
     return Room(max(1, -(-layout.rows // (SMALL_BUCKETS if is_round else BUCKETS))), few_launches)
-
-
-def _is_vote(scheme: Scheme) -> bool:
-    return scheme.codec.selection.shared and not scheme.codec.summable
 
 
 def exchange_for(

@@ -151,7 +151,7 @@ class Guard:
         refused = self.admit(whole, nbytes, arrived.facts(), message.step, phase, signals, absent)
         if absent and signals:  # the aggregate is that of the others; an owner that is absent leaves its rows
             present = [sender for sender in range(len(whole)) if sender not in absent]
-            arrived = codec.arrived(arrived.body[present], rows, shared, aggregation)
+            arrived = replace(arrived, body=arrived.body[present])
             refused = None if refused is None else refused[present]
         if refused is not None:
             if arrived.body.device.type == "cpu":  # simulated replicas receive one buffer together

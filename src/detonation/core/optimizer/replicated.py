@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from detonation.core.agreement.buffers import BufferSync
-from detonation.core.agreement.closeness import Closeness
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
+from detonation.core.agreement.gates import CLOSENESS, Closeness, gate
 from detonation.core.integrity.tape import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -52,7 +52,9 @@ class Replicated(OptimizerWrapper):
         self.levels, self.settings, self.step_count = changes.ends_for_one(levels), settings, 0
         self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
         self.tape: Tape | None = None
-        self.closeness = Closeness() if settings.safety.equal == "close" else None  # None where bits are equal
+        self.closeness: Closeness | None = None  # where bits are equal
+        if settings.safety.equal == "close":
+            self.closeness = gate(CLOSENESS)()
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
@@ -89,7 +91,8 @@ class Replicated(OptimizerWrapper):
     @property
     def idle(self) -> bool:
         """True if this replica sits the next step out and needs no gradient: see `balance`."""
-        return self._consensus is not None and self._consensus.sits_out(self.step_count)
+        balance = None if self._consensus is None else self._consensus.balance
+        return balance is not None and balance.idle(self.step_count)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -236,7 +239,8 @@ class Replicated(OptimizerWrapper):
         Shapes: -> local shapes.
         """
         self.refuse_overlap()
-        return states.local_state_of(self._replicators or [])
+        found = enumerate(each.local_state().named() for each in self._replicators or [])
+        return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:
@@ -330,7 +334,7 @@ class Replicated(OptimizerWrapper):
         made, begun, close = self._replicators or [], self.step_count > 0, self.closeness is not None
         found = compare_replicas(made, self.settings, self.param_groups, joining, frozen, begun, close)
         if found and not self.closeness:
-            self.closeness = Closeness()
+            self.closeness = gate(CLOSENESS)()
             warn_of_rounding(found, self.coordinates)
         if self.closeness and self._consensus:
             self.closeness.attach(self._consensus, made, self.step_count)

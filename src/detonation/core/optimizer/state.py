@@ -108,18 +108,6 @@ def at_agreed_weights(replicators: Sequence[Replicator], show_shards: Callable[[
             replicator.leave_agreed()
 
 
-def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:
-    """See `Replicated.local_state`.
-
-    Shapes: -> local shapes.
-    """
-    return {
-        f"{index}.{key}": tensor
-        for index, replicator in enumerate(replicators)
-        for key, tensor in replicator.local_state().named().items()
-    }
-
-
 def parameters_of(keys: Iterable[str]) -> set[str]:
     """The parameters of which a saved local state holds something.
 

@@ -57,7 +57,7 @@ class TritonGuard(Guard):
             weights = workspace.take(("weights", phase), (4 * len(body),), body.device).view(torch.float32)
             self._inspector(len(body)).weigh(body, places_of(codec, rows), coding_of(codec), weights)
             aggregation = WeightedMean(weights)
-        return codec.arrived(body, rows, shared, aggregation)
+        return Arrived(codec, body, rows, shared, aggregation)
 
     def _inspected(
         self, message: Message, octets: Sequence[Tensor], rows: int, workspace: Workspace, phase: int, signals: bool

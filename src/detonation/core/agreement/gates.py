@@ -1,0 +1,35 @@
+"""The gates of a step that core does not have: rooms bring them, and they attach when an optimizer needs one."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from detonation.core.replicator.base import Replicator
+from detonation.core.round import LocalSteps
+
+BALANCE = "detonation.gates.balance:Balance"
+CLOSENESS = "detonation.gates.closeness:Closeness"
+
+
+class Balance(Protocol):
+    """Lets slow replicas sit steps out."""
+
+    local_steps: LocalSteps
+
+    def idle(self, step: int) -> bool: ...  # this replica sits the step out
+
+    def stepped(self) -> None: ...  # a local step was taken
+
+    def end(self, step: int) -> None: ...  # collective
+
+
+class Closeness(Protocol):
+    """Keeps replicas that round differently close to each other."""
+
+    def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None: ...  # from `step` on
+
+
+def gate(name: str) -> Any:
+    """The class of a gate, imported no earlier than here."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
