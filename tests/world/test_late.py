@@ -62,11 +62,12 @@ def damage(guard, at):
     count = iter(range(1000))
     seal, seal_sum = guard.seal, guard.seal_sum
 
-    def damaged(runs, *arguments, **options):
-        seal(runs, *arguments, **options)
-        for message in runs[0].octets:
+    def damaged(message, status, *arguments, **options):
+        octets = seal(message, status, *arguments, **options)
+        for each in octets if status is not None else ():  # the last run of a message begins with its header
             if next(count) in (at, at + 1):
-                message[HEADER_BYTES - 1] += 1
+                each[HEADER_BYTES - 1] += 1
+        return octets
 
     def damaged_sum(digits, *arguments):
         seal_sum(digits, *arguments)
