@@ -38,8 +38,9 @@ def test_every_recipe_resolves_for_every_scheme_and_round_trips(path, scheme):
     assert from_table(tomllib.loads(tomli_w.dumps(to_table(config)))) == config
 
 
-def test_there_are_ten_recipes():
+def test_there_are_eleven_recipes():
     assert [path.stem for path in RECIPES] == [
+        "finetune-minilm",
         "moe-lm",
         "olmo2-1b",
         "quick-lm",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
-from detonation.core.agreement.gates import BALANCE, Balance, gate
+from detonation.core.agreement.gates import BALANCE, BalanceGate, gate
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity import readback
@@ -48,7 +48,7 @@ class StopConsensus:
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
         self._others = self._shards
-        self.balance: Balance | None = None
+        self.balance: BalanceGate | None = None
         self._asked: tuple[readback.Readback, int] | None = None  # the gravest reason of all ranks, and its step
 
     def add_level(self, names: Sequence[str], link: Link, gradients: bool) -> FaultCounts:

@@ -11,7 +11,7 @@ BALANCE = "detonation.gates.balance:Balance"
 CLOSENESS = "detonation.gates.closeness:Closeness"
 
 
-class Balance(Protocol):
+class BalanceGate(Protocol):
     """Lets slow replicas sit steps out."""
 
     local_steps: LocalSteps
@@ -23,7 +23,7 @@ class Balance(Protocol):
     def end(self, step: int) -> None: ...  # collective
 
 
-class Closeness(Protocol):
+class ClosenessGate(Protocol):
     """Keeps replicas that round differently close to each other."""
 
     def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None: ...  # from `step` on

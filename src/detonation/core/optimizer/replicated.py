@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.gates import CLOSENESS, Closeness, gate
+from detonation.core.agreement.gates import CLOSENESS, ClosenessGate, gate
 from detonation.core.integrity.tape import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -52,7 +52,7 @@ class Replicated(OptimizerWrapper):
         self.levels, self.settings, self.step_count = changes.ends_for_one(levels), settings, 0
         self._elastic = any(hasattr(axis, "enter_step") for axis, _ in self.levels)
         self.tape: Tape | None = None
-        self.closeness: Closeness | None = None  # where bits are equal
+        self.closeness: ClosenessGate | None = None  # where bits are equal
         if settings.safety.equal == "close":
             self.closeness = gate(CLOSENESS)()
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
