@@ -142,7 +142,7 @@ def _read(source: str, split: str | None, column: str | None) -> list[bytes]:
     if source in _NAMED:
         readers.refuse(source, column=column)
         return [(TEXT_SAMPLE if source == "sotu-sample" else locate(source) / "text.txt").read_bytes()]
-    return readers.documents(check_source(source, _NAMED), column)
+    return readers.documents(check_source(source, [*_NAMED, labels.SPEAKERS]), column)
 
 
 def _streamed(
@@ -153,7 +153,7 @@ def _streamed(
         raise ValueError(f"{source} is read as a whole: leave data.streaming out")
     if not readers.is_hub(source):
         readers.refuse(source, split=split)
-        check_source(source, _NAMED)
+        check_source(source, [*_NAMED, labels.SPEAKERS])
     found, encode, name = readers.stream(source, split or "train"), document_encoder(tokenizer), column or "text"
     with readers.one_line(source):
         first = list(islice(found, HELD_OUT))
