@@ -28,8 +28,7 @@ from finetune_tasks import encoder_of, skill, translation
 from frontier_grid import Cell
 from long_rounds import rows, run_cell, run_missing, status
 from long_rounds_run import judge
-from paired import judged, percent
-from tuning import Method, Rows
+from tuning import Method, Rows, against
 
 from detonation.data.packages import cache_dir
 
@@ -126,9 +125,6 @@ def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int,
         spread = f" ± {statistics.stdev(found):.3g}" if len(found) > 1 else ""
         return f"{statistics.fmean(found):.4g}{spread}"
 
-    losses = {seed: row["val_loss"] for seed, row in runs.items()}
-    known = {seed: row["val_loss"] for seed, row in reference.items()}
-    against = percent(*judged(losses, known)[:2]) if runs != reference and len(set(losses) & set(known)) >= 3 else ""
     rate = next(each.partition("=")[2] for each in best.sets if each.startswith("optimizer.lr="))
     seeds = "tuning" if set(runs) == {0} else str(len(runs))
     score = mean("translation", 100) if "translation" in next(iter(runs.values())) else mean("val_accuracy", 100)
@@ -140,7 +136,7 @@ def _line(method: Method, best: Cell, runs: dict[int, Any], reference: dict[int,
         rate,
         seeds,
         mean("val_loss"),
-        against,
+        against(runs, reference),
         score,
         mean("skill"),
         sent,

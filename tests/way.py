@@ -51,9 +51,9 @@ CEILINGS = {
 """Python calls of one `optimizer.step()`, moves from one file to another, and files: at most. They only fall."""
 
 SIZES = {
-    "lines of core": 12_583,
+    "lines of core": 12_574,
     "files of core": 102,
-    "lines of src": 39_646,
+    "lines of src": 39_637,
     "files of src": 271,
     "public names": 40,
     "verbs": 11,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from detonation.choices import imported
 from detonation.core.agreement.desync import CHANGE, announce_change, differences, numbers_of, repaired
-from detonation.core.agreement.gates import BALANCE, BalanceGate, gate
+from detonation.core.agreement.gates import BALANCE, BalanceGate
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity import readback
@@ -61,7 +62,7 @@ class StopConsensus:
     def balance_over(self, link: Link) -> None:
         """Lets slow replicas along `link` sit steps out, as the runtime's local steps say."""
         if self.runtime.local_steps is not None:
-            self.balance = gate(BALANCE)(self.runtime.local_steps, link, self._shards, self.runtime.device)
+            self.balance = imported(BALANCE)(self.runtime.local_steps, link, self._shards, self.runtime.device)
 
     def connect(self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]) -> None:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""

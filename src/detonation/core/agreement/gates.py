@@ -1,14 +1,13 @@
 """The gates of a step that core does not have: rooms bring them, and they attach when an optimizer needs one."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, Protocol
 
 from detonation.core.replicator.base import Replicator
 from detonation.core.round import LocalSteps
 
-BALANCE = "detonation.gates.balance:Balance"
-CLOSENESS = "detonation.gates.closeness:Closeness"
+BALANCE, CLOSENESS = "detonation.gates.balance:Balance", "detonation.gates.closeness:Closeness"
+"""The classes of the gates, for `choices.imported`: no earlier than one is needed."""
 
 
 class BalanceGate(Protocol):
@@ -27,9 +26,3 @@ class ClosenessGate(Protocol):
     """Keeps replicas that round differently close to each other."""
 
     def attach(self, consensus: Any, replicators: Sequence[Replicator], step: int) -> None: ...  # from `step` on
-
-
-def gate(name: str) -> Any:
-    """The class of a gate, imported no earlier than here."""
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)

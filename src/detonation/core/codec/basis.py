@@ -56,11 +56,10 @@ class DCT:
     tile: ClassVar[int] = 0
 
     def forward(self, chunks: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
-        if chunks.device.type != "cpu":
-            return _product(chunks, dct_waves(chunks.shape[1], chunks.device))
-        return _product(
-            dct_waves(chunks.shape[1], chunks.device), chunks
-        ).T  # where top-k reads coefficient by coefficient
+        waves = dct_waves(chunks.shape[1], chunks.device)
+        if chunks.device.type == "cpu":  # where top-k reads coefficient by coefficient
+            return _product(waves, chunks).T
+        return _product(chunks, waves)
 
     def inverse(self, coefficients: Tensor) -> Tensor:  # [rows, chunk] -> [rows, chunk]
         return product_in_order(coefficients, dct_waves(coefficients.shape[1], coefficients.device))

@@ -1,8 +1,6 @@
 """The choice of an engine: the first registered one that can run a codec, or else ordinary torch."""
 
-from collections.abc import Callable
-from importlib import import_module
-
+from detonation.choices import imported
 from detonation.core.codec.codec import Codec
 from detonation.core.engine.reference import ReferenceEngine
 from detonation.core.engine.rows_at_once import Room
@@ -18,8 +16,8 @@ def engine_for(
     codec: Codec, layout: Layout, memory: Memory | None, runtime: Runtime, room: Room | None = None
 ) -> ReferenceEngine:
     """The fastest engine that can run `codec`, with temporaries in `room`; ordinary torch where no kernels are."""
-    for module, _, function in (name.partition(":") for name in ENGINES):  # imported no earlier than here
-        make: Callable[..., ReferenceEngine | None] = getattr(import_module(module), function)
-        if engine := make(codec, layout, memory, runtime, room):
+    for name in ENGINES:  # imported no earlier than here
+        engine: ReferenceEngine | None = imported(name)(codec, layout, memory, runtime, room)
+        if engine:
             return engine
     return ReferenceEngine(codec, layout, memory, runtime, room)

@@ -96,10 +96,9 @@ class Guard:
         message.sent.append(run)
         message.rows.append((run.first, run.rows))
         if status is not None:
-            received, runs = (
-                0,
-                message.sent if len(message.sent) == 1 else sorted(message.sent, key=attrgetter("first")),
-            )
+            received, runs = 0, message.sent
+            if len(runs) > 1:
+                runs = sorted(runs, key=attrgetter("first"))
             if not phase:
                 # of the exchange that all have surely opened, whoever looked at a message on its way
                 opened = self._received.get(self._sent - 1 - self._delay, 0)

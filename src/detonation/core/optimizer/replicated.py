@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from detonation.choices import imported
 from detonation.core.agreement.buffers import BufferSync
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.agreement.desync import options_of
-from detonation.core.agreement.gates import CLOSENESS, ClosenessGate, gate
+from detonation.core.agreement.gates import CLOSENESS, ClosenessGate
 from detonation.core.integrity.tape import Tape
 from detonation.core.link.coordinates import Coordinates, coordinates_of
 from detonation.core.optim.base_step import BaseStep
@@ -54,7 +55,7 @@ class Replicated(OptimizerWrapper):
         self.tape: Tape | None = None
         self.closeness: ClosenessGate | None = None  # where bits are equal
         if settings.safety.equal == "close":
-            self.closeness = gate(CLOSENESS)()
+            self.closeness = imported(CLOSENESS)()
         self._base_step, self._buffers = BaseStep(base), BufferSync(model)
         self._trained = TrainedParameters(model, base)
         self.memory_lost = False  # until a step: a loaded state dict had no replica state, which may still come
@@ -334,7 +335,7 @@ class Replicated(OptimizerWrapper):
         made, begun, close = self._replicators or [], self.step_count > 0, self.closeness is not None
         found = compare_replicas(made, self.settings, self.param_groups, joining, frozen, begun, close)
         if found and not self.closeness:
-            self.closeness = gate(CLOSENESS)()
+            self.closeness = imported(CLOSENESS)()
             warn_of_rounding(found, self.coordinates)
         if self.closeness and self._consensus:
             self.closeness.attach(self._consensus, made, self.step_count)
