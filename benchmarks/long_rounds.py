@@ -65,10 +65,10 @@ def run_cell(cell: Cell, results: Path, scratch: Path, judged: Callable[[Any], R
     shutil.rmtree(scratch / file_name(cell))
 
 
-def in_a_process(cell: Cell, results: Path, scratch: Path) -> None:
-    """`run_cell` in a process of its own with one thread. Raises `CalledProcessError` where that fails."""
+def in_a_process(cell: Cell, results: Path, scratch: Path, module: str = "benchmarks.long_rounds") -> None:
+    """`run_cell` by `module` in a process of its own with one thread. Raises `CalledProcessError` where that fails."""
     where = [f"--results={results}", f"--scratch={scratch}", f"--cell={json.dumps(dataclasses.asdict(cell))}"]
-    command = [sys.executable, "-m", "benchmarks.long_rounds", *where]
+    command = [sys.executable, "-m", module, *where]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
