@@ -110,8 +110,6 @@ VISION_OF_EIGHT = [
 ]
 """vit-fashion with 8 replicas, on seed 0."""
 
-LATE = "scheme.delay=1 scheme.lookahead={}"
-
 LARGER = "model.hidden_size=256 model.layers=4 model.feed_forward=1024"
 """quick-lm with 7 times as many parameters."""
 
@@ -160,8 +158,6 @@ def grid() -> Iterator[Cell]:
         yield cell("vision", "random_sign 1/8", VIT, votes(8, 0.9, 2e-2), 8, seed)
     for seed in (1, 2, 3, 4, 5):
         yield cell("vision", "AdamW, full", VIT, adamw(2e-3), 2, seed)
-    for method in CORE[:2]:
-        yield chosen(method, 1, "late", LATE.format("true"))
     for method in CORE:
         yield chosen(method, 3)
     for method in ("AdamW, full", "demo 1/64, sign", "random_sign 1/8"):
@@ -169,8 +165,6 @@ def grid() -> Iterator[Cell]:
     yield from tuning()
     for method in CHOSEN:
         yield chosen(method, 1)
-    for method in CORE[:2]:
-        yield chosen(method, 1, "late", LATE.format("false"))
     for seed in (1, 2, 3):
         for method in ("demo 1/64, sign", "random_sign 1/8", "demo 4/64, sign"):
             yield chosen(method, seed, "replicas", replicas=4)

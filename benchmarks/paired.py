@@ -68,13 +68,14 @@ def percent(cost: float, interval: tuple[float, float] | None) -> str:
 
 
 def scheme_of(sets: Sequence[str]) -> dt.schemes.Scheme | None:
-    """The scheme of a run with nothing but settings of scheme and optimizer, else None."""
+    """The scheme of a run with nothing but settings of scheme and optimizer, else None; look-ahead is gone."""
     values = dict(each.split("=", 1) for each in sets)
     if any(not key.startswith(("scheme.", "optimizer.")) for key in values):
         return None
     given = {key.removeprefix("scheme."): value for key, value in values.items() if key.startswith("scheme.")}
     arguments = {key: _value(value) for key, value in given.items() if key != "name"}
-    return dt.scheme(given["name"], arguments)
+    ahead, made = arguments.pop("lookahead", True), dt.scheme(given["name"], arguments)
+    return None if ahead and made.signal == "gradients" and made.round.delay else made
 
 
 def _value(text: str) -> Any:

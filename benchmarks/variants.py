@@ -13,7 +13,6 @@ from torch import Tensor
 
 import detonation as dt
 from detonation.core.codec.codec import Codec, Selected
-from detonation.core.replicator.pending import Flat, LookAhead, Pending
 from detonation.core.schemes.scheme import GradientScheme
 
 
@@ -80,18 +79,6 @@ def one_support(of_mean: bool = True, topk: int = 1, decay: float = 0.95) -> dt.
     return InOneMessage(**{**fields, "codec": codec})
 
 
-def look_ahead_by_memory(optimizer: dt.Replicated) -> None:
-    """The guess of a look-ahead becomes all that a replica has not seen land: its message and what its memory keeps."""
-    for replicator in optimizer._replicators or []:
-        ahead, move, memory = replicator._lookahead, replicator._lookahead.move, replicator.channel.memory
-
-        def guess(updates: Any, layout: Any = replicator.layout, move: Any = move, memory: Any = memory) -> None:
-            (own,) = (each.flat() for each in updates)
-            move([Flat(layout, own + memory.residual)] if own.any() else updates)  # none is on its way at the end
-
-        ahead.move = guess
-
-
 def fewer_and_farther(optimizer: dt.Replicated) -> None:
     """From now on an eighth of the coordinates that were sent at a time, and eight times the learning rate."""
     ((_, scheme),) = optimizer.levels
@@ -113,12 +100,3 @@ def memories_averaged(optimizer: dt.Replicated) -> None:
         assert channel.memory is not None
         total = channel.link._communicator.all_reduce(channel.memory.residual.clone())()
         channel.memory.residual.copy_(total).div_(channel.link.replicas)
-
-
-def delay_of_one(optimizer: dt.Replicated) -> None:
-    """From now on updates land one step late, with look-ahead."""
-    for replicator in optimizer._replicators or []:
-        layout, device = replicator.layout, replicator.channel.runtime.device
-        replicator._updates, replicator._own_updates = Pending(layout, 1, device), Pending(layout, 1, device)
-        replicator._lookahead = LookAhead(replicator.parameters, replicator._base)
-        replicator.acts_after = replicator._delayed = replicator.channel._needs_own_update = True

@@ -12,15 +12,14 @@ STEPS = 8
 LOGGED = {name: scheme for name, scheme in SCHEMES.items() if scheme.signal != "nothing"}
 
 
-def bases(scheme, parameters):
-    """An optimizer with momentum and options that change, where the scheme takes one."""
-    lookahead = getattr(scheme, "lookahead", False)
-    return dt.SignSGD(parameters, lr=1e-2) if lookahead else torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.9))
+def bases(parameters):
+    """An optimizer with momentum and options that change."""
+    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.8, 0.9))
 
 
 def started(communicator, scheme):
     model = built(Plain)
-    return model, dt.replicate(bases(scheme, model.parameters()), model, communicator, scheme, clip=0.5)
+    return model, dt.replicate(bases(model.parameters()), model, communicator, scheme, clip=0.5)
 
 
 def advance(model, optimizer, replica, steps):

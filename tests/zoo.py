@@ -34,7 +34,7 @@ SCHEMES = {
     "demo-tiles-64-sign": dt.demo(topk=40, chunk=64, tiles=True, precision="sign", link="owner"),
     "demo-owner": dt.demo(topk=4, chunk=64, link="owner"),
     "random-sign-owner": dt.random_sign(rate=1 / 2, error_feedback=True, link="owner"),
-    "random-late": dt.schemes.random(rate=1 / 4, delay=2, lookahead=False),
+    "random-late": dt.schemes.random(rate=1 / 4, delay=2),
     "striding": dt.schemes.striding(rate=1 / 16),
     "slicing": dt.schemes.slicing(rate=1 / 8),
     "diloco": dt.diloco(every=3),

@@ -19,6 +19,8 @@ GONE_KEYS = {
     "gated": _HF + "feed_forward_proj",
     "patience": "leave it out; rounds, such as those of diloco, have balance for machines of different speed",
     "shakespeare": "take sotu, or a text file of your own",
+    "lookahead": "leave it out; optimizer.overlap() hides the network at no cost of loss",
+    "distro": 'take demo with precision "sign", error_feedback = false and a delay',
     "reverse": "leave it out, and give a file with the languages in the other order",
     "namespaces": "leave it out; `link` emulates the network",
     "shard_resync_every": "leave it out, or give dt.shard_wire(resync_every=...) in a loop of your own",
@@ -46,6 +48,18 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> ValueError:
     near = [known for known in names if known.lower() == name.lower()] or difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "."
     return ValueError(f"unknown {kind} {name!r}{hint} Valid: {', '.join(names)}")
+
+
+def still_known(arguments: Any) -> Any:
+    """Saved arguments of a scheme, without the look-ahead of earlier versions where it was not in use.
+
+    >>> still_known({"topk": 2, "delay": 0, "lookahead": True})
+    {'topk': 2, 'delay': 0}
+    """
+    if not isinstance(arguments, dict):
+        return arguments
+    ahead = str(arguments.get("lookahead")) == "True" and str(arguments.get("delay")) != "0"
+    return {name: value for name, value in arguments.items() if ahead or name != "lookahead"}
 
 
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

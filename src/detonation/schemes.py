@@ -1,7 +1,7 @@
 """Every scheme, each a function of its arguments. A face, like `detonation` itself, which has the ones most used."""
 
 from detonation.core.schemes.compressed import demo_diloco, muloco, sparseloco, sparta
-from detonation.core.schemes.gradients import decoupled_adamw, demo, demo_published, distro, full, loco, none
+from detonation.core.schemes.gradients import decoupled_adamw, demo, demo_published, full, loco, none
 from detonation.core.schemes.parameters import diloco, eager_diloco, local_sgd, streaming_diloco
 from detonation.core.schemes.rotating import random, random_sign, slicing, striding
 from detonation.core.schemes.scheme import Scheme
@@ -13,7 +13,6 @@ __all__ = [
     "demo_diloco",
     "demo_published",
     "diloco",
-    "distro",
     "eager_diloco",
     "full",
     "local_sgd",

@@ -141,8 +141,7 @@ def _replicas_agree(scheme: Scheme, replicas: int, steps: int, device: torch.dev
             sent.append(optimizer.stats.bytes_sent - before)
         state = {key: tensor.clone() for key, tensor in optimizer.local_state().items()}
         twin, twin_base = made()
-        with optimizer.agreed_weights():
-            twin.load_state_dict(model.state_dict())
+        twin.load_state_dict(model.state_dict())
         other = replicate(twin_base, twin, communicator, scheme)
         other.load_state_dict(optimizer.state_dict())
         exact = all(torch.equal(tensor, state[key]) for key, tensor in other.local_state().items())

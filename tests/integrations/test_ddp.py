@@ -257,7 +257,7 @@ def refused(mesh):
         "plain": worlds.caught(dt.comm_hook, model.module, "demo"),
         "parameters": worlds.caught(dt.comm_hook, model, dt.diloco()),
         "nothing": worlds.caught(dt.comm_hook, model, "none"),
-        "late": worlds.caught(dt.comm_hook, model, dt.schemes.random(delay=1, lookahead=False)),
+        "late": worlds.caught(dt.comm_hook, model, dt.schemes.random(delay=1)),
         "function": worlds.caught(dt.comm_hook, model, dt.demo),
         "twice": worlds.caught(dt.comm_hook, other, "demo"),
         "mesh": worlds.caught(dt.comm_hook, model, "demo", mesh["replicate"]),

@@ -130,7 +130,7 @@ def test_resume_is_bitwise_and_each_rank_sees_its_own_batches(tmp_path):
     schemes = {
         "demo": dt.demo(topk=4, chunk=16),
         "diloco": dt.diloco(every=3),
-        "late": dt.schemes.random(rate=1 / 4, delay=1, lookahead=False),
+        "late": dt.schemes.random(rate=1 / 4, delay=1),
     }
     ranks = worlds.run(resumed, 2, 2, str(tmp_path), schemes)
     for name in schemes:

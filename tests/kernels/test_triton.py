@@ -342,7 +342,7 @@ def test_replicas_agree_and_train_as_without_kernels(name, monkeypatch):
 
 SUMS = {name: SCHEMES[name] for name in ("random-odd", "striding", "full-bf16")}
 SUMS["slicing, in rows of 1024"] = dt.schemes.slicing(rate=1 / 64)
-SUMS |= {"random, look-ahead": dt.schemes.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
+SUMS |= {"random, late": dt.schemes.random(rate=1 / 4, delay=1), "diloco": dt.diloco(every=2)}
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -358,12 +358,12 @@ def test_sums_make_the_bits_of_ordinary_torch(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.schemes.distro(chunk=16), dt.random_sign(rate=1 / 4, delay=2)],
-    ids=["distro", "random_sign, two late"],
+    [dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1), dt.random_sign(rate=1 / 4, delay=2)],
+    ids=["demo in signs", "random_sign, two late"],
 )
-def test_a_look_ahead_reads_what_was_sent_where_it_lies(scheme, monkeypatch):
+def test_late_signs_are_read_where_they_lie(scheme, monkeypatch):
     ours, plain = (trained(scheme, triton, lambda p: dt.SignSGD(p, lr=0.01), monkeypatch) for triton in (True, False))
-    assert not all(torch.equal(one, other) for one, other in zip(*ours, strict=True))  # each is ahead on its own
+    assert all(torch.equal(one, other) for one, other in zip(*ours, strict=True))
     for one, wanted in zip([*ours[0], *ours[1]], [*plain[0], *plain[1]], strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-2, atol=1e-3)
 

@@ -48,7 +48,7 @@ def member(store, replica, scheme, balance=False):
     membership = Membership(own, replica, REPLICAS, 0, 1, 30.0, 1, print, confirm_s=30.0)
     axis, model = SurvivingCommunicator(membership, 30.0), copy.deepcopy(MODEL)
     safety = dt.Safety(verify_every=1)
-    base = bases(scheme, model.parameters())
+    base = bases(model.parameters())
     optimizer = dt.replicate(base, model, axis, scheme, clip=0.5, balance=balance, safety=safety)
     return steps(model, optimizer, axis, dt.Admission(model, optimizer, token=TOKEN))
 

@@ -21,9 +21,8 @@ from zoo import TALKING
 
 STEPS = 4
 SCHEMES = TALKING | {
-    "ahead": dt.schemes.random(rate=1 / 4, delay=2),
-    "ahead-sign": dt.schemes.distro(chunk=16),
-    "ahead-owner": dt.schemes.distro(chunk=16, link="owner"),
+    "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
+    "late-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner"),
 }
 SOMETIMES = {"aten.nanmedian.default", "aten.fill_.Tensor", "aten.repeat_interleave.Tensor", "aten.bincount.default"}
 """What reads on the host inside torch, on some devices or in some versions."""

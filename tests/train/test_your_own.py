@@ -27,7 +27,7 @@ NUMBER = 3
 
 
 def half(topk: int = 2, chunk: int = 32):
-    return demo(topk=topk, chunk=chunk, lookahead=False)
+    return demo(topk=topk, chunk=chunk)
 
 
 class Points:
@@ -114,7 +114,7 @@ def registered():
 
     @register
     def quarter(topk: int = 1) -> Scheme:
-        return SCHEMES["demo"](topk=topk, lookahead=False)
+        return SCHEMES["demo"](topk=topk)
 
     yield quarter
     del SCHEMES["quarter"]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("lasting_worlds")
 ALL = {"decay": 1.0, "alpha": 1.0}
 CHANGES = {
     "topk": [dt.demo(4, 16, **ALL), dt.demo(1, 16, **ALL), dt.demo(8, 16, **ALL)],
-    "topk-late": [dt.demo(k, 16, delay=2, lookahead=False, **ALL) for k in (2, 5)],
+    "topk-late": [dt.demo(k, 16, delay=2, **ALL) for k in (2, 5)],
     "rate": [dt.schemes.random(rate, **ALL) for rate in (1 / 4, 1 / 16, 1 / 3)],
     "owners-stay": [dt.demo(k, 16, link="owner", **ALL) for k in (4, 2)],
     "links": [dt.demo(4, 16, link=link, **ALL) for link in ("all-gather", "owner", "all-gather")],

@@ -204,13 +204,13 @@ def test_a_sign_is_a_sign_clipped_or_not(delay):
     def with_momentum(params):
         return dt.SignSGD(params, momentum=0.9)
 
-    if not delay:  # look-ahead takes no momentum
+    if not delay:
         assert all(norm > 0 for norm in trained(scheme, with_momentum, 1e-6)[0][1])
 
 
 def test_updates_in_flight_are_clipped_when_they_land_at_the_end():
     """`synchronize` applies them by the same step as training."""
-    scheme = dt.schemes.random(rate=1 / 2, delay=2, lookahead=False)
+    scheme = dt.schemes.random(rate=1 / 2, delay=2)
     ends = []
     for settle in (False, True):
 
@@ -250,25 +250,3 @@ def test_a_norm_that_is_none_is_refused(clip):
     model = built(Plain)
     with pytest.raises(ValueError, match=r"clip is .*, must be above 0"):
         dt.replicate(sgd(model.parameters()), model, LoopbackCommunicator(), dt.full(), clip=clip)
-
-
-def test_the_norm_under_look_ahead_is_that_of_the_agreed_step():
-    def act(communicator):
-        model = built(Plain)
-        optimizer = dt.replicate(sgd(model.parameters()), model, communicator, dt.demo(topk=4, delay=1), clip=1e9)
-        seen = []
-        optimizer.base.register_step_pre_hook(
-            lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
-        )
-        norms = []
-        for step in range(3):
-            model(batch(communicator.replica, step, 32)).mean().backward()
-            seen.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append((float(optimizer.stats.grad_norm), float(seen[0]), len(seen)))
-        return norms
-
-    for (first, agreed, guesses), *rest in simulate_replicas(act, 2):
-        assert first == agreed == 0 and guesses == 2  # the first agreed update is none
-        assert all(agreed > 0 and norm == pytest.approx(agreed) for norm, agreed, _ in rest)

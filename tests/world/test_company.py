@@ -39,11 +39,6 @@ class Two(nn.Module):
         self.mine, self.theirs = (nn.ModuleList([nn.Linear(32, 96), nn.Linear(32, 64)]) for _ in range(2))
 
 
-def base(scheme, parameters):
-    signs = getattr(scheme, "lookahead", False)
-    return dt.SignSGD(parameters, lr=1e-2) if signs else torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def parts_of(layers, x, chance):
     """Losses of some of the layers."""
     return [lambda layer=layer: layer(x).square().mean() for layer in layers if chance.random() < 0.7]
@@ -52,7 +47,7 @@ def parts_of(layers, x, chance):
 def trained(mesh, scheme, company, overlapped, seed=0):
     """What comes of `mine` after some steps. Gradients come in an order of their own on each rank, and some never."""
     model, rank, axis = built(Two), mesh.get_rank(), mesh["replicate"]
-    optimizers = [dt.replicate(base(scheme, model.mine.parameters()), model, axis, scheme)]
+    optimizers = [dt.replicate(torch.optim.AdamW(model.mine.parameters(), lr=1e-2), model, axis, scheme)]
     if company:
         optimizers.append(dt.replicate(torch.optim.SGD(model.theirs.parameters(), lr=0.1), model, axis, dt.full()))
     chances = [Random(f"{seed} {rank} {part}") for part in range(3)]

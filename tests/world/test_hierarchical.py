@@ -124,10 +124,7 @@ def first_layer_sharded(model, mesh):
 
 
 def mixtures(mesh):
-    """No codebooks: their statistics are of blocks that two layouts cut in other places than one.
-
-    With look-ahead one kind of parameters must not move while the other is stepped on a guess.
-    """
+    """No codebooks: their statistics are of blocks that two layouts cut in other places than one."""
     chunked = dt.demo(4, 16)  # the shards' chunks are those of the whole
     owner = replace(dt.demo(4, 16, link="owner"), reply=chunked.codec)
     schemes = [dt.full(), chunked, owner, dt.diloco(every=2), dt.demo(4, 16, decay=0.5, delay=1)]

@@ -19,13 +19,14 @@ from worlds import caught
 from zoo import TALKING, Plain, batch, built
 
 STEPS = 6
-BUCKETED = {"full", "demo", "demo-owner", "ahead-owner"}
+BUCKETED = {"full", "demo", "demo-owner", "late-owner"}
 SKIP = dt.Safety(non_finite="skip")
 KINDS = (
     *("full", "full-bf16", "demo", "demo-tiles", "demo-sign", "demo-bitmap-2bit", "demo-owner", "random-late"),
     *("random-int8-clipped", "diloco", "streaming", "eager-int8", "sparta"),
 )
-SCHEMES = {name: TALKING[name] for name in KINDS} | {"ahead-owner": dt.schemes.distro(chunk=16, link="owner")}
+LATE = dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner")
+SCHEMES = {name: TALKING[name] for name in KINDS} | {"late-owner": LATE}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,7 +113,7 @@ def test_late_reports_leave_the_same_bits_and_counts(replicas, shards):
 def stopped(mesh, curious):
     """A poisoned gradient at step 2. curious: whether the first rank alone looks before all stop."""
     runtime.decides_on_device = lambda device: True
-    model, optimizer = start(mesh, [(mesh["replicate"], dt.demo(delay=1, lookahead=False))], dt.Safety())
+    model, optimizer = start(mesh, [(mesh["replicate"], dt.demo(delay=1))], dt.Safety())
     for step in range(9):
         outcome = caught(advance, mesh, model, optimizer, [step], {2})
         if outcome[0] != "nothing":

@@ -171,28 +171,6 @@ class Counting(torch.optim.Optimizer):
                 parameter.data -= 0.1 * parameter.grad + 0.01
 
 
-def looking_ahead(mesh):
-    """With an optimizer that keeps state: the error, and whether the weights moved."""
-    errors, axis = [], mesh["replicate"]
-    for base in (torch.optim.AdamW, torch.optim.Adagrad, dt.Muon, BASES["SGD"], BASES["SignSGD"]):
-        model = built(Plain)
-        errors.append(caught(dt.replicate, base(model.parameters()), model, axis, dt.schemes.distro()))
-    model = built(Plain)
-    optimizer, before = dt.replicate(Counting(model.parameters()), model, axis, dt.schemes.distro()), weights(model)
-    outcome = caught(advance, model, optimizer, range(1))
-    return [*errors, outcome], before == weights(model)
-
-
-def test_look_ahead_with_an_optimizer_that_keeps_state_is_refused_before_anything_moves():
-    names = ["AdamW", "Adagrad", "Muon", "SGD", "SignSGD", "Counting"]
-    for errors, unmoved in worlds.run(looking_ahead, 2, 1):
-        expected = [
-            f"look-ahead needs an optimizer without state, and {name} keeps some: use SignSGD" for name in names
-        ]
-        assert unmoved and [kind for kind, _ in errors] == ["ValueError"] * len(names)
-        assert all(text.startswith(line) for (_, text), line in zip(errors, expected, strict=True))
-
-
 def evaluated(mesh, folder, keeps):
     """Everything that looks for the shards finds them where an evaluation has left the whole parameters."""
 
@@ -266,51 +244,8 @@ def test_law_9_private_state_resumes_exactly(shards, names):
     assert worlds.run(resumed, 2, shards, "AdamW", list(names)) == [dict.fromkeys(names, True)] * 2 * shards
 
 
-def ahead(mesh):
-    """With look-ahead the weights between steps are private guesses; within settled() and after settle() they agree."""
-    model, optimizer = start(mesh, dt.schemes.random(rate=1 / 2, delay=2), "SignSGD-plain")
-    advance(model, optimizer, range(3))
-    guesses = dt.fingerprint(model, mesh)[1]
-    with optimizer.agreed_weights():
-        agreed, before = dt.fingerprint(model, mesh)
-        saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "own": dt.replica_state(optimizer)}
-    with optimizer.agreed_weights():
-        assert dt.fingerprint(model, mesh) == (agreed, before)
-    other, again = start(mesh, dt.schemes.random(rate=1 / 2, delay=2), "SignSGD-plain")
-    other.load_state_dict(saved["model"])
-    dt.load_replica_state(again, saved["own"])
-    for m, o in ((model, optimizer), (other, again)):
-        advance(m, o, range(3, 6))
-        o.synchronize()
-    return guesses, before, dt.fingerprint(model, mesh)[1], weights(model) == weights(other)
-
-
-def test_look_ahead_settles_and_resumes_exactly():
-    assert worlds.run(ahead, 2, 2) == [(False, True, True, True)] * 4
-
-
-def evaluated_or_not(mesh, scheme, evaluate):
-    model, optimizer = start(mesh, scheme, "SignSGD-plain")
-    for step in range(5):
-        advance(model, optimizer, [step])
-        if evaluate:
-            with optimizer.agreed_weights():
-                pass
-        assert all(p.grad is None for p in model.parameters())
-    optimizer.synchronize()
-    assert all(p.grad is None for p in model.parameters())
-    return weights(model)
-
-
-@pytest.mark.parametrize("delay", [0, 1, 2])
-def test_looking_at_the_settled_weights_leaves_no_trace(delay):
-    """A gradient that it left behind would be added to by the next backward pass, and told as this replica's own."""
-    scheme = dt.demo(topk=4, chunk=64, delay=delay)
-    assert worlds.run(evaluated_or_not, 2, 1, scheme, True) == worlds.run(evaluated_or_not, 2, 1, scheme, False)
-
-
-def test_looking_and_resuming_after_settling_leave_no_trace():
-    """Weights that decay move even without an update: the guess is not where the replica was."""
+def test_resuming_after_synchronizing_leaves_no_trace():
+    """Weights that decay move even without an update."""
 
     def act(communicator, how):
         def made():
@@ -325,10 +260,7 @@ def test_looking_and_resuming_after_settling_leave_no_trace():
             optimizer.zero_grad()
             if step == 2:
                 optimizer.synchronize()
-                if how == "looked":
-                    with optimizer.agreed_weights():
-                        pass
-                elif how == "resumed":
+                if how == "resumed":
                     saved, own = copy.deepcopy(model.state_dict()), dt.replica_state(optimizer)
                     model, optimizer = made()
                     model.load_state_dict(saved)
@@ -336,8 +268,8 @@ def test_looking_and_resuming_after_settling_leave_no_trace():
         optimizer.synchronize()
         return weights(model)
 
-    plain, looked, resumed = (simulate_replicas(partial(act, how=how), 2) for how in ("", "looked", "resumed"))
-    assert plain == looked == resumed
+    plain, resumed = (simulate_replicas(partial(act, how=how), 2) for how in ("", "resumed"))
+    assert plain == resumed
 
 
 def settled_twice(mesh):
@@ -473,7 +405,6 @@ def refusals(mesh):
         caught(dt.replicate, late, model, axis, dt.full()),
         caught(dt.replicate, adamw, model),
         caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.demo(delay=1)), (axis, dt.demo())])),
-        caught(dt.replicate, BASES["SGD"](model.parameters()), model, axis, dt.demo(delay=1)),
         caught(lambda: dt.replicate(adamw, model, levels=[(axis, dt.diloco()), (axis, dt.demo())])),
         caught(dt.replicate(stranger, model, axis, dt.full()).step),
         caught(dt.replicate(adamw, model, mesh, dt.full()).step),
@@ -511,7 +442,6 @@ def test_wrong_use_gets_one_clear_line():
         ("ValueError", "pass all levels at once"),
         ("ValueError", "needs an axis and a scheme"),
         ("ValueError", "only the outermost level of gradients may be delayed"),
-        ("ValueError", "look-ahead needs an optimizer without state"),
         ("ValueError", "gradients come before levels that exchange parameters"),
         ("ValueError", "2 parameters of the optimizer are not in the model"),
         ("ValueError", "the axis has 2 dimensions ('replicate', 'shard')"),

@@ -23,10 +23,9 @@ from zoo import GRADIENT, Menagerie, Plain, batch, built
 STEPS = 2
 SUMMED = {"full", "full-bf16", "random", "random-odd", "random-late", "striding", "slicing"}  # by the network
 KINDS = {"full", "demo", "demo-bitmap-2bit", "random-odd", "random-majority", "demo-owner", "random-sign-owner"}
-AHEAD = {
-    "ahead": dt.schemes.random(rate=1 / 4, delay=2),
-    "ahead-sign": dt.schemes.distro(chunk=16),
-    "ahead-owner": dt.schemes.distro(chunk=16, link="owner"),
+LATE = {
+    "late-sign": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1),
+    "late-owner": dt.demo(chunk=16, precision="sign", error_feedback=False, delay=1, link="owner"),
 }
 
 
@@ -103,8 +102,7 @@ def compared(mesh, schemes, base=None):
         for overlapped in (False, True):
             model, optimizer = start(mesh, scheme, base=base)
             train(model, optimizer, mesh.get_rank(), overlapped)
-            with optimizer.agreed_weights():
-                ends.append(outcome(model, optimizer))
+            ends.append(outcome(model, optimizer))
         channel = optimizer.set_up()[0].channel
         assert ends[1][2] == STEPS * foreseen(channel), name
         result[name] = len(channel.pipelines), ends[0][:2] == ends[1][:2]
@@ -137,8 +135,8 @@ def signs(parameters):
     return dt.SignSGD(parameters, lr=1e-3)
 
 
-def test_bucketed_equals_unbucketed_bitwise_with_look_ahead():
-    for rank in worlds.run(compared, 2, 1, AHEAD, signs):
+def test_bucketed_equals_unbucketed_bitwise_one_step_late():
+    for rank in worlds.run(compared, 2, 1, LATE, signs):
         assert all(same and count > 1 for count, same in rank.values()), rank
 
 
@@ -146,7 +144,7 @@ def in_levels(mesh):
     ends = []
     for overlapped in (False, True):
         racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
-        tiers = [(racks["rack"], dt.full()), (racks["site"], dt.demo(delay=1, lookahead=False))]
+        tiers = [(racks["rack"], dt.full()), (racks["site"], dt.demo(delay=1))]
         model, optimizer = start(mesh, None, tiers)
         train(model, optimizer, mesh.get_rank(), overlapped)
         ends.append(outcome(model, optimizer)[:2])
@@ -310,7 +308,7 @@ def wrongly(mesh):
             model(x).mean().backward()
         optimizer.state_dict()
 
-    def agreed_weights(model, optimizer):
+    def synchronized(model, optimizer):
         with optimizer.overlap():
             model(x).mean().backward()
         optimizer.synchronize()
@@ -323,7 +321,7 @@ def wrongly(mesh):
         optimizer.step()
 
     x, errors = batch(0, 0, 257), []
-    for wrong in (clipped, unscaled, scaled, twice, skipped, left_out, saved, agreed_weights, forgotten):
+    for wrong in (clipped, unscaled, scaled, twice, skipped, left_out, saved, synchronized, forgotten):
         model, optimizer = start(mesh, dt.demo())
         with pytest.raises(OverlapError) as caught:
             wrong(model, optimizer)
@@ -334,11 +332,11 @@ def wrongly(mesh):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_gradients_on_their_way_cannot_be_changed_doubled_or_forgotten(shards):
     for rank in worlds.run(wrongly, 1, shards):
-        clipped, unscaled, scaled, twice, skipped, left_out, saved, agreed_weights, forgotten = rank
+        clipped, unscaled, scaled, twice, skipped, left_out, saved, synchronized, forgotten = rank
         for changed in (clipped, unscaled, scaled, left_out, forgotten):
             assert "changed after it was sent within overlap(): clip by replicate(clip=...), and unscale or" in changed
         assert "came twice within overlap(): put one backward into it" in twice
-        for half_done in (skipped, saved, agreed_weights):
+        for half_done in (skipped, saved, synchronized):
             assert "gradients of step 0 left within overlap(), but no step() followed" in half_done
 
 

@@ -185,25 +185,6 @@ def test_tensor_parallel_parameters_train_as_one_model():
     assert worlds.run(tensor_parallel, 2, 2) == [(True, sent)] * 4
 
 
-def ahead_in_lanes(mesh):
-    """With lanes two replicators look ahead, each with its own parameters: neither may step on the other's."""
-    found = []
-    for inside, lanes in (mesh["shard"], mesh["shard"]), (init_single(), None):
-        model = Projections(inside)
-        base, scheme = torch.optim.SGD(model.parameters(), lr=0.1), dt.schemes.random(rate=1, decay=0, delay=1)
-        optimizer = dt.replicate(base, model, mesh["replicate"], scheme, intra_node=lanes)
-        train(model, optimizer, mesh.get_local_rank("replicate"), width=32)
-        optimizer.synchronize()
-        found.append([p.full_tensor().detach() for p in model.parameters()])
-    return [*zip(*found, strict=True)]
-
-
-def test_look_ahead_in_lanes_is_look_ahead():
-    for rank in worlds.run(ahead_in_lanes, 2, 2):
-        for laned, whole in rank:
-            torch.testing.assert_close(laned, whole, atol=1e-6, rtol=1e-5)
-
-
 def levels(mesh, schemes):
     """Two tiers of network, one shard: ranks 0-1 and 2-3 share a rack."""
     racks = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))

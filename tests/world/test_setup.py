@@ -463,7 +463,6 @@ def test_a_scheduler_that_sets_a_momentum_is_warned_of_once(base, scheme, own, a
         (dt.schemes.random(precision="sign"), False),
         (dt.random_sign(error_feedback=True), False),
         (dt.loco(precision="sign"), False),
-        (dt.schemes.distro(), False),
     ],
 )
 def test_errors_of_selected_signs_that_stay_are_warned_of_once(scheme, kept):
@@ -524,10 +523,10 @@ def test_fp64_parameters_are_looked_through_as_others_are(bad):
 
 @pytest.mark.parametrize(
     "scheme",
-    [dt.demo(), dt.schemes.distro(), dt.diloco(every=2), dt.schemes.eager_diloco(every=2), dt.schemes.sparta()],
+    [dt.demo(), dt.diloco(every=2), dt.schemes.eager_diloco(every=2), dt.schemes.sparta()],
 )
 def test_a_state_without_that_of_the_replica_leaves_the_loaded_weights_alone(scheme):
-    """An anchor, or the agreed weights of look-ahead, would put the weights of before back."""
+    """An anchor would put the weights of before back."""
 
     def act(communicator):
         model = built(Plain)

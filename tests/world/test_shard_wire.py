@@ -177,7 +177,7 @@ def test_references_become_exact_where_weights_are_replaced_or_memory_was_damage
 
 
 def moved(mesh):
-    """Weights that an average was swapped into, and those of look-ahead around an evaluation."""
+    """Weights that an average was swapped into."""
     model, optimizer = start(mesh, Plain, {})
     advance(model, optimizer, range(2))
     model(batch(0, 1, 32))
@@ -188,26 +188,15 @@ def moved(mesh):
     dt.resync_weights(model)
     model.set_reshard_after_forward(True)
     after = model(batch(0, 1, 32)).mean().item()
-    ahead = dt.shard(built(Plain), mesh, wire=dt.shard_wire(nodes=2))
-    base = dt.SignSGD(ahead.parameters(), lr=1e-3)
-    optimizer = dt.replicate(base, ahead, mesh["replicate"], dt.schemes.random(rate=1 / 4, delay=2))
-    advance(ahead, optimizer, range(4))
-    found = []
-    for _ in range(2):
-        with optimizer.agreed_weights():
-            found.append(ahead(batch(0, 1, 32)).mean().item())
-        found.append(ahead(batch(0, 1, 32)).mean().item())
     exact = dt.shard(built(Plain), mesh)
     exact.load_state_dict(model.state_dict())
-    return error, after == exact(batch(0, 1, 32)).mean().item(), found
+    return error, after == exact(batch(0, 1, 32)).mean().item()
 
 
 def test_weights_that_something_else_moves_are_announced_or_an_error():
-    for error, exact, found in worlds.run(moved, 1, 2):
+    for error, exact in worlds.run(moved, 1, 2):
         assert error[0] == "RuntimeError" and "resync_weights" in error[1]
         assert exact
-        agreed, ahead, agreed_again, ahead_again = found
-        assert abs(agreed - ahead) > 4 * max(abs(agreed - agreed_again), abs(ahead - ahead_again))
 
 
 def levels(mesh):

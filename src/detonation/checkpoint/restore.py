@@ -13,6 +13,7 @@ from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.snapshot import frozen_weights, generators, groups, run_identity, weights
+from detonation.choices import still_known
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
@@ -90,6 +91,7 @@ def _check(saved: CheckpointReader, model: nn.Module, optimizer: Replicated, own
     manifest = saved.manifest
     for key, now in run_identity(optimizer).items():
         was = getattr(manifest, key)
+        was = [still_known(level) for level in manifest.levels] if key == "levels" else was
         if was != now:
             raise ValueError(f"{saved.path} was written with {key} {was}, this run has {now}: resume with the same")
     own_groups = [group["parameters"] for group in groups(model, optimizer)]

@@ -112,27 +112,26 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     if odd := [key for key in optimizer.base.state if not isinstance(key, Tensor)]:
         raise ValueError(f"the optimizer keeps a state {odd[0]!r} of no parameter: a checkpoint cannot hold it")
     _warn_of_extra_state(model)
-    with optimizer.agreed_weights():
-        left_out = set() if frozen else frozen_weights(model)
-        found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
-        values: dict[str, Any] = {}
-        for name, parameter in local_parameters(model).items():
-            for key, value in optimizer.base.state.get(parameter, {}).items():
-                full_key = f"optimizer.{name}.{key}"
-                if isinstance(value, Tensor):
-                    found[full_key] = value
-                elif isinstance(value, int | float | None):
-                    values[full_key] = value
-                else:
-                    raise ValueError(f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them")
-        found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
-        wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
-        found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
-        tensors = {key: _copy(tensor) for key, tensor in found.items()}
-        tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
-        wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
-        home = next(local(parameter).device.type for parameter in model.parameters())
-        on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
+    left_out = set() if frozen else frozen_weights(model)
+    found = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in left_out}
+    values: dict[str, Any] = {}
+    for name, parameter in local_parameters(model).items():
+        for key, value in optimizer.base.state.get(parameter, {}).items():
+            full_key = f"optimizer.{name}.{key}"
+            if isinstance(value, Tensor):
+                found[full_key] = value
+            elif isinstance(value, int | float | None):
+                values[full_key] = value
+            else:
+                raise ValueError(f"{full_key} is {str(value)[:60]}: a checkpoint holds tensors and numbers of them")
+    found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
+    wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
+    found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
+    tensors = {key: _copy(tensor) for key, tensor in found.items()}
+    tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
+    wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]
+    home = next(local(parameter).device.type for parameter in model.parameters())
+    on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
     return Snapshot(tensors, _boxes(model, found), wrapped, on_host, values, groups(model, optimizer))
 
 

@@ -34,7 +34,6 @@ from detonation.feed.shared_state import (
     require_elementwise,
     shard_views,
     show_agreed,
-    show_own,
 )
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
@@ -157,7 +156,6 @@ class ShardFollower:
         norm = extras.pop(NORM, None)
         self._norm = None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
         self._player.records.extend(r for r in records if r.kind != MESSAGE or r.place < BUFFERS)
-        show_own(optimizer)
         while (end := self._player.next_end()) is not None:
             repeat_step(end, optimizer)
         for place, content in extras.items():
@@ -258,8 +256,6 @@ def joined_optimizer(
     if isinstance(axis, ElasticCommunicator):
         optimizer.step_count = before.step_count
         optimizer.welcome(newcomer=True)
-        for replicator in optimizer.build():
-            replicator.go_on()
         return optimizer
     optimizer.resume_at(before.step_count)
     return optimizer

@@ -24,7 +24,7 @@ from detonation.log.writer import identity
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
-PRIVATE = ("residual", "own_update", "server_residual", "generator", "taken", "local_steps")
+PRIVATE = ("residual", "server_residual", "generator", "taken", "local_steps")
 """How the kinds of state begin that stay where they are: the memory of one replica, and who took which local steps."""
 
 
@@ -148,18 +148,10 @@ def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Map
 
 @torch.no_grad()
 def show_agreed(optimizer: Replicated) -> None:
-    """Moves the weights to those that the replicas agreed on last; `show_own` undoes it where that counts."""
+    """Moves the weights to those that the replicas agreed on last."""
     for replicator in optimizer.build():
-        replicator.enter_agreed()
         if replicator.scheme.signal == "parameters":
             copy(locals_of(replicator.parameters), replicator.shared_weights())
-
-
-@torch.no_grad()
-def show_own(optimizer: Replicated) -> None:
-    """Undoes `show_agreed` before a step."""
-    for replicator in optimizer.build():
-        replicator.leave_agreed()
 
 
 def _is_private(key: str) -> bool:

@@ -1,7 +1,6 @@
 """`ReplicaStrategy`: replication in the Trainer of Lightning."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -134,11 +133,6 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         self.lightning_module.log_dict({name: torch.tensor(float(value)) for name, value in wide.items()})
         return output
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validates the weights that the replicas agreed on; in the middle of a round each replica's own."""
-        with self._agreed_weights():
-            return super().validation_step(*args, **kwargs)
-
     def on_train_end(self) -> None:
         """Ends open rounds, so that all replicas hold the same weights. Collective."""
         super().on_train_end()
@@ -149,9 +143,8 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         """The weights of replica 0, by its ranks; torch would mix those of several replicas under one name."""
         if self.device_mesh["replicate"].get_local_rank():
             return {}
-        with self._agreed_weights():
-            state = super().lightning_module_state_dict()
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        state = super().lightning_module_state_dict()
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: `save_checkpoint` saves it, exactly and for each replica."""
@@ -207,13 +200,6 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
                 f"the module clips to {clip_val}, before the exchange: set Trainer(gradient_clip_val={clip_val}), or "
                 f"under manual optimization ReplicaStrategy(..., clip={clip_val})"
             )
-
-    @contextmanager
-    def _agreed_weights(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for optimizer in self.replicated:
-                stack.enter_context(optimizer.agreed_weights())
-            yield
 
 
 def _refuse_value(optimizer: Optimizer | None, clip_val: float) -> None:

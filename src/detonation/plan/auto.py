@@ -19,7 +19,7 @@ from detonation.core.link.link import Link
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.setup_checks import check_arguments
 from detonation.core.schemes.registry import scheme
-from detonation.core.schemes.scheme import GradientScheme, Scheme
+from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import why
 from detonation.plan.cost import Network, Shapes, Work
 from detonation.plan.losses import GOAL_STEPS, TEXT, Goal, optimizers, recipes, trained_by
@@ -46,8 +46,8 @@ def auto(
     Collective: call it on every rank, after sharding and before `replicate`. It takes a few seconds. Rank 0 decides,
     and all ranks return the same scheme, the one that `detonation plan --optimizer` puts first: full synchronisation
     where it waits for the network at most `budget` of a step, otherwise the scheme that is expected to reach a loss
-    first, by losses that were measured with such an `optimizer`, or with AdamW where none was. Schemes with look-ahead
-    are left out, because they need an optimizer without state. The reason is logged at INFO of "detonation".
+    first, by losses that were measured with such an `optimizer`, or with AdamW where none was. The reason is logged at
+    INFO of "detonation".
 
     Args:
         optimizer: The one that will be replicated. With a momentum of its own it needs schemes of dense gradients or of
@@ -101,8 +101,7 @@ def auto(
 
 def rank(work: Work, network: Network, goal: Goal, budget: float = BUDGET) -> list[Option]:
     """The options for an optimizer that may have a state, best first."""
-    usable = [each for each in candidate_settings() if not (isinstance(each, GradientScheme) and each.lookahead)]
-    return options(pairs(goal, usable), work, network, goal, budget)
+    return options(pairs(goal, candidate_settings()), work, network, goal, budget)
 
 
 def world_link(device: torch.device) -> Link:

@@ -229,10 +229,6 @@ def _memory_bytes(scheme: Scheme, layout: Layout, replicas: int) -> int:
     if isinstance(scheme, ParameterScheme):
         own_share = scheme.resume_from == "own_share"
         state += flat * (1 + (scheme.outer.momentum > 0)) * (1 + own_share)
-    elif isinstance(scheme, GradientScheme):
-        # a look-ahead keeps the weights to which it goes back, and what this replica sent last
-        own = 4 * layout.rows * scheme.codec.selection.k + scheme.codec.nbytes(layout.rows)
-        state += (flat + scheme.round.delay * own) * scheme.lookahead
     collective = traffic.collective_for(scheme, layout, replicas)
     if collective == "owner":
         state += flat // replicas

@@ -152,7 +152,6 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
     """
     grown = False
     for each in replicators:
-        each.enter_agreed()
         each.local_state()
     for axis, _ in levels:
         if isinstance(axis, RenumberedCommunicator):

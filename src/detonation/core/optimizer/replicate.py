@@ -19,8 +19,7 @@ from detonation.core.optimizer.setup_checks import (
     checked_levels,
     warn_of_losses,
 )
-from detonation.core.replicator.pending import require_stateless
-from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
+from detonation.core.schemes.scheme import ParameterScheme, Scheme
 
 
 @checks_keywords("argument of replicate")
@@ -106,8 +105,6 @@ def replicate(
     check_order([scheme for _, scheme in checked])
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
-    if any(isinstance(scheme, GradientScheme) and scheme.lookahead for _, scheme in checked):
-        require_stateless(optimizer)
     warn_of_losses(optimizer, checked)
     settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance)
     return Replicated(optimizer, model, checked, settings)

@@ -1,7 +1,7 @@
 """`Replicated`: a torch optimizer whose step all replicas agree on."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class Replicated(OptimizerWrapper):
             self._base_step.overflow = None  # the agreed update has taken the place of gradients that overflowed
             consensus.end(step)
         consensus.step_base(self._base_step, step)
-        for replicator in (each for each in replicators if each.acts_after):
+        for replicator in (each for each in replicators if not each.acts_before):
             replicator.after(step)
         if "parameters" in signals:
             consensus.end(step)
@@ -176,9 +176,8 @@ class Replicated(OptimizerWrapper):
         difference, according to `safety`. Collective; reads all of it once and sends 8 bytes per tensor.
         """
         if self._consensus is not None:
-            with self.agreed_weights():
-                self._consensus.verify(self.build(), self.step_count, options_of(self.param_groups))
-                self._buffers(self.build())
+            self._consensus.verify(self.build(), self.step_count, options_of(self.param_groups))
+            self._buffers(self.build())
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -212,10 +211,6 @@ class Replicated(OptimizerWrapper):
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape
-
-    def agreed_weights(self) -> AbstractContextManager[None]:
-        """Context with the weights that the replicas agreed on last; between steps only look-ahead has others."""
-        return states.at_agreed_weights(self._replicators or [], self._trained.show_shards)
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state, and under "replication" the state private to this replica and shard.
@@ -251,8 +246,6 @@ class Replicated(OptimizerWrapper):
             self._consensus.restart()
             self.build()
             self._compare(frozen=self._trained.frozen)
-            for replicator in self.build():
-                replicator.go_on()
             if self.closeness:
                 self.verify()
 

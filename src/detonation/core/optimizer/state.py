@@ -6,8 +6,7 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 from detonation.core.link.coordinates import alike
-from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.local_state import require_same_keys
 
 if TYPE_CHECKING:
@@ -91,21 +89,6 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
             mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
             replicator.local_state().load(mine)
     optimizer.resume_at(int(state["step"]))
-
-
-@contextmanager
-def at_agreed_weights(replicators: Sequence[Replicator], show_shards: Callable[[], object]) -> Iterator[None]:
-    """See `Replicated.agreed_weights`; before weights move, their shards are shown."""
-    ahead = [replicator for replicator in replicators if replicator.is_ahead]
-    for replicator in ahead:
-        show_shards()
-        replicator.enter_agreed()
-    try:
-        yield
-    finally:
-        for replicator in ahead:
-            show_shards()
-            replicator.leave_agreed()
 
 
 def parameters_of(keys: Iterable[str]) -> set[str]:
@@ -214,9 +197,8 @@ class TrainingState(Stateful):
         """The state under keys that torch.distributed.checkpoint may merge. Collective."""
         optimizer = self._optimizer
         optimizer.set_up()
-        with optimizer.agreed_weights():
-            model, base = get_state_dict(self._model, optimizer)
-            copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
+        model, base = get_state_dict(self._model, optimizer)
+        copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
         training = {"model": copies, "optimizer": base}
         coordinates = optimizer.coordinates
         shared = training if alike(optimizer.levels) else {f"replica{coordinates.replica}": training}

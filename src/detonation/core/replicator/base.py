@@ -20,8 +20,8 @@ class Replicator(ABC):
         channel: To the other replicas.
     """
 
-    acts_before = acts_after = True
-    """False where `before` or `after` does nothing."""
+    acts_before = True
+    """Whether it acts in `before`; otherwise in `after`."""
     stepped: Optimizer | None = None
     """The optimizer whose steps all replicas must take alike; None where each steps by itself."""
 
@@ -71,23 +71,6 @@ class Replicator(ABC):
     @abstractmethod
     def synchronize(self, step: int) -> None:
         """Completes open rounds and transfers after `step` steps, so that the replicas hold the same weights."""
-
-    @property
-    def is_ahead(self) -> bool:
-        """True where the weights are ahead of those that the replicas agreed on last."""
-        return False
-
-    def enter_agreed(self) -> None:
-        """Moves to the weights that the replicas agreed on last, where it is ahead of them."""
-        return
-
-    def leave_agreed(self) -> None:
-        """Undoes an `enter_agreed` that moved."""
-        return
-
-    def go_on(self) -> None:
-        """Goes on from the agreed weights and a state that were loaded."""
-        return
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:

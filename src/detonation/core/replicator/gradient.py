@@ -8,7 +8,6 @@ from torch import Tensor
 
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of
-from detonation.core.flat.weight_hooks import moved
 from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
@@ -16,7 +15,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
-from detonation.core.replicator.pending import LookAhead, OwnUpdate, Pending, step_on
+from detonation.core.replicator.pending import Pending, step_on
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
 
@@ -24,8 +23,8 @@ from detonation.core.schemes.scheme import GradientScheme
 class GradientReplicator(Replicator):
     """Replaces each gradient by the update that all replicas agreed on, before the base optimizer sees it.
 
-    With a delay it is the update of an earlier step, and with `lookahead` the gradient was taken where this replica
-    expected to be. A parameter that requires a gradient and has none counts as zero, on every replica alike.
+    With a delay it is the update of an earlier step. A parameter that requires a gradient and has none counts as zero,
+    on every replica alike.
 
     Args:
         last: Whether no later level exchanges gradients. SignSGD then takes the update straight from the messages where
@@ -40,29 +39,19 @@ class GradientReplicator(Replicator):
         self._signs = base.optimizer if last and isinstance(base.optimizer, SignSGD) else None
         self._delayed = delay > 0
         self._updates = Pending(channel.layout, delay, device)
-        self._own_updates = Pending(channel.layout, delay if scheme.lookahead else 0, device)
         self._overlap: Overlap | None = None
         self._equal: Readback | None = None  # whether gradients stayed as they were sent in the last overlapped step
         self._stream: CommStream | None = None
-        self._lookahead = LookAhead(parameters, base) if scheme.lookahead else None
-        self.acts_after = scheme.lookahead
         self.stepped = base.optimizer
 
     def before(self, step: int) -> None:
-        if self._lookahead:
-            self._lookahead.back()
         if self._overlap or self._equal:
             transfer = self._sent_in_overlap(step)
         else:
             transfer = self.channel.send(local_gradients(self.parameters), step)
-        if transfer.own:
-            self._own_updates.exchange(OwnUpdate(self.layout, transfer.own))
         update = (self._updates.exchange(transfer) if self._delayed else transfer).receive()
         if not (self._signs and self._signs.take(list(self.parameters.values()), update)):
             update.write(gradients_to_fill(self.parameters))
-
-    def after(self, step: int) -> None:
-        self.leave_agreed()
 
     def announce(self, step: int, at: int, name: str, in_buckets: bool) -> list[Transfer]:
         transfers = self.channel.announce(step, name, in_buckets)
@@ -79,32 +68,10 @@ class GradientReplicator(Replicator):
 
     def make_portable(self, step: int) -> None:
         self.refuse_overlap()
-        self.enter_agreed()
 
     def synchronize(self, step: int) -> None:
-        self.enter_agreed()
         step_on(self._updates.waiting(), self.parameters, self._base)
         self._updates.clear()
-        self._own_updates.clear()
-
-    @property
-    def is_ahead(self) -> bool:
-        return self._lookahead is not None and self._lookahead.is_ahead
-
-    def enter_agreed(self) -> None:
-        if self._lookahead and self._lookahead.back():
-            moved()
-
-    def leave_agreed(self) -> None:
-        if self._lookahead:
-            self._lookahead.move(self._own_updates.waiting())
-            moved()
-
-    def go_on(self) -> None:
-        if self._lookahead:
-            self._lookahead.forget()
-            if any(bool(update.any()) for update in self._own_updates.arrived()):  # none before a step, or synchronized
-                self.leave_agreed()
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
@@ -147,9 +114,7 @@ class GradientReplicator(Replicator):
         copy([replicated[name] for name in tensors], list(tensors.values()))
 
     def local_state(self) -> LocalState:
-        updates = {f"update{i}": update for i, update in enumerate(self._updates.arrived())}
-        own = {f"own_update{i}": update for i, update in enumerate(self._own_updates.arrived())}
-        return self.channel.local_state(updates | own)
+        return self.channel.local_state({f"update{i}": each for i, each in enumerate(self._updates.arrived())})
 
     def _sent_in_overlap(self, step: int) -> Transfer:
         """The transfer of a step whose gradients left in `overlap`, or of the one after it."""

@@ -18,7 +18,6 @@ def momentum(
     error_feedback: bool = True,
     aggregate: str = "mean",
     delay: int = 0,
-    lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """A scheme with a momentum of the gradients that sends a selection of it at every step.
@@ -34,7 +33,6 @@ def momentum(
         error_feedback: Whether the rounding error of the precision stays in the momentum.
         aggregate: One of `AGGREGATIONS`.
         delay: Steps that a message may be in flight while training goes on, at least 0.
-        lookahead: With a delay, take the gradient where this replica expects to be when the message lands.
         link: "all-reduce", "all-gather", "owner", or "auto" for the one with the fewest bytes among those without a
             loss of quality.
 
@@ -51,7 +49,6 @@ def momentum(
         aggregation_named(aggregate),
         Round(delay=delay),
         link,
-        lookahead=lookahead and delay > 0,
     )
 
 
@@ -85,7 +82,7 @@ def loco(precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: Link
     Args:
         precision: One of "bf16", "int8", "4bit", "2bit", "sign".
         decay: Of the rounding error, from 0 (lost) to 1.
-        delay, link: As in `demo`; look-ahead needs an optimizer without state, and is off.
+        delay, link: As in `demo`.
 
     Raises:
         ValueError: A value is out of range.
@@ -98,7 +95,7 @@ def loco(precision: str = "4bit", decay: float = 1.0, delay: int = 0, link: Link
     """
     if precision == "fp32":
         raise ValueError("precision is 'fp32', which leaves no error to feed back: use full()")
-    return momentum(Identity(), Everything(), decay, precision=precision, delay=delay, lookahead=False, link=link)
+    return momentum(Identity(), Everything(), decay, precision=precision, delay=delay, link=link)
 
 
 @register
@@ -123,7 +120,6 @@ def demo(
     error_feedback: bool = True,
     aggregate: str = "mean",
     delay: int = 0,
-    lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Decoupled momentum: sends the `topk` largest DCT coefficients of every chunk of the momentum at every step.
@@ -144,9 +140,8 @@ def demo(
             coefficient, as DisTrO does; take it with "sign", whose errors are as large as its values.
         aggregate: "mean" over all replicas as in the paper, "mean_nonzero" over the replicas that sent a coefficient as
             in its published code, "majority_vote", "clipped_mean" or "rescaled_mean".
-        delay: Steps that a message may be in flight while training goes on, at least 0.
-        lookahead: With a delay, take the gradient where this replica expects to be when the message lands. Needs an
-            optimizer without state.
+        delay: Steps that a message may be in flight while training goes on, at least 0. It costs much loss
+            (docs/findings.md); `Replicated.overlap` costs none.
         link: "all-gather", "owner" (bytes that do not grow with the replicas), or "auto" for the one with fewer bytes,
             from 8 replicas on.
 
@@ -164,7 +159,7 @@ def demo(
     if tiles and not 1 <= topk <= chunk * chunk:
         raise ValueError(f"topk is {topk}, must be from 1 to chunk * chunk ({chunk * chunk})")
     basis, row = (TileDCT(chunk), chunk * chunk) if tiles else (DCT(), chunk)
-    return momentum(basis, TopK(topk, row), decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)
+    return momentum(basis, TopK(topk, row), decay, alpha, precision, error_feedback, aggregate, delay, link)
 
 
 @register
@@ -220,27 +215,3 @@ def decoupled_adamw(
     Reference: From et al., Decoupled AdamW, arXiv 2502.06728.
     """
     return demo(topk, chunk, tiles, decay, alpha, precision, error_feedback, aggregate, link=link)
-
-
-@register
-def distro(
-    topk: int = 4, chunk: int = 64, tiles: bool = False, decay: float = 0.999, delay: int = 1, link: LinkKind = "auto"
-) -> GradientScheme:
-    """`demo` in signs of its coefficients, one step late, with look-ahead: no replica waits for the network.
-
-    As run by Psyche, the look-ahead follows the sign of the whole momentum, and the sent part leaves the momentum one
-    step later; here the look-ahead follows the sent part, which leaves the momentum at once. Use it with `SignSGD`.
-
-    Args:
-        topk, chunk, tiles, decay, delay, link: As in `demo`.
-
-    Raises:
-        ValueError: A value is out of range.
-
-    Example:
-        >>> distro().lookahead, distro().round.delay
-        (True, 1)
-
-    Reference: Nous Research, DisTrO, 2024 (github.com/NousResearch/DisTrO).
-    """
-    return demo(topk, chunk, tiles, decay, precision="sign", error_feedback=False, delay=delay, link=link)

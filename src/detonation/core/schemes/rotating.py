@@ -16,7 +16,6 @@ def random(
     error_feedback: bool = True,
     aggregate: str = "mean",
     delay: int = 0,
-    lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Sends a random subset of the momentum, the same on all replicas and fresh at every step, without indices.
@@ -24,7 +23,7 @@ def random(
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one over a whole
             number. Every coordinate is sent once in a cycle of ceil(1 / rate) steps.
-        decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link: As in `demo`.
+        decay, alpha, precision, error_feedback, aggregate, delay, link: As in `demo`.
 
     Raises:
         ValueError: A value is out of range.
@@ -36,7 +35,7 @@ def random(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Random(rate)
-    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)
 
 
 @register
@@ -47,7 +46,6 @@ def random_sign(
     error_feedback: bool = False,
     cycle: bool = False,
     delay: int = 0,
-    lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """`random` in one bit per value and a vote: replicas send signs, and the majority's sign is taken.
@@ -57,7 +55,7 @@ def random_sign(
     Args:
         rate: The share of the coordinates sent per step, above 0 and at most 1, rounded down to one over a whole
             number.
-        decay, alpha, error_feedback, delay, lookahead, link: As in `demo`.
+        decay, alpha, error_feedback, delay, link: As in `demo`.
         cycle: Whether every coordinate is sent once in ceil(1 / rate) steps, as in `random`. Without a cycle each step
             draws a subset on its own. The loss is lower then (docs/findings.md), but a coordinate may wait long, and
             one that gets no gradient walks at random by single steps if the number of replicas is odd.
@@ -73,9 +71,7 @@ def random_sign(
     majority vote, arXiv 2302.07475; the selection of arXiv 2502.06728.
     """
     selection = Random(rate, cycle)
-    return momentum(
-        Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", delay, lookahead, link
-    )
+    return momentum(Identity(), selection, decay, alpha, "sign", error_feedback, "majority_vote", delay, link)
 
 
 @register
@@ -87,7 +83,6 @@ def striding(
     error_feedback: bool = True,
     aggregate: str = "mean",
     delay: int = 0,
-    lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Sends every n-th coordinate of the momentum; the comb moves on by one at each step.
@@ -95,7 +90,7 @@ def striding(
     The rotation covers every coordinate; in the published code it stands still at power-of-two rates.
 
     Args:
-        rate, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link: As in `random`.
+        rate, decay, alpha, precision, error_feedback, aggregate, delay, link: As in `random`.
 
     Raises:
         ValueError: A value is out of range.
@@ -107,7 +102,7 @@ def striding(
     Reference: From et al., FlexDeMo, arXiv 2502.06728.
     """
     selection = Striding(rate)
-    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)
 
 
 @register
@@ -119,13 +114,12 @@ def slicing(
     error_feedback: bool = True,
     aggregate: str = "mean",
     delay: int = 0,
-    lookahead: bool = True,
     link: LinkKind = "auto",
 ) -> GradientScheme:
     """Sends blocks of neighbouring coordinates of the momentum, the next blocks at each step.
 
     Args:
-        rate, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link: As in `random`.
+        rate, decay, alpha, precision, error_feedback, aggregate, delay, link: As in `random`.
 
     Raises:
         ValueError: A value is out of range.
@@ -137,4 +131,4 @@ def slicing(
     Reference: the code published with From et al., arXiv 2502.06728, where this selection sends zeros.
     """
     selection = Slicing(rate)
-    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, lookahead, link)
+    return momentum(Identity(), selection, decay, alpha, precision, error_feedback, aggregate, delay, link)

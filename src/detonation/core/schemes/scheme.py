@@ -152,14 +152,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class GradientScheme(Scheme):
-    """Exchanges gradients, or a momentum of them, at every step. `lookahead`: see `LookAhead`."""
+    """Exchanges gradients, or a momentum of them, at every step."""
 
     signal = "gradients"
-    lookahead: bool = False
-
-    @property
-    def needs_own_update(self) -> bool:
-        return self.lookahead
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,9 @@ def fit(session: Session, done: int, until: int, report: Callable[[Record], None
         sent = [session.world.over_shards(late - early) for early, late in zip(before, now, strict=True)]
         held_out: dict[str, Any] = {}
         if step + 1 == train.steps or (train.validate_every and (step + 1) % train.validate_every == 0):
-            with session.optimizer.agreed_weights():
-                held_out = validate(session)
-                if step + 1 == train.steps and train.bleu_sentences:
-                    held_out |= translate(session)
+            held_out = validate(session)
+            if step + 1 == train.steps and train.bleu_sentences:
+                held_out |= translate(session)
         levels = dict(zip((level.axis for level in session.config.levels), sent, strict=True))
         record = Record(step + 1, loss, lr, seconds, sum(sent), waited, step_s, levels, taking=taking, **held_out)
         if session.device.type == "cpu" and not isinstance(session.world, Alone):

@@ -33,7 +33,7 @@ def forward_backward(session: Session) -> tuple[float, float]:
 def optimizer_step(session: Session, config: Config) -> Step | None:
     """The time of the optimizer's step of `config` on the model of `session`, over a loopback. Collective.
 
-    None where the optimizer refuses: larger than dense, or look-ahead with a base that cannot do it.
+    None where the optimizer refuses, because the message is larger than dense.
     """
     scheme = scheme_of(config.levels[-1])
     base = optimizers.build_optimizer(config.optimizer, session.model)

@@ -165,8 +165,7 @@ def replay_on_rank(run: str, to: int | None, out: str | None) -> Table:
         load_weights(Path(config.train.init_from), session.model)
     begun = session.optimizer.step_count
     steps = replay(Path(run) / directory.UPDATES, session.optimizer, to)
-    with session.optimizer.agreed_weights():
-        fingerprint, _ = session.world.fingerprint(session.model)
+    fingerprint, _ = session.world.fingerprint(session.model)
     saved = {} if out is None else {"checkpoint": str(_agreed(session, Path(out)))}
     return {"step": steps, "replayed": steps - begun, "fingerprint": fingerprint, **saved}
 
