@@ -12,6 +12,7 @@ from detonation.cli.verbs import requested
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import SCHEMES
 from detonation.models import MODELS
+from detonation.train.output import directory
 from detonation.train.recipe.optimizers import REFUSED, optimizer_classes
 from detonation.train.recipe.resolve import read_recipe, resolve, shipped_recipes
 from detonation.train.run.request import Request, configure
@@ -94,6 +95,30 @@ def test_the_version_is_printed_and_all_others_for_a_bug_report(capsys):
     assert first == f"detonation {__version__}" and any(line.startswith("- torch: ") for line in others)
     assert run_command(["--version", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["packages"]["torch"] == torch.__version__
+
+
+def test_two_machines_are_compared_before_a_run(capsys, tmp_path):
+    assert run_command(["--version", "--json"]) == 0
+    printed = capsys.readouterr().out
+    there = tmp_path / "there.json"
+    there.write_text(printed)
+    assert run_command(["--version", "--compare", str(there)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "Under schemes of gradients they will train alike with "
+        "SignSGD, SGD, AdamW, Muon, AdamW(fused=True) (bit for bit).",
+        "Under schemes of rounds (diloco, ...) any optimizer will do.",
+    ]
+    assert run_command(["--version", "--compare", str(tmp_path / "nothing")]) == 2
+    assert "must be a file of detonation --version --json" in capsys.readouterr().err
+
+
+def test_what_differs_between_two_machines_is_named():
+    here = {"platform": "Linux 6 x86_64", "gpus": [], "packages": {"torch": "2.13"}, "steps": {"SGD": "1", "Muon": "2"}}
+    told = directory.compare_machines(here, {**here, "steps": {"SGD": "1", "Muon": "3"}, "platform": "Linux 5 x86_64"})
+    assert told[0] == "- platform: Linux 6 x86_64 here, Linux 5 x86_64 there"
+    assert told[1].startswith("Under schemes of gradients they will train alike with SGD; not with Muon")
+    other = directory.compare_machines(here, {**here, "packages": {"torch": "2.12"}, "gpus": ["H100"]})
+    assert other[-1] == "They will not train together: other torch, GPUs. Make these alike."
 
 
 @pytest.mark.parametrize("text", ["20mbit", "20Mbit", "20Mbps", "20mbit/s", "20 Mbit/s", "0.02Gbit/s", "20000kbps"])

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from detonation.checkpoint.files.reader import CheckpointReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_fault
 from detonation.checkpoint.gather import ranges, texts_between
 from detonation.checkpoint.restore import restore
+from detonation.checkpoint.snapshot import held_shards
 from detonation.core.base_error import DetonationError
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.link.elastic_communicator import TextExchange
@@ -55,8 +56,12 @@ def candidates(directory: Path, texts: TextExchange) -> list[str]:
     return [path.name for path in retention.newest_first(names)]
 
 
-def inspect(directory: Path, name: str, own: Coordinates, texts: TextExchange) -> tuple[Path, Manifest | None, str]:
+def inspect(
+    directory: Path, name: str, own: Coordinates, held: Collection[int], texts: TextExchange
+) -> tuple[Path, Manifest | None, str]:
     """This rank's path of the checkpoint `name`, its manifest, and the reason why not all ranks can load it.
+
+    `held`: the shards of this rank.
 
     Collective. The path may be that of the final name where another rank still has the partial one.
     """
@@ -67,7 +72,7 @@ def inspect(directory: Path, name: str, own: Coordinates, texts: TextExchange) -
         return path, None, reason
     assert manifest is not None
     beside = [rank for rank, other in enumerate(views) if other.file == view.file]
-    view = _files(path, manifest, own, beside, texts.rank)
+    view = _files(path, manifest, own, held, beside, texts.rank)
     views = _gathered(view, texts)
     return path, manifest, _absence(views, manifest, own) or next((v.fault for v in views if v.fault), "")
 
@@ -102,14 +107,16 @@ def _misnamed(path: Path, manifest: Manifest) -> str:
     return "" if retention.step_of(path) == manifest.step else f"its name is not that of step {manifest.step}"
 
 
-def _files(path: Path, manifest: Manifest, own: Coordinates, beside: Sequence[int], rank: int) -> View:
+def _files(
+    path: Path, manifest: Manifest, own: Coordinates, held: Collection[int], beside: Sequence[int], rank: int
+) -> View:
     """Checks the files that this rank reads. Where it reads all, it shares the work with the ranks `beside` it."""
     present = {file.name for file in path.glob("*.safetensors")}
     replicas, shards = range(manifest.replicas), range(manifest.shards)
     has = [r for r in replicas if all(file_name(r, shard) in present for shard in shards)]
     if (manifest.replicas, manifest.shards) == (own.replicas, own.shards):
-        checked = [file_name(own.replica, own.shard)]
-        lacks = [] if checked[0] in present else [own.replica]
+        checked = [file_name(own.replica, shard) for shard in held]
+        lacks = [] if present.issuperset(checked) else [own.replica]
     else:
         checked = list(manifest.files)[beside.index(rank) :: len(beside)]
         lacks = [replica for replica in replicas if replica not in has]
@@ -219,8 +226,9 @@ def find(directory: Path, model: nn.Module, optimizer: Replicated, most: int | N
     """
     texts, rejected = texts_between(model, optimizer), list[str]()
     names = [name for name in candidates(directory, texts) if most is None or retention.step_of(Path(name)) <= most]
+    own, held = held_shards(model, optimizer)
     for position, name in enumerate(names):
-        path, manifest, reason = inspect(directory, name, optimizer.coordinates, texts)
+        path, manifest, reason = inspect(directory, name, own, held, texts)
         if manifest is not None and not reason:
             return Found(path, manifest, rejected)
         alternative = f"using {names[position + 1]}" if position + 1 < len(names) else "there is none before it"

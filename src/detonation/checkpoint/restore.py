@@ -12,13 +12,22 @@ from detonation.checkpoint.elastic import SHARD, Elastic, merge_shard_state, own
 from detonation.checkpoint.files.manifest import Manifest
 from detonation.checkpoint.files.reader import Box, CheckpointReader, ReplicaFiles, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
-from detonation.checkpoint.snapshot import frozen_weights, generators, groups, run_identity, weights
+from detonation.checkpoint.snapshot import (
+    frozen_weights,
+    generators,
+    groups,
+    held_shards,
+    replicators_of_shards,
+    run_identity,
+    weights,
+)
 from detonation.choices import still_known
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.optimizer.state import parameters_of
+from detonation.core.optimizer.state import local_state_of, parameters_of
+from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.local_state import require_same_keys
 from detonation.wire.units import load_shard_state, shard_units
 
@@ -40,11 +49,13 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     Raises:
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
-    own, manifest = optimizer.coordinates, saved.manifest
+    (own, held), manifest = held_shards(model, optimizer), saved.manifest
     found = weights(model)
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
-    source: Elastic | ShardReader = _own_file(saved, own) if same else Elastic(saved, own)
+    source: Elastic | ShardReader = _own_file(saved, own)
+    if not same or any(held.values()):  # pieces are put together
+        source = Elastic(saved, own, [own.replica] if same else None)
     parameters, frozen = local_parameters(model), frozen_weights(model)
     if not any(f"model.{name}" in _own_file(saved, own).keys for name in frozen):  # saved without them
         found = {name: tensor for name, tensor in found.items() if name not in frozen}
@@ -60,7 +71,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
             box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
             read = source.agreed(key, box, manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
-    replicas = range(1 if manifest.alike else manifest.replicas)
+    replicas = [own.replica] if same else range(1 if manifest.alike else manifest.replicas)
     described = ReplicaFiles([saved.file(r, 0) for r in replicas]) if isinstance(source, Elastic) else source
     for name, parameter in parameters.items():
         load_base_state(described, source, optimizer, name, parameter, manifest.alike)
@@ -71,11 +82,16 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
             group[key] = torch.tensor(value, dtype=like.dtype, device=like.device)
     keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
     optimizer.build(parameters_of(keys))
-    if isinstance(source, ShardReader):
-        _load_local_state(source, optimizer)
-        wire = {k.removeprefix(SHARD): source.tensor(k) for k in source.keys if k.startswith(SHARD)}
-        return "exactly as saved" + _load_generators(source, model), partial(_load_wire, model, wire)
-    dropped = _merge_local_state(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
+    optimizer.refuse_overlap()
+    of_shards = replicators_of_shards(optimizer, held)
+    if same:
+        for shard, replicators in of_shards.items():
+            _load_local_state(saved.file(own.replica, shard), replicators)
+        file = _own_file(saved, own)
+        wire = {k.removeprefix(SHARD): file.tensor(k) for k in file.keys if k.startswith(SHARD)}
+        return "exactly as saved" + _load_generators(file, model), partial(_load_wire, model, wire)
+    assert isinstance(source, Elastic)
+    dropped = "".join(_merge_local_state(source, replicators) for replicators in of_shards.values())
     how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped
     return how, partial(merge_shard_state, saved, model, own)
 
@@ -218,23 +234,23 @@ def _as_dtensor(parameter: Tensor, tensor: Tensor, whole: tuple[int, ...]) -> Te
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride)
 
 
-def _load_local_state(source: ShardReader, optimizer: Replicated) -> None:
-    """Loads the local state of this rank, in a world of the shape that saved."""
-    current = {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
+def _load_local_state(source: ShardReader, replicators: Sequence[Replicator]) -> None:
+    """Loads the local state of a shard, in a world of the shape that saved."""
+    current = {f"replica.{key}": tensor for key, tensor in local_state_of(replicators).items()}
     saved = {key for key in source.keys if key.startswith("replica.")}
     require_same_keys("the checkpoint", current, saved)
     loaded = {key: _fitting(key, tensor, source.tensor(key)) for key, tensor in current.items() if key in saved}
-    for level, replicator in enumerate(optimizer.build()):
+    for level, replicator in enumerate(replicators):
         prefix = f"replica.{level}."
         replicator.local_state().load({k.removeprefix(prefix): t for k, t in loaded.items() if k.startswith(prefix)})
 
 
-def _merge_local_state(source: Elastic, optimizer: Replicated, boxes: dict[str, Box]) -> str:
+def _merge_local_state(source: Elastic, replicators: Sequence[Replicator]) -> str:
     """Merges the local states of all replicas; returns in words the state that had to be dropped."""
     dropped = ""
-    for level, replicator in enumerate(optimizer.build()):
+    for level, replicator in enumerate(replicators):
         local_state, channel = replicator.local_state(), replicator.channel
-        own_boxes = {slot.name: boxes[slot.name] for slot in channel.layout.slots}
+        own_boxes = {name: Box.of(parameter) for name, parameter in replicator.parameters.items()}
         merged = {}
         for key, tensor in local_state.named().items():
             kind, _, name = key.partition(".")

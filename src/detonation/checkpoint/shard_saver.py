@@ -6,17 +6,18 @@ import logging
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from detonation.checkpoint.files import retention, shard_file
 from detonation.checkpoint.files.manifest import MOST_BYTES, Manifest, file_name, versions
 from detonation.checkpoint.files.shard_file import ShardSummary
 from detonation.checkpoint.gather import Volumes, survey
-from detonation.checkpoint.snapshot import Snapshot, run_identity, take_snapshot
+from detonation.checkpoint.snapshot import Snapshot, held_shards, run_identity, split_snapshot, take_snapshot
 from detonation.core.base_error import DetonationError
 from detonation.core.link.coordinates import Coordinates, alike
 from detonation.core.link.elastic_communicator import PeerLost, TextExchange
@@ -29,11 +30,12 @@ class NotSaved(DetonationError, OSError):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """The data that one rank has to write. bytes: about its size. identity: see `run_identity`."""
+    """The data that one rank of `ranks` has to write, by shard. bytes: about its size. identity: see `run_identity`."""
 
     step: int
     coordinates: Coordinates
-    snapshot: Snapshot
+    ranks: int
+    snapshots: Mapping[int, Snapshot]
     bytes: int
     alike: bool
     identity: dict[str, Any]
@@ -43,8 +45,8 @@ class SaveJob:
         """The manifest for the files that the ranks have reported, by rank."""
         replicas, shards = self.coordinates.replicas, self.coordinates.shards
         names = [file_name(replica, shard) for replica in range(replicas) for shard in range(shards)]
-        files = {report["name"]: ShardSummary(report["bytes"], report["sha256"]) for report in reports}
-        numbers = {report["name"]: volumes.number(rank) for rank, report in enumerate(reports)}
+        files = {name: ShardSummary(*summary) for report in reports for name, summary in report["files"].items()}
+        numbers = {name: volumes.number(rank) for rank, report in enumerate(reports) for name in report["files"]}
         return Manifest(
             step=self.step,
             replicas=replicas,
@@ -64,10 +66,12 @@ def make_save_job(
     """Copies the state of this rank. Raises `ValueError` for state, or for `extra`, that a checkpoint cannot hold."""
     copied_extra = _copied(dict(extra or {}))
     snapshot = take_snapshot(model, optimizer, frozen)
+    own, held = held_shards(model, optimizer)
     return SaveJob(
         optimizer.step_count,
-        optimizer.coordinates,
-        snapshot,
+        own,
+        dist.get_world_size() if any(held.values()) else own.replicas * own.shards,
+        split_snapshot(snapshot, optimizer, held),
         shard_file.shard_size(snapshot.tensors),
         alike(optimizer.levels),
         run_identity(optimizer),
@@ -150,12 +154,14 @@ class ShardSaver:
 
     def _write_shard(self, job: SaveJob) -> dict[str, Any]:
         own, world_size = job.coordinates, self._texts.world_size
-        path = retention.partial_path(self._directory, job.step) / file_name(own.replica, own.shard)
-        if world_size != own.replicas * own.shards or path.exists():
+        folder = retention.partial_path(self._directory, job.step)
+        paths = {folder / file_name(own.replica, shard): each for shard, each in job.snapshots.items()}
+        if world_size != job.ranks or any(path.exists() for path in paths):
             world = f"{own.replicas} replicas x {own.shards} shards"
             more = ": pass intra_node where the ranks of a node hold the model whole" if own.shards == 1 else ""
             raise ValueError(f"{world_size} ranks are not {world}, each once; this one is {own.name}{more}")
-        return {"name": path.name, **asdict(shard_file.write_shard(path, job.snapshot.tensors, job.snapshot.rest))}
+        done = {p.name: shard_file.write_shard(p, each.tensors, each.rest) for p, each in paths.items()}
+        return {"files": {name: [summary.bytes, summary.sha256] for name, summary in done.items()}}
 
     def _agree(
         self, job: SaveJob, volumes: Volumes, acts: bool, act: Callable[[], Mapping[str, Any] | None]

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.reader import Box
 from detonation.core.agreement.buffers import persistent_buffers
-from detonation.core.flat.tensors import local
+from detonation.core.flat.tensors import Piece, local
+from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
+from detonation.core.replicator.base import Replicator
 from detonation.wire.units import shard_state
 
 
@@ -133,6 +135,63 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     home = next(local(parameter).device.type for parameter in model.parameters())
     on_host = [key for key, tensor in found.items() if tensor.device.type == "cpu" != home]
     return Snapshot(tensors, _boxes(model, found), wrapped, on_host, values, groups(model, optimizer))
+
+
+Held = Mapping[int, Mapping[str, Tensor]]
+"""By the number of a shard, what this rank holds of it: pieces of parameters by name; {} for a shard of its own."""
+
+
+def held_shards(model: nn.Module, optimizer: Replicated) -> tuple[Coordinates, Held]:
+    """This rank's coordinates among the files of a checkpoint, with the first shard that it holds, and all of these.
+
+    Replicas of different numbers of ranks have the same shards: a rank of a small one holds several.
+    """
+    axis, own = optimizer.levels[0][0], optimizer.coordinates
+    cut = getattr(axis, "cut", None)
+    if cut is None:
+        return own, {own.shard: {}}
+    parts = [*cut(local_parameters(model)).values()]
+    held = {shard: pieces for shard, pieces in enumerate(parts) if pieces}
+    return Coordinates(own.replica, own.replicas, min(held), len(parts)), held
+
+
+def replicators_of_shards(optimizer: Replicated, held: Held) -> dict[int, list[Replicator]]:
+    """The replicators of each shard in `held`."""
+    found: dict[int, list[Replicator]] = {shard: [] for shard in held}
+    shard_of = {piece.ranks: n for n, mine in held.items() for piece in mine.values() if isinstance(piece, Piece)}
+    all_pieces = [(each.link, p) for each in optimizer.build() for p in each.parameters.values()]  # some have none
+    of_links = {link: shard_of[piece.ranks] for link, piece in all_pieces if isinstance(piece, Piece)}
+    for replicator in optimizer.build():
+        found[of_links.get(replicator.link, next(iter(held)))].append(replicator)
+    return found
+
+
+def split_snapshot(snapshot: Snapshot, optimizer: Replicated, held: Held) -> dict[int, Snapshot]:
+    """`snapshot` by shard. Raises `ValueError` for a state of the optimizer that cannot be cut like its parameter."""
+    if not any(held.values()):
+        return dict.fromkeys(held, snapshot)
+    number = {id(each): i for i, each in enumerate(optimizer.build())}
+    found = {}
+    for shard, replicators in replicators_of_shards(optimizer, held).items():
+        pieces, tensors, boxes = held[shard], dict[str, Tensor](), dict[str, Box]()
+        for key, tensor in snapshot.tensors.items():
+            if key.startswith("replica."):
+                continue
+            piece, box = pieces.get(_parameter_of(key)), snapshot.boxes.get(key)
+            if isinstance(piece, Piece) and box is not None:
+                if box.whole != tuple(piece.whole.shape):
+                    raise ValueError(f"{key} is not cut like its parameter, and nodes have different numbers of ranks")
+                tensor, boxes[key] = tensor[piece.rows].contiguous(), Box.of(piece)
+            tensors[key] = tensor
+        for level, replicator in enumerate(replicators):
+            before = f"replica.{number[id(replicator)]}."
+            for key in [key for key in snapshot.tensors if key.startswith(before)]:
+                now = f"replica.{level}.{key.removeprefix(before)}"
+                tensors[now], piece = snapshot.tensors[key], replicator.parameters.get(_parameter_of(key))
+                if piece is not None and piece.shape == tensors[now].shape:
+                    boxes[now] = Box.of(piece)
+        found[shard] = replace(snapshot, tensors=tensors, boxes=boxes)
+    return found
 
 
 @cache

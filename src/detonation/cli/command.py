@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -27,7 +28,8 @@ _SHELLS = {
 _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
     "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes.\n\n"
-    "--version prints all versions, for a bug report; --completion bash|zsh|fish a script for the shell.",
+    "--version prints all versions, for a bug report, or with --compare FILE what differs from the --version --json\n"
+    "of another machine; --completion bash|zsh|fish a script for the shell.",
     "config": (FlagCreatePairsOff,),
 }
 """The look of the verbs, as tyro takes it."""
@@ -61,7 +63,7 @@ def run_command(arguments: list[str] | None = None) -> int:
 def _command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name == "--version":
-        return _print_versions("--json" in arguments)
+        return _print_versions(arguments)
     if name == "--completion":
         return _print_completion(" ".join(arguments[1:]))
     for gone in (name, *(f"{name} {flag.partition('=')[0]}" for flag in arguments)):
@@ -83,14 +85,22 @@ def _command(arguments: list[str]) -> int:
     return code
 
 
-def _print_versions(as_json: bool) -> int:
-    """Prints the version of this package, and then all others, which need torch."""
-    if not as_json:
+def _print_versions(arguments: list[str]) -> int:
+    """Prints the version of this package, and then all others, which need torch; or what differs from a file."""
+    as_json, compares = "--json" in arguments, "--compare" in arguments
+    if not as_json and not compares:
         print(f"detonation {__version__}", flush=True)
-    from detonation.train.output.directory import environment, environment_lines
+    from detonation.train.output.directory import bits_of_steps, compare_machines, environment, environment_lines
 
-    found = environment()
-    print(json.dumps(found) if as_json else "\n".join(map(printable, environment_lines(found))))
+    found = environment() | ({"steps": bits_of_steps()} if as_json or compares else {})
+    lines = [] if as_json else environment_lines(found)
+    if compares:
+        name = next(iter(arguments[arguments.index("--compare") + 1 :]), "")
+        try:
+            lines = compare_machines(found, json.loads(Path(name).read_text()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return fail(f"--compare is {name!r}, must be a file of detonation --version --json", 2, as_json)
+    print(json.dumps(found) if as_json else "\n".join(map(printable, lines)))
     return 0
 
 

@@ -1,7 +1,7 @@
 """A hash of the model's weights, and the comparison of all replicas with it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from detonation.cluster.uneven import UnevenMesh
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import digest
 from detonation.core.link.communicator import carries
@@ -40,22 +41,29 @@ def fingerprint(model: nn.Module, mesh: DeviceMesh) -> tuple[str, bool]:
     device = torch.device("cpu")  # wherever the parameters are, also offloaded ones
     if not carries(distributed_c10d._get_default_group(), device):
         device = torch.device(mesh.device_type)
-    buffer = weights_digest(model).to(device)
+    axis = mesh["replicate"] if isinstance(mesh, UnevenMesh) else None
+    parts = axis.cut(local_parameters(model)) if axis is not None else {(): local_parameters(model)}
+    buffer = torch.cat([weights_digest(model, pieces) for pieces in parts.values()]).to(device)
     gathered = [torch.empty_like(buffer) for _ in range(mesh.size())]
     dist.all_gather(gathered, buffer)
     digests = [bytes(b.tolist()) for b in gathered]
+    if axis is not None:
+        owners = [*enumerate(parts)]
+        of_pieces = [[digests[ranks[r]][64 * n : 64 * n + 64] for n, ranks in owners] for r in range(axis.size())]
+        return compared_digests(of_pieces)
     names = mesh.mesh_dim_names or ()
     rows = mesh.mesh.movedim(names.index("replicate") if "replicate" in names else 0, 0).flatten(1)
     replicas = [[digests[rank] for rank in row] for row in rows.tolist()]
     return compared_digests(replicas)
 
 
-def weights_digest(model: nn.Module) -> Tensor:
-    """The sha256 of a rank's parameters, and that of its persistent buffers.
+def weights_digest(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+    """The sha256 of a rank's parameters, or of those given, and that of its persistent buffers.
 
     Shapes: `[64]` uint8.
     """
-    both = bytes.fromhex(digest(local_parameters(model).values()) + digest(persistent_buffers(model).values()))
+    parameters = local_parameters(model) if parameters is None else parameters
+    both = bytes.fromhex(digest(parameters.values()) + digest(persistent_buffers(model).values()))
     return torch.tensor(list(both), dtype=torch.uint8)
 
 

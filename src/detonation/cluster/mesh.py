@@ -2,9 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from detonation.cluster.init import GROUP_TIMEOUT_S, join_world, set_group_timeouts, watch_waiting
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.position import launch_position
+from detonation.cluster.uneven import UnevenAxis, UnevenMesh, sizes_of_nodes
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis, require_device
 from detonation.core.link.link import Link
@@ -103,6 +104,8 @@ def shard_links(mesh: DeviceMesh, wire: ShardWire) -> tuple[Link, dist.ProcessGr
     Raises:
         ValueError: The shards do not lie on at least two nodes of equally many ranks.
     """
+    if isinstance(mesh, UnevenMesh):
+        raise ValueError("a shard wire needs replicas of equally many ranks: start as many for each, or leave it out")
     shards = mesh["shard"].size()
     nodes = wire.nodes if wire.nodes is not None else _nodes_of_launcher(shards)
     if nodes < 2 or shards % nodes:
@@ -139,7 +142,7 @@ def _nodes_of_launcher(shards: int) -> int:
 
 def init_mesh(
     replicas: int | None = None,
-    shards: int | None = None,
+    shards: int | Sequence[int] | None = None,
     device: str | None = None,
     timeout_s: float | None = None,
     slow_backend: str | None = None,
@@ -152,7 +155,8 @@ def init_mesh(
     Args:
         replicas: copies of the model, usually the number of nodes; as many as the ranks make when left out.
         shards: ranks that share one copy, usually the accelerators of a node; when left out the ranks of a node, or as
-            many as `replicas` leave.
+            many as `replicas` leave. Nodes may have different numbers, also as a list: `[4, 2]`. Replicas count alike
+            then, and the result has the same two axes, but is no mesh of torch.
         device: "cuda" or "cpu"; by default this rank's GPU, and the CPU only where no GPU is in sight.
         timeout_s: seconds for which a collective waits for a rank before it raises, in all process groups; above 0. By
             default 1800 s where this call initialises the process group, and otherwise what that group has.
@@ -184,22 +188,35 @@ def init_mesh(
         timeout_s = GROUP_TIMEOUT_S
     place = launch_position(os.environ)
     world = dist.get_world_size() if dist.is_initialized() else place.world_size if place else 1
-    if shards is None:
-        shards = _ranks_of_a_node(world) if replicas is None else world // max(1, replicas)
-    replicas = world // max(1, shards) if replicas is None else replicas
-    if (ranks := replicas * shards) != world or replicas < 1 or shards < 1:
-        raise ValueError(f"{replicas} replicas x {shards} shards are {ranks} ranks, the world has {world}: omit one")
+    if shards is None and replicas is None:
+        shards = _ranks_of_a_node(world)
+        if world > 1 and not (place and place.one_machine):
+            shards = sizes_of_nodes(shards, join_world(device))
+    sizes = _sizes(replicas, shards, world)
     taken = join_world(device)
-    mesh = init_device_mesh(
-        taken.type,
-        (replicas, shards),
-        mesh_dim_names=("replicate", "shard"),
-        backend_override=slow_axis_backend("replicate", taken.type, slow_backend),
-    )
+    slow = slow_axis_backend("replicate", taken.type, slow_backend)
+    if len({*sizes}) == 1:
+        axes = (len(sizes), sizes[0])
+        mesh = init_device_mesh(taken.type, axes, mesh_dim_names=("replicate", "shard"), backend_override=slow)
+    else:
+        mesh = cast(DeviceMesh, UnevenMesh(sizes, taken.type, slow["replicate"] if slow else None))
     if timeout_s is not None:  # after the mesh has made its groups, which do not take the default group's
         set_group_timeouts(timeout_s)
     watch_waiting()
     return mesh
+
+
+def _sizes(replicas: int | None, shards: int | Sequence[int] | None, world: int) -> list[int]:
+    """The ranks of each replica. Raises `ValueError` where they are not those of the world."""
+    if isinstance(shards, int | None):
+        shards = world // max(1, replicas or 1) if shards is None else shards
+        replicas = world // max(1, shards) if replicas is None else replicas
+        sizes, asked = [shards] * replicas, f"{replicas} replicas x {shards} shards"
+    else:
+        sizes, asked = [*shards], f"{len(shards) if replicas is None else replicas} replicas of {[*shards]} shards"
+    if sum(sizes) != world or min(sizes, default=0) < 1 or replicas not in (None, len(sizes)):
+        raise ValueError(f"{asked} are {sum(sizes)} ranks, the world has {world}: omit one")
+    return sizes
 
 
 def _ranks_of_a_node(world: int) -> int:
@@ -281,6 +298,10 @@ def same_weights(model: nn.Module, axis: DeviceMesh) -> None:
         >>> dt.same_weights(torch.nn.Linear(8, 8), mesh["replicate"])
         >>> dt.leave()
     """
+    if isinstance(axis, UnevenAxis):
+        axis.broadcast(local_parameters(model), list(model.buffers()))
+        resync_weights(model)
+        return
     group = axis.get_group()
     source = dist.get_global_rank(group, 0)
     tensors: list[Tensor] = [*local_parameters(model).values(), *model.buffers()]

@@ -22,7 +22,7 @@ _MPI = (
 class LaunchPosition:
     """Rank `rank` of `world_size`; on its own machine it is rank `local_rank` of `local_world_size`.
 
-    local_rank, local_world_size: None where the launcher does not say.
+    local_rank, local_world_size: None where the launcher does not say. nodes: how many torchrun has; None elsewhere.
     address, port: where the ranks meet, for a launcher that does not set MASTER_ADDR and MASTER_PORT.
     """
 
@@ -32,6 +32,7 @@ class LaunchPosition:
     local_world_size: int | None
     address: str = ""
     port: int = 0
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -98,7 +99,8 @@ def _named(env: Mapping[str, str], names: tuple[str, str, str, str], meeting_her
         local_world = world
     if local_rank is None and local_world is not None and world % local_world == 0:
         local_rank = rank % local_world
-    return LaunchPosition(rank, world, local_rank, local_world)
+    nodes = _number(env, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in env else None
+    return LaunchPosition(rank, world, local_rank, local_world, nodes=nodes)
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchPosition:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from detonation.checkpoint.files.manifest import Manifest, file_name
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile
-from detonation.core.flat.tensors import bare_name
+from detonation.core.flat.tensors import Piece, bare_name
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Box:
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
         """The box of the local part of `tensor`; a plain tensor is whole."""
+        if isinstance(tensor, Piece):
+            return cls(tuple(tensor.whole.shape), (tensor.offset, *[0] * (tensor.ndim - 1)), tuple(tensor.shape))
         if not isinstance(tensor, DTensor):
             return cls(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

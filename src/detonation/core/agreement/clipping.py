@@ -12,6 +12,9 @@ from detonation.core.flat.tensors import local_gradients
 from detonation.core.link.communicator import Axis, Communicator, communicator_of
 from detonation.core.optim.signsgd import SignSGD
 
+Normed = tuple[list[Communicator], dict[str, Tensor]]
+"""Parameters or pieces of them, and the communicators between those who hold different parts of them."""
+
 
 class Clip:
     """Scales all gradients down to a global norm of at most `max_norm`, as torch's `clip_grad_norm_` does.
@@ -30,11 +33,21 @@ class Clip:
         parameters: By name, in the model's order.
         base: The base optimizer.
         max_norm: Above 0; infinity measures the norm and scales nothing.
+        parts: Whose norms make the global one, in this order; those of `parameters` when left out.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], base: Optimizer, max_norm: float) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        base: Optimizer,
+        max_norm: float,
+        parts: Sequence[Normed] | None = None,
+    ) -> None:
         self.norm: Tensor | None = None
         self._base, self._max_norm = base, max_norm
+        if parts is not None:
+            self._parts = [*parts]
+            return
         by_axes: dict[tuple[Axis, ...], dict[str, Tensor]] = {}
         for name, parameter in parameters.items():
             by_axes.setdefault(_sharded_over(parameter), {})[name] = parameter

@@ -13,6 +13,7 @@ from detonation.core.agreement.desync import CHANGE, announce_change, difference
 from detonation.core.agreement.gates import BALANCE, BalanceGate
 from detonation.core.agreement.safety import Safety
 from detonation.core.base_error import DetonationError
+from detonation.core.flat.tensors import Piece
 from detonation.core.integrity import readback
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, FaultCounts
 from detonation.core.link.communicator import Axis
@@ -48,15 +49,16 @@ class StopConsensus:
         self.runtime, self.decides_on_device = runtime, runtime.decides_on_device
         self.half_step = ""  # why the last step ended before it was whole
         self._shards = links_of_shards(parameters.values())
-        self._others = self._shards
+        self._others, self._asks = self._shards, False
         self.balance: BalanceGate | None = None
         self._asked: tuple[readback.Readback, int] | None = None  # the gravest reason of all ranks, and its step
 
-    def add_level(self, names: Sequence[str], link: Link, gradients: bool) -> FaultCounts:
-        """Adds a level, and returns its fault counts. names: of all parameters of the model."""
+    def add_level(self, names: Sequence[str], link: Link, gradients: bool, level: int = 0) -> FaultCounts:
+        """Adds a link of a level, and returns its fault counts. names: of all parameters of the model."""
         signal = "the gradient" if gradients else "the change"
         repairs = self.safety.on_desync == "repair"
         self.counts.append(FaultCounts(names, link.replica, self.safety.non_finite, repairs, signal))
+        self.counts[-1].number = 2 * level + (link.local_ranks > 1)
         return self.counts[-1]
 
     def balance_over(self, link: Link) -> None:
@@ -66,9 +68,12 @@ class StopConsensus:
 
     def connect(self, levels: Sequence[tuple[Axis, Scheme]], replicators: Sequence[Replicator]) -> None:
         """Adds links to the replicas of each level, if the replicas of one level do not see every message."""
-        axes = [axis for axis, scheme in levels if scheme.signal != "nothing"]
+        several = sum(scheme.signal != "nothing" for _, scheme in levels) > 1
         secluded = any(replicator.channel.exchange.secluded for replicator in replicators)
-        self._others = *self._shards, *(Link(axis) for axis in axes if len(axes) > 1 or secluded)
+        axes = {id(each.link.axis): each.link.axis for each in replicators}.values() if several or secluded else ()
+        self._others = *self._shards, *map(Link, axes)
+        in_pieces = any(isinstance(p, Piece) for each in replicators for p in each.parameters.values())
+        self._asks = bool(self._others) or in_pieces
 
     def restart(self) -> None:
         """Goes on from another state. Called on all replicas between the same two steps."""
@@ -108,7 +113,7 @@ class StopConsensus:
         """Raises on all ranks for a fault of earlier steps, on a device that decides by itself. Collective."""
         self._raise_asked()
         fatal = self._gravest_here(step - 1)
-        if fatal is not None and self._others:
+        if fatal is not None and self._asks:
             self._asked = readback.Readback(self._gravest_anywhere(fatal)), step - 1
         elif fatal:
             self._raise(fatal, step - 1)
@@ -159,7 +164,7 @@ class StopConsensus:
         if fatal is None:
             return
         if not fatal >> 4:
-            fatal = self.counts[0].announcement(name) << 4
+            fatal = self.counts[0].announcement(name) << 4 | self.counts[0].number
         for link in self._others:
             mine = torch.full((1,), fatal, dtype=torch.int64, device=self.runtime.device)
             everyone = link.collect(mine).view(-1).tolist()
@@ -239,7 +244,7 @@ class StopConsensus:
         return self._gravest_known() if any(arrived) else None
 
     def _gravest_known(self) -> int:
-        return max(counts.fatal << 4 | level for level, counts in enumerate(self.counts))
+        return max(counts.fatal << 4 | counts.number for counts in self.counts)
 
     def _gravest_anywhere(self, fatal: int) -> Tensor:
         """The gravest reason of all ranks. Collective."""  # [1] int64
@@ -256,4 +261,4 @@ class StopConsensus:
 
     def _raise(self, fatal: int, step: int) -> None:
         if fatal >> 4:
-            raise self.counts[fatal & 15].error(fatal >> 4, step)
+            raise next(each for each in self.counts if each.number == fatal & 15).error(fatal >> 4, step)

@@ -1,6 +1,7 @@
 """The self-test: hashes of how this process decodes fixed messages and steps the optimizer, because threads, processors
 and libraries round differently."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,15 +71,36 @@ def _message(scheme: Scheme, layout: Layout, number: int, shared: Tensor | None,
 def _stepped(update: Tensor, base: Optimizer) -> Tensor:
     # `before` is not zeros: to add to zero rounds alike with and without fused multiply-add
     before = _ramp(update.numel(), update.device).view(_SHAPE)
+    some = slice(64 if isinstance(base, Muon) else None)  # whose products take long
+    return _steps([before[some]], [update[some]], base)[0]
+
+
+def rounds_by_place(base: Optimizer, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if a step of `base` rounds numbers at the end of a shard unlike others, as some loops of CPUs do.
+
+    What Muon multiplies is whole; the operations around it are those of other optimizers.
+    """
+    before = _ramp(257 * 5, device).view(257, 5).to(dtype)
+    update, elementwise = before.flip(0), None if isinstance(base, Muon) else base
+    (whole,) = _steps([before], [update], elementwise)
+    return not torch.equal(whole, torch.stack(_steps(before.unbind(), update.unbind(), elementwise)))
+
+
+def _steps(before: Sequence[Tensor], updates: Sequence[Tensor], base: Optimizer | None) -> list[Tensor]:
+    """What two steps of an optimizer like `base` make of each tensor, or the operations of which others are made."""
     kind: Any = type(base)
-    if kind in _PROBED:
-        some = slice(64 if isinstance(base, Muon) else None)  # whose products take long
-        weight = torch.nn.Parameter(before[some])
-        made = kind([{**base.param_groups[0], "params": [weight], "lr": 1e-3}])
+    if base is not None and kind in _PROBED:
+        weights = [torch.nn.Parameter(each.clone()) for each in before]
+        made = kind([{**base.param_groups[0], "params": weights, "lr": 1e-3}])
         for scale in (1.0, 0.7):  # the first meets states that are zero
-            weight.grad = update[some] * scale
+            for weight, update in zip(weights, updates, strict=True):
+                weight.grad = update * scale
             made.step()
-        return weight.detach()
+        return [weight.detach() for weight in weights]
+    return [_operations(each, update) for each, update in zip(before, updates, strict=True)]
+
+
+def _operations(before: Tensor, update: Tensor) -> Tensor:
     mean = before.lerp(update, 0.1)
     square = before.square().addcmul_(update, update, value=0.001)
     return before.mul(0.99).add_(update, alpha=-0.3).addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)

@@ -3,11 +3,12 @@
 import ctypes
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 _WRAPPERS = re.compile(r'(?<![^."])(?:_orig_mod|_checkpoint_wrapped_module)\.')
 
@@ -20,6 +21,71 @@ def bare_name(name: str) -> str:
         'layers.0.weight'
     """
     return _WRAPPERS.sub("", name)
+
+
+class Piece(Tensor):
+    """Rows of a parameter that replicate by themselves: a view of the local shard, and of its gradient.
+
+    Replicas that cut a parameter at other rows have the same pieces, each on one rank of every replica.
+
+    whole: The parameter. ranks: Those that hold this piece, one of each replica. offset: Its first row in the
+    parameter. rows: Its rows in the local shard. largest_shape: That of the largest shard of any replica. cut: Cuts
+    other parameters alike, by those who hold their pieces.
+    """
+
+    whole: Tensor
+    ranks: tuple[int, ...]
+    offset: int
+    rows: slice
+    whole_numel: int
+    largest_shape: tuple[int, ...]
+    padding_row: int | None
+    cut: Callable[[Mapping[str, Tensor]], Mapping[tuple[int, ...], Mapping[str, Tensor]]]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # plain results
+
+    @classmethod
+    def of(cls, whole: Tensor, ranks: tuple[int, ...], offset: int, rows: slice, largest: int) -> "Piece":
+        """The `rows` of the local shard of `whole`; `largest` rows are in the largest shard of any replica.
+
+        Shapes: any with a first dimension -> `[len(rows), ...]`.
+        """
+        piece = Tensor._make_subclass(cls, local(whole.detach())[rows])
+        piece.whole, piece.ranks, piece.offset, piece.rows = whole, ranks, offset, rows
+        piece.whole_numel, piece.largest_shape = whole.numel(), (largest, *whole.shape[1:])
+        row = padding_row(whole)
+        piece.padding_row = row - rows.start if row is not None and rows.start <= row < rows.stop else None
+        return piece
+
+    @property
+    def grad(self) -> Tensor | None:
+        gradient = self.whole.grad
+        return gradient if gradient is None or gradient.is_sparse else local(gradient)[self.rows]
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if self.whole.grad is None and gradient is not None:  # of zeros, to write into
+            self.whole.grad = torch.zeros_like(self.whole)
+
+
+def whole_of(parameter: Tensor) -> Tensor:
+    """The parameter of which a `Piece` is a part; any other tensor itself.
+
+    Shapes: any.
+    """
+    return parameter.whole if isinstance(parameter, Piece) else parameter
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The tensors that `optimizer` keeps of a parameter, as they lie on this rank; of a `Piece` its rows of them.
+
+    Shapes: any.
+    """
+    state = optimizer.state.get(whole_of(parameter), {})
+    found = {key: local(tensor) for key, tensor in sorted(state.items()) if isinstance(tensor, Tensor)}
+    if isinstance(parameter, Piece):
+        shard = local(parameter.whole).shape
+        found = {key: tensor[parameter.rows] if tensor.shape == shard else tensor for key, tensor in found.items()}
+    return found
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -53,6 +119,8 @@ def largest_local_shape(tensor: Tensor) -> tuple[int, ...]:
 
     Shapes: any.
     """
+    if isinstance(tensor, Piece):
+        return tensor.largest_shape
     shape = [*tensor.shape]
     if isinstance(tensor, DTensor):
         for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True):

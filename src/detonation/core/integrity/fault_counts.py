@@ -55,6 +55,7 @@ class FaultCounts:
     messages are due, until `take_due` takes them. Counts for which the host would have to wait are added by `catch_up`.
     names: of all parameters of the model, for errors. changing: how many replicas must announce a change of the trained
     parameters together; 0 where this rank did not. options: of the parameter groups, whose digest messages carry.
+    number: of the level, below 16, by which ranks tell each other whose reason to stop they mean.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FaultCounts:
         self.by_parameter: Counter[str] = Counter()
         self.due: set[int] = set()
         self.names, self.changing, self.options = list(names), 0, b""
+        self.number = 0
         self._changed: dict[int, str] = {}  # by replica, the parameter that it announced
         self._replica, self._signal = replica, signal
         self._policy, self._repairs = policy, repairs

@@ -1,7 +1,7 @@
 """Communicators carry bytes between the replicas of one axis: a process group, or an emulation of one."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -57,6 +57,17 @@ class Communicator(Protocol):
 
 Axis = DeviceMesh | Communicator
 """An axis along which replicas are joined."""
+
+
+def divided(axis: Axis, parameters: Mapping[str, Tensor]) -> list[tuple[int, Axis, Mapping[str, Tensor]]]:
+    """The parts of `parameters` that replicate by themselves, in the order in which all ranks exchange them.
+
+    Of each its number, its axis, and its tensors: all, unless the axis has a method `divide`.
+
+    Shapes: any.
+    """
+    divide = getattr(axis, "divide", None)
+    return divide(parameters) if divide else [(0, axis, parameters)]
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from detonation.core.flat.tensors import whole_of
 from detonation.core.integrity.tape import Tape
 from detonation.core.link.communicator import Axis, communicator_of
 from detonation.core.link.elastic_communicator import RenumberedCommunicator, present_rows
@@ -34,6 +35,7 @@ class Link:
     """
 
     def __init__(self, axis: Axis, intra_node: Axis | None = None, own: bool = False) -> None:
+        self.axis = axis
         self._inter_node = communicator_of(axis, own)
         self._intra_node = None if intra_node is None else communicator_of(intra_node)
         self._communicator = self._inter_node
@@ -135,7 +137,7 @@ def links_of_shards(parameters: Iterable[Tensor]) -> tuple[Link, ...]:
 
     Shapes: any.
     """
-    meshes = dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor))
+    meshes = dict.fromkeys(p.device_mesh for p in map(whole_of, parameters) if isinstance(p, DTensor))
     axes = [a for m in meshes for a in ([m] if m.ndim == 1 else [m[name] for name in m.mesh_dim_names or ()])]
     return tuple(Link(axis) for axis in axes if axis.size() > 1)
 

@@ -1,7 +1,8 @@
 """From levels to replicators, and the comparison of replicas before their first message."""
 
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from detonation.core.agreement.clipping import Clip
 from detonation.core.agreement.consensus import StopConsensus
@@ -16,9 +18,9 @@ from detonation.core.agreement.desync import options_of
 from detonation.core.agreement.safety import Safety
 from detonation.core.agreement.selftest import CLOSE, NORM_SELFTEST, TESTS, norm_selftest, selftest, selftest_conditions
 from detonation.core.compute.checksum import checksum
-from detonation.core.flat.tensors import digest, largest_local_shape, local, padding_row, whole_numel
+from detonation.core.flat.tensors import Piece, digest, largest_local_shape, local, padding_row, whole_numel
 from detonation.core.integrity.fault_counts import NEW_PARAMETER, OPTIONS, FaultCounts
-from detonation.core.link.communicator import Axis
+from detonation.core.link.communicator import Axis, divided
 from detonation.core.link.handshake import SAME_START, Mismatch
 from detonation.core.link.hierarchical import split_by_sharding
 from detonation.core.link.link import Link, first_text, links_of_shards, mismatch_on_all
@@ -96,6 +98,7 @@ def build_levels(
     consensus.look = partial(warn_of_second_momentum, base.optimizer, levels, since=True)
     consensus.look()
     made: list[list[Replicator]] = []
+    places = Counter[int]()  # by part: the replicators so far
     others = [name for name in names if name not in parameters]
     faults = [*parameters, *others, *options_of(base.optimizer.param_groups), OPTIONS, NEW_PARAMETER]
     for _, counts in routes.values():
@@ -104,12 +107,11 @@ def build_levels(
     for number, (axis, scheme) in enumerate(levels, 1):
         made.append([])
         last = all(later.signal != "gradients" for _, later in levels[number:])
-        ways = split_by_sharding(parameters, settings.intra_node) if scheme.signal != "nothing" else []
-        for group, local_ranks in ways:
-            key = number - 1, local_ranks
+        for part, on, group, local_ranks in _ways(axis, scheme, parameters, settings.intra_node):
+            key = number - 1, part + local_ranks
             if key not in routes:
-                link = Link(axis, settings.intra_node if local_ranks > 1 else None, own=True)
-                routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients")
+                link = Link(on, settings.intra_node if local_ranks > 1 else None, own=True)
+                routes[key] = link, consensus.add_level(faults, link, scheme.signal == "gradients", number - 1)
             link, counts = routes[key]
             largest = scheme.codec.layout({name: largest_local_shape(p) for name, p in group.items()})
             require_below_dense(scheme, largest, link.replicas, link.local_ranks)  # alike on all shards
@@ -117,13 +119,25 @@ def build_levels(
             sizes = {name: whole_numel(p) for name, p in group.items()}
             for fragment, layout in enumerate(scheme.divide(whole, sizes)):
                 mine = {slot.name: group[slot.name] for slot in layout.slots}
-                channel = Channel(scheme, layout, link, runtime, counts, place=sum(map(len, made)))
+                channel = Channel(scheme, layout, link, runtime, counts, places[part])
                 made[-1].append(replicator_of(mine, channel, base, fragment, last))
-    base.clip = Clip(parameters, base.optimizer, settings.clip) if settings.clip else None
+                places[part] += 1
+    norms = getattr(levels[0][0], "norms", None)  # of an axis that divides parameters
+    parts = norms(parameters) if norms and settings.clip else None
+    base.clip = Clip(parameters, base.optimizer, settings.clip, parts) if settings.clip else None
     consensus.connect(levels, [each for level in made for each in level])
     if settings.balance:
         consensus.balance_over(routes[0, 1][0])
     return made, consensus
+
+
+def _ways(
+    axis: Axis, scheme: Scheme, parameters: Mapping[str, Tensor], intra_node: DeviceMesh | None
+) -> Iterator[tuple[int, Axis, dict[str, Tensor], int]]:
+    """The parameters that replicate together: the number of the part, its axis, and `split_by_sharding` of it."""
+    for part, on, mine in divided(axis, parameters) if scheme.signal != "nothing" else []:
+        for group, local_ranks in split_by_sharding(mine, intra_node):
+            yield part, on, group, local_ranks
 
 
 def replicator_of(
@@ -135,6 +149,7 @@ def replicator_of(
     """
     scheme, leaks = channel.scheme, not channel.scheme.codec.keeps_zeros or channel.exchange.secluded
     if isinstance(scheme, GradientScheme):
+        last = last and not any(isinstance(each, Piece) for each in parameters.values())  # no optimizer knows pieces
         base.hold(parameters.values() if leaks else ())
         return GradientReplicator(parameters, channel, base, scheme, last)
     assert isinstance(scheme, ParameterScheme)
@@ -170,6 +185,7 @@ def compare_replicas(
     free = () if settings.safety.equal == "bits" else TESTS
     tested: dict[int, dict[str, str]] = {}  # by scheme: its fragments decode alike
     found: dict[str, str] = {}
+    refused, compared = list[Mismatch](), set[Link]()
     parameters = [parameter for replicator in replicators for parameter in replicator.parameters.values()]
     shards, device = links_of_shards(parameters), replicators[0].channel.runtime.device
     with mismatch_on_all(shards, device):
@@ -183,12 +199,18 @@ def compare_replicas(
                 description |= {"balance": "True"}
             if settings.clip:
                 description |= {"clip": str(settings.clip), NORM_SELFTEST: norm_selftest(device)}
-            if frozen and replicator is replicators[0]:
-                sums = torch.stack([checksum(local(tensor)).to(device) for tensor in frozen.values()]).tolist()
-                description |= {f"{name} (frozen weights)": str(one) for name, one in zip(frozen, sums, strict=True)}
+            if frozen and replicator.link not in compared and (mine := _cut_like(replicator, frozen)):
+                sums = torch.stack([checksum(local(tensor)).to(device) for tensor in mine.values()]).tolist()
+                description |= {f"{name} (frozen weights)": str(one) for name, one in zip(mine, sums, strict=True)}
+            compared.add(replicator.link)
             notes = dict.fromkeys(TESTS, f"{selftest_conditions(device)}, engine={replicator.channel.engine.name}")
             weights = [name for name in description if begun and name.endswith("weights)")]
-            found |= replicator.link.require_same(description, device, notes, free=(*free, *weights))
+            try:
+                found |= replicator.link.require_same(description, device, notes, free=(*free, *weights))
+            except Mismatch as error:  # raised below: other ranks wait for the rest of the comparisons
+                refused.append(error)
+        if refused:
+            raise refused[0]
     links = dict.fromkeys(replicator.link for replicator in replicators)
     others = [*shards, *links] if shards or len(links) > 1 else []  # alone, the link has told all ranks
     rounding, weights = ([text for key, text in found.items() if (key in TESTS) == tests] for tests in (True, False))
@@ -196,6 +218,14 @@ def compare_replicas(
     if begun and (apart := first_text(others, "; ".join(weights[:3]), device)) and not (rounded or close):
         raise Mismatch(f'replicas differ: {apart}. {SAME_START}; or go on with Safety(equal="close")')
     return rounded
+
+
+def _cut_like(replicator: Replicator, frozen: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The part of `frozen` that the replicas of `replicator` hold: all, or pieces where its parameters are some."""
+    piece = next(iter(replicator.parameters.values()), None)
+    if not isinstance(piece, Piece):
+        return frozen
+    return piece.cut({name: p for name, p in frozen.items() if isinstance(p, DTensor)}).get(piece.ranks, {})
 
 
 def _description(replicator: Replicator, chosen: Settings, joining: Collection[str] | None) -> dict[str, str]:

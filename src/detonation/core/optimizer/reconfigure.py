@@ -9,9 +9,9 @@ from torch import Tensor
 from detonation.core.agreement.consensus import StopConsensus
 from detonation.core.exchange.two_stage import TwoStage
 from detonation.core.flat.owners import RowOwners
-from detonation.core.flat.tensors import largest_local_shape, local
+from detonation.core.flat.tensors import largest_local_shape
 from detonation.core.link.elastic_communicator import ElasticCommunicator, RenumberedCommunicator
-from detonation.core.link.link import links_of_shards, mismatch_on_all
+from detonation.core.link.link import Link, links_of_shards, mismatch_on_all
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optimizer.build import Level, Route, replicator_of
 from detonation.core.replicator.base import Replicator
@@ -74,7 +74,7 @@ def agree_on_parameters(
     """
     changed = next(name for name in [*now, *before] if now.get(name) is not before.get(name))
     consensus.announce(replicators, step, changed, in_buckets)
-    trained = {f"{name} (trained)": f"{tuple(local(p).shape)} {p.dtype}" for name, p in now.items()}
+    trained = {f"{name} (trained)": f"{tuple(p.shape)} {p.dtype}" for name, p in now.items()}
     remedy = f"Before step {step} freeze, unfreeze and add the same parameters on all ranks"
     device = consensus.runtime.device
     with mismatch_on_all(links_of_shards(before.values()), device):
@@ -116,8 +116,8 @@ def lost_before(levels: Sequence[Level], step: int) -> bool:
 
 
 def shared(levels: Sequence[Level]) -> bool:
-    """True where gradients leave in `step` alone, because another optimizer uses an axis."""
-    return any(axis.shared for axis, _ in levels if isinstance(axis, RenumberedCommunicator))
+    """True where gradients leave in `step` alone, because another optimizer uses an axis, or it divides parameters."""
+    return any(getattr(axis, "shared", False) for axis, _ in levels)
 
 
 def complete(
@@ -197,15 +197,15 @@ def hand_over_by_name(old: Sequence[Sequence[Replicator]], new: Sequence[Sequenc
     of no parameter, such as the steps until a message lands, goes from a fragment to the same fragment.
     """
     for before, after in zip(old, new, strict=True):
-        of_each: list[dict[str, Tensor]] = []
+        of_links: dict[Link, list[dict[str, Tensor]]] = {each.link: [] for each in after}
         for each in before:
             if isinstance(each.channel.exchange, TwoStage) and each.channel.memory:
                 _return_residual(each.channel, each.channel.exchange)
-            of_each.append(each.local_state().named())
-        of_all = {key: tensor for state in of_each for key, tensor in state.items()}
+            of_links.setdefault(each.link, []).append(each.local_state().named())
         for number, each in enumerate(after if before else ()):
-            own, of_owners = each.local_state(), each.channel.exchange.state()
-            fresh, state = own.named(), of_all | of_each[number % each.scheme.fragments]
+            own, of_owners, of_each = each.local_state(), each.channel.exchange.state(), of_links[each.link]
+            fresh, of_all = own.named(), {key: tensor for state in of_each for key, tensor in state.items()}
+            state = of_all | (of_each[number % each.scheme.fragments] if of_each else {})
             kept = fresh.keys() & state.keys() - of_owners.keys()
             own.load(fresh | {key: state[key] for key in kept if state[key].shape == fresh[key].shape})
 

@@ -105,6 +105,9 @@ def replicate(
     check_order([scheme for _, scheme in checked])
     if balance:
         check_balance([scheme for _, scheme in checked], intra_node)
+    for axis, _ in checked:
+        if refuse := getattr(axis, "refuse", None):
+            refuse(checked, optimizer, intra_node, balance)
     warn_of_losses(optimizer, checked)
     settings = Settings(intra_node, operator.index(seed), kernels, safety or Safety(), clip, balance)
     return Replicated(optimizer, model, checked, settings)

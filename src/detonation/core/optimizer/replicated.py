@@ -208,6 +208,8 @@ class Replicated(OptimizerWrapper):
         """Records one level's agreed messages from the next step on, as in a `detonation.UpdateLog`; None ends that."""
         if tape and len(self.levels) > 1:
             raise ValueError(f"one level of replication can be recorded, this optimizer has {len(self.levels)}")
+        if tape and hasattr(self.levels[0][0], "divide"):
+            raise ValueError("no update log can be kept of nodes with different numbers of ranks: start equally many")
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape
@@ -235,8 +237,7 @@ class Replicated(OptimizerWrapper):
         Shapes: -> local shapes.
         """
         self.refuse_overlap()
-        found = enumerate(each.local_state().named() for each in self._replicators or [])
-        return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
+        return states.local_state_of(self._replicators or [])
 
     @torch.no_grad()
     def resume_at(self, step: int) -> None:

@@ -6,7 +6,7 @@ takes equal keys on different ranks for one tensor and silently saves one of the
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 from detonation.core.link.coordinates import alike
+from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.local_state import require_same_keys
 
 if TYPE_CHECKING:
@@ -89,6 +90,15 @@ def load_replica_state(optimizer: "Replicated", state: Mapping[str, Tensor]) -> 
             mine = {key.removeprefix(f"{index}."): t for key, t in saved.items() if key.startswith(f"{index}.")}
             replicator.local_state().load(mine)
     optimizer.resume_at(int(state["step"]))
+
+
+def local_state_of(replicators: Sequence[Replicator]) -> dict[str, Tensor]:
+    """See `Replicated.local_state`.
+
+    Shapes: -> local shapes.
+    """
+    found = enumerate(replicator.local_state().named() for replicator in replicators)
+    return {f"{index}.{key}": tensor for index, named in found for key, tensor in named.items()}
 
 
 def parameters_of(keys: Iterable[str]) -> set[str]:

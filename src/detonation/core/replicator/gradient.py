@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from detonation.core.flat.layout import copy
-from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of
+from detonation.core.flat.tensors import gradients_to_fill, local, local_gradients, locals_of, state_of
 from detonation.core.integrity.readback import Readback
 from detonation.core.optim.base_step import BaseStep
 from detonation.core.optim.signsgd import SignSGD
@@ -104,9 +104,7 @@ class GradientReplicator(Replicator):
         found = {}
         for name, parameter in self.parameters.items():
             found[name] = local(parameter).detach()
-            for key, state in sorted(self._base.optimizer.state.get(parameter, {}).items()):
-                if isinstance(state, Tensor):
-                    found[f"{name} ({key})"] = local(state)
+            found |= {f"{name} ({key})": state for key, state in state_of(self._base.optimizer, parameter).items()}
         return found
 
     def repair(self, tensors: Mapping[str, Tensor]) -> None:

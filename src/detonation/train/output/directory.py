@@ -1,12 +1,14 @@
 """The run directory: its lock, files that are written whole or not at all, and the environment of the run."""
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import platform
 import time
 import tomllib
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -44,6 +46,50 @@ def environment_lines(found: dict[str, Any]) -> list[str]:
     del flat["packages"]
     flat["gpus"] = ", ".join(found["gpus"]) or "none"
     return [f"- {key}: {'none' if value is None else value}" for key, value in flat.items()]
+
+
+def bits_of_steps() -> dict[str, str]:
+    """A hash of three steps of each optimizer on fixed numbers, by name: what rounds alike trains replicas together."""
+    import torch
+
+    from detonation.train.recipe.optimizers import optimizer_classes
+
+    classes = optimizer_classes()
+    optimizers: dict[str, Any] = {name: classes[name] for name in ("SignSGD", "SGD", "AdamW", "Muon")}
+    optimizers["AdamW(fused=True)"] = partial(classes["AdamW"], fused=True)
+    numbers = (torch.arange(2**16, dtype=torch.int64) * 2654435761 % 1048573 - 524286).float() / 65536
+    found = {}
+    for name, make in optimizers.items():
+        weight = torch.nn.Parameter(numbers.view(256, 256).clone())
+        optimizer = make([weight], lr=1e-3)
+        for scale in (1.0, 0.7, 0.3):
+            weight.grad = numbers.flip(0).view(256, 256) * scale
+            optimizer.step()
+        found[name] = hashlib.sha256(bytes(weight.detach().view(torch.uint8).view(-1).tolist())).hexdigest()[:16]
+    return found
+
+
+def compare_machines(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    """What differs between the environments of two machines, with their `bits_of_steps`, and what to expect of it."""
+    mine, theirs = ({**found, **found["packages"]} for found in (here, there))
+    own, other = here["steps"], there["steps"]
+    lines = [
+        f"- {key}: {mine.get(key)} here, {theirs.get(key)} there"
+        for key in mine.keys() - {"packages", "steps"}
+        if mine.get(key) != theirs.get(key)
+    ]
+    machines = [found["platform"].rpartition(" ")[2] for found in (here, there)]
+    kinds = [bool(found["gpus"]) for found in (here, there)]
+    odd = [key for key in ("torch", "detonation-torch") if mine.get(key) != theirs.get(key)]
+    if odd or len({*machines}) > 1 or len({*kinds}) > 1:
+        what = [*odd, *["kind of processor"] * (machines[0] != machines[1]), *["GPUs"] * (kinds[0] != kinds[1])]
+        return [*sorted(lines), f"They will not train together: other {', '.join(what)}. Make these alike."]
+    alike = [name for name in own if own[name] == other.get(name)]
+    rest = [name for name in own if name not in alike]
+    scope = "on their CPUs; the first step compares their GPUs" if any(kinds) else "bit for bit"
+    unlike = f"; not with {', '.join(rest)}" if rest else ""
+    last = f"Under schemes of gradients they will train alike with {', '.join(alike) or 'none'}{unlike} ({scope})."
+    return [*sorted(lines), last, "Under schemes of rounds (diloco, ...) any optimizer will do."]
 
 
 def _version(package: str) -> str | None:

@@ -105,13 +105,15 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         require(value is None or (type(value) is int and value >= 1), f"mesh.{name}", value, "a number of at least 1")
     if shards is None:
         shards = place.local_world_size if replicas is None else place.world_size // replicas
+        replicas = place.nodes if replicas is None else replicas
     if shards is None:
         raise ValueError("the launcher does not say how many ranks a machine has: give --shards, or LOCAL_WORLD_SIZE")
     if replicas is None:
         replicas = place.world_size // shards
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
-        raise ValueError(f"{product}, but the launcher started {place.world_size}: leave both out, or start as many")
+        remedy = "leave both out, and start equally many on each node (other nodes train in a loop of your own)"
+        raise ValueError(f"{product}, but the launcher started {place.world_size}: {remedy}")
     return {**mesh, "replicas": replicas, "shards": shards}
 
 

@@ -1,0 +1,210 @@
+"""Nodes with different numbers of ranks: replicas that cut a parameter at different rows, and exchange it in pieces."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from detonation.core.agreement.selftest import rounds_by_place
+from detonation.core.flat.tensors import Piece, local
+from detonation.core.link.communicator import Axis, Communicator, communicator_of
+from detonation.core.link.handshake import require_same, send_to_all
+from detonation.core.schemes.scheme import GradientScheme, Scheme
+
+Pieces = dict[str, Tensor]
+Owners = tuple[int, ...]
+"""The ranks that hold a piece, one of each replica."""
+
+
+class UnevenAxis:
+    """Between replicas of different numbers of ranks.
+
+    Every parameter is cut wherever a replica cuts it. What lies between two cuts has one owner in each replica, and
+    these owners are a process group. So each rank sends rows of its own shard alone, and where the cuts of large nodes
+    include those of small ones, messages are those of large nodes.
+
+    Args:
+        nodes: The ranks of each replica, neighbours, in order.
+        shard: The axis inside this rank's node.
+        backend: Of the slow link, and its options if it has some; None for that of the default group.
+    """
+
+    shared = True  # gradients leave in `step` alone
+
+    def __init__(self, nodes: Sequence[Sequence[int]], shard: DeviceMesh, backend: Any) -> None:
+        self._nodes, self._shard, self._device = nodes, shard, torch.device(shard.device_type)
+        self._backend, self._options = backend if isinstance(backend, tuple) else (backend, None)
+        self._rank, self._world = dist.get_rank(), _world(shard.device_type)
+        self.replica = next(number for number, ranks in enumerate(nodes) if self._rank in ranks)
+        self._groups: dict[Owners, DeviceMesh | None] = {}
+
+    def size(self) -> int:
+        return len(self._nodes)
+
+    def cut(self, parameters: Mapping[str, Tensor]) -> dict[Owners, Pieces]:
+        """For the owners of each part in order, its pieces of all parameters, some empty; none where this rank is none.
+
+        Shapes: any.
+        """
+        runs = {name: self._runs(parameter.shape[0]) for name, parameter in parameters.items()}
+        parts: dict[Owners, Pieces] = {ranks: {} for ranks in sorted({ranks for run in runs.values() for ranks in run})}
+        for ranks in (ranks for ranks in parts if self._rank in ranks):
+            parts[ranks] = {name: self._piece(p, ranks, runs[name]) for name, p in parameters.items()}
+        return parts
+
+    def divide(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, DeviceMesh, Pieces]]:
+        """This rank's parts of `parameters`, with the axis of each; see `communicator.divided`. Collective.
+
+        Raises on all ranks `ValueError` where one does not cut a parameter by its first dimension over its node, or has
+        nothing of any, and `Mismatch` where shapes differ.
+        """
+        if problem := next(filter(None, send_to_all(self._world, self._problem(parameters), self._device)), ""):
+            raise ValueError(problem)
+        shapes = {f"{name} (shape)": str(tuple(p.shape)) for name, p in parameters.items()}
+        require_same(self._world, None, shapes, self._device, {})
+        parts = self.cut(parameters)
+        if idle := {rank for node in self._nodes for rank in node} - {rank for ranks in parts for rank in ranks}:
+            raise ValueError(f"rank {min(idle)} has no row of any trained parameter: start fewer ranks on its node")
+        timeout = self._shard.get_group()._get_backend(self._device).options._timeout
+        for ranks in (ranks for ranks in parts if ranks not in self._groups):
+            group = dist.new_group(list(ranks), timeout, self._backend, self._options)
+            here = self._rank in ranks
+            self._groups[ranks] = DeviceMesh.from_group(group, self._device.type) if here else None
+        numbers = {ranks: number for number, ranks in enumerate(self._groups)}
+        return [(numbers[r], on, part) for r, part in parts.items() if (on := self._groups[r]) is not None]
+
+    def broadcast(self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
+        """Gives all replicas the weights and buffers of the first, in place; whole ones of its first rank. Collective.
+
+        Shapes: any.
+        """
+        sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+        for tensor in (*(p for name, p in parameters.items() if name not in sharded), *buffers):
+            dist.broadcast(tensor, 0)
+        for _, on, pieces in self.divide(sharded) if sharded else ():
+            for piece in (piece for piece in pieces.values() if piece.numel()):
+                dist.broadcast(piece, dist.get_global_rank(on.get_group(), 0), on.get_group())
+
+    def norms(self, parameters: Mapping[str, Tensor]) -> list[tuple[list[Communicator], Pieces]]:
+        """The pieces of all owners, for `Clip`, in an order that all replicas share; empty where another rank has them.
+
+        Shapes: any.
+        """
+        empty = local(next(iter(parameters.values())))[:0].detach()
+        parts = self.cut(parameters).items()
+        every = {f"{ranks} {name}": part.get(name, empty) for ranks, part in parts for name in parameters}
+        return [([communicator_of(self._shard)], every)]
+
+    def refuse(
+        self, levels: Sequence[tuple[Axis, Scheme]], base: Optimizer, intra_node: DeviceMesh | None, balance: bool
+    ) -> None:
+        """Raises `ValueError` for what replicas of different numbers of ranks cannot do yet."""
+        gradients = [scheme for _, scheme in levels if isinstance(scheme, GradientScheme)]
+        late = [scheme.name for scheme in gradients if scheme.round.delay]
+        kinds = {(local(p).device, p.dtype) for group in base.param_groups for p in group["params"]}
+        kinds = {(device, dtype) for device, dtype in kinds if gradients and device.type != "meta"}
+        odd = [str(dtype) for device, dtype in kinds if rounds_by_place(base, dtype, device)]
+        for what, remedy in {
+            f"{type(base).__name__} of {', '.join(odd)}": odd and "its bits depend on the cut; take SignSGD, or AdamW",
+            "intra_node": intra_node is not None and "shard the model inside each node",
+            "balance=True": balance and "let slow nodes process less per step",
+            "levels on several axes": any(axis is not self for axis, _ in levels) and "take one axis",
+            f"{', '.join(late)} with a delay": late and "take delay=0",
+        }.items():
+            if remedy:
+                raise ValueError(f"{self._sizes} cannot have {what}: {remedy}, or start equally many on each")
+
+    def all_gather(self, mine: Tensor) -> Any:
+        """Raises `ValueError`: no group has all ranks of the axis."""
+        raise ValueError(f"the axis joins {self._sizes}, some rows at a time: it is for `replicate` alone")
+
+    all_reduce = all_to_all = all_gather
+
+    @property
+    def _sizes(self) -> str:
+        return f"nodes of {[len(ranks) for ranks in self._nodes]} ranks"
+
+    def _runs(self, rows: int) -> dict[Owners, tuple[int, int]]:
+        """The rows from which and below which each group of owners has a parameter of `rows` rows, as FSDP2 cuts it."""
+        each = [max(1, -(-rows // len(ranks))) for ranks in self._nodes]
+        cuts = {min(rows, cut) for size in each for cut in range(0, rows + size, size)}
+        return {
+            tuple(ranks[first // size] for ranks, size in zip(self._nodes, each, strict=True)): (first, end)
+            for first, end in pairwise(sorted(cuts))
+        }
+
+    def _piece(self, parameter: Tensor, ranks: Owners, run: Mapping[Owners, tuple[int, int]]) -> Piece:
+        rows, node = parameter.shape[0], self._nodes[self.replica]
+        first, end = run.get(ranks, (rows, rows))
+        begin = first if first == end else node.index(self._rank) * -(-rows // len(node))
+        largest = -(-rows // max(map(len, self._nodes)))
+        piece = Piece.of(parameter, ranks, first, slice(first - begin, end - begin), largest)
+        piece.cut = self.cut
+        return piece
+
+    def _problem(self, parameters: Mapping[str, Tensor]) -> str:
+        """What is wrong with the parameters of this rank; "" where nothing is."""
+        node = [*self._nodes[self.replica]]
+        for name, parameter in parameters.items():
+            cut = parameter.ndim > 0 and len(node) == 1
+            if isinstance(parameter, DTensor):
+                ranks = parameter.device_mesh.mesh.flatten().tolist()
+                cut = ranks == node and parameter.placements == (Shard(0),)
+            if not cut:
+                remedy = 'fully_shard(model, mesh=mesh["shard"]) or detonation.shard(model, mesh)'
+                return f"{name} is not cut by its first dimension over the ranks {node} of a node: {remedy}"
+        return ""
+
+
+class UnevenMesh:
+    """The axes "replicate" and "shard" of replicas that have different numbers of ranks, as `init_mesh` returns them.
+
+    Args:
+        sizes: The ranks of each replica.
+        backend: As in `UnevenAxis`.
+    """
+
+    mesh_dim_names = ("replicate", "shard")
+
+    def __init__(self, sizes: Sequence[int], device_type: str, backend: Any) -> None:
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        nodes = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        groups = [dist.new_group(list(ranks)) for ranks in nodes]
+        group = next(group for group, ranks in zip(groups, nodes, strict=True) if dist.get_rank() in ranks)
+        self.device_type, self.size, self.get_rank = device_type, lambda: ends[-1], dist.get_rank
+        shard = DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+        self._axes = {"shard": shard, "replicate": UnevenAxis(nodes, shard, backend)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._axes[name]
+
+    def get_group(self, name: str) -> dist.ProcessGroup:
+        return self[name].get_group()  # type: ignore[no-any-return]
+
+
+def sizes_of_nodes(mine: int, device: torch.device) -> list[int]:
+    """The number of ranks of each node, where this rank's has `mine`. Collective over the default group.
+
+    Raises `ValueError` where the ranks of a node are no neighbours.
+    """
+    found, sizes = send_to_all(_world(device.type), mine, device), list[int]()
+    while (at := sum(sizes)) < len(found):
+        sizes.append(found[at])
+        if found[at : at + sizes[-1]] != [sizes[-1]] * sizes[-1]:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE by rank is {found}: the ranks of a node must be neighbours; order them so"
+            )
+    return sizes
+
+
+def _world(device_type: str) -> Communicator:
+    """Of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return communicator_of(DeviceMesh.from_group(group, device_type))
