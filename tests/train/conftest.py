@@ -45,7 +45,7 @@ def train(tiny, tmp_path):
     def trained(out, *sets, tables=None, stop_after=None, **options):
         config = tiny(*sets, **(tables or {}))
         request = Request(Path("tiny.toml"), out=tmp_path / out, stop_after=stop_after)
-        world_size = config.mesh.replicas * config.mesh.shards
+        world_size = sum(config.mesh.sizes)
         return run_local(train_on_rank, world_size, [RunTask(request, config, **options)], timeout_s=LIMIT_S)
 
     return trained

@@ -137,8 +137,8 @@ def test_gradient_schemes_are_refused_before_anything_starts(tiny):
 
 def test_waiting_is_the_slowest_replicas_up_to_what_it_was_busy_for():
     waits = Waits()
-    waits.meet([[1, 2], [3, 0], [1, 5]], shards=1)
-    waits.meet([[2, 0], [1, 1], [9, 0]], shards=1)
+    waits.meet([[1, 2], [3, 0], [1, 5]], [1] * 3)
+    waits.meet([[2, 0], [1, 1], [9, 0]], [1] * 3)
     assert waits.table() == {
         "seconds": [[0, 2, 0], [0, 0, 1], [0, 2, 0]],
         "network_s": [0, 0, 3],
@@ -170,9 +170,9 @@ def test_waits_begin_anew_where_a_replica_comes_in():
     waits = Waits()
     waits.add(seconds=3.0, waited=1.0)
     assert waits.own == (2.0, 1.0) and waits.table() == {}
-    waits.meet([[1.0, 9.0]] * 4, shards=2)
+    waits.meet([[1.0, 9.0]] * 4, [2, 2])
     assert waits.own == (0.0, 0.0) and waits.table()["network_s"] == [9.0, 9.0]
-    waits.meet([[1.0, 3.0], [1.0, 1.0], [3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 0.0]], shards=2)
+    waits.meet([[1.0, 3.0], [1.0, 1.0], [3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [2] * 3)
     assert waits.table() == {
         "seconds": [[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
         "network_s": [0.0, 0.0, 0.0],

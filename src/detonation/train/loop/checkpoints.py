@@ -25,7 +25,7 @@ from detonation.train.output.directory import Unwritable
 from detonation.train.recipe.schema import Table
 from detonation.train.recipe.tables import settings_of, to_table
 
-_ANNOUNCED = {"mesh.replicas", "mesh.shards", "train.init_from"}
+_ANNOUNCED = {"mesh.replicas", "mesh.shards", "mesh.nodes", "train.init_from"}
 """Settings whose change another line tells of, or that count at the beginning alone."""
 
 # The screen of the run shows what the library logs here.

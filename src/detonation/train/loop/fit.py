@@ -17,7 +17,7 @@ from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGra
 from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
-from detonation.train.loop.world import Alone, ElasticRanks
+from detonation.train.loop.world import Alone, ElasticRanks, named
 from detonation.train.output.metrics import Record
 from detonation.wire.units import shard_bytes_sent
 
@@ -102,7 +102,7 @@ def _taking(session: Session) -> int | None:
     """The number of replicas that take the next step, where it may change."""
     taking = session.optimizer.stats.taking
     if taking is None and isinstance(session.world, ElasticRanks):
-        return session.world.size // session.config.mesh.shards
+        return len(session.world.sizes)
     return taking
 
 
@@ -150,13 +150,11 @@ class UnevenRounds:
         began = time.perf_counter()
         reports = self._session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._session.device))()
         agreeing = time.perf_counter() - began
-        self._session.waits.meet([report[4:] for report in reports], self._session.config.mesh.shards)
+        self._session.waits.meet([report[4:] for report in reports], self._session.world.sizes)
         for rank, (_, _, lost_at, *_) in enumerate(reports):
             if lost_at:
-                replica, shard = divmod(rank, self._session.config.mesh.shards)
-                raise NonFiniteLoss(
-                    f"the loss is not finite at step {lost_at:.0f} on replica {replica} (shard {shard})"
-                )
+                where = named(rank, self._session.world.sizes)
+                raise NonFiniteLoss(f"the loss is not finite at step {lost_at:.0f} on {where}")
         taken = sum(count for _, count, *_ in reports)
         if taken:
             self._loss, self._known = sum(total for total, *_ in reports) / taken, True
@@ -187,7 +185,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
     began = time.perf_counter()
     arrived = reports()
     agreeing = time.perf_counter() - began
-    session.waits.meet([seconds for _, _, *seconds in arrived], session.config.mesh.shards)
+    session.waits.meet([seconds for _, _, *seconds in arrived], session.world.sizes)
     agreed = _agreed(session, step, arrived)
     if innermost.worth_overlapping:
         with session.optimizer.overlap():
@@ -225,8 +223,7 @@ def _agreed(session: Session, step: int, reports: list[list[float]]) -> tuple[fl
     """
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
-            replica, shard = divmod(rank, session.config.mesh.shards)
-            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on replica {replica} (shard {shard})")
+            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on {named(rank, session.world.sizes)}")
     return sum(value for value, *_ in reports) / len(reports), int(max(number for _, number, *_ in reports))
 
 

@@ -33,7 +33,7 @@ from detonation.data.translation import TranslationPairs
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, require_same_settings
 from detonation.train.recipe import optimizers
-from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
+from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, described_mesh, require
 from detonation.train.recipe.tables import REPLICATE
 
 _PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
@@ -93,9 +93,9 @@ def check_config(config: Config) -> Config:
     except TypeError as error:
         raise ValueError(f"model {model.name} cannot take the batches of the data {loaded.name}: {error}") from error
     _with_layers(made, config.train)
-    needed = config.train.batch_size * config.mesh.replicas * config.mesh.shards
+    needed = config.train.batch_size * sum(config.mesh.sizes)
     if not isinstance(loaded.train, Streamed) and needed > (there := len(loaded.train)):
-        sizes = f"{config.train.batch_size} x {config.mesh.replicas} replicas x {config.mesh.shards} shards"
+        sizes = f"{config.train.batch_size} x {described_mesh(config.mesh)}"
         raise ValueError(f"train.batch_size {sizes} are {needed} examples, but there are {there}: take fewer")
     if config.train.bleu_sentences:
         check_translates(made, loaded)
@@ -119,7 +119,7 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
         return train
     if isinstance(loaded.train, Streamed):
         raise ValueError("train.epochs of a stream are unknown, because its length is: set train.steps")
-    examples = train.batch_size * train.accumulate * config.mesh.replicas * config.mesh.shards
+    examples = train.batch_size * train.accumulate * sum(config.mesh.sizes)
     return replace(train, steps=max(1, math.ceil(train.epochs * len(loaded.train) / examples)))
 
 
@@ -131,14 +131,14 @@ def start_session(config: Config, device: torch.device, axis: Axis | None = None
     """
     slow = config.mesh.slow_backend or None
     replicas = 1 if config.mesh.elastic else config.mesh.replicas  # of the process group
-    mesh = init_mesh(replicas, config.mesh.shards, device.type, slow_backend=slow)
+    mesh = init_mesh(replicas, config.mesh.nodes or config.mesh.shards, device.type, slow_backend=slow)
     model = seeded_model(config).to(device)
     shard(model, mesh, wire=config.mesh.shard_wire)
     base = optimizers.build_optimizer(config.optimizer, model)
     surviving = surviving_axis(config, mesh) if config.mesh.elastic else None
     axis = surviving or axis
     optimizer = replicated_run(config, base, model, axes(config, mesh) if axis is None else [axis])
-    world: World = Ranks(mesh, device) if surviving is None else ElasticRanks(mesh, surviving)
+    world: World = Ranks(mesh, device, config.mesh.sizes) if surviving is None else ElasticRanks(mesh, surviving)
     return Session(config, world, device, load_data(config.data), model, base, optimizer)
 
 

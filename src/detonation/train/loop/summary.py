@@ -39,9 +39,12 @@ def counted(session: Session, before: Counts) -> Counts:
     names = [name for name, _ in session.model.named_parameters()]
     skipped, refused = session.optimizer.stats.skipped_by_parameter, session.optimizer.stats.refused
     mine = torch.tensor([*(skipped.get(name, 0) for name in names), refused], device=session.device)
-    everyone = torch.tensor(session.world.all_gather(mine)()).view(-1, session.config.mesh.shards, len(mine))
+    everyone = torch.tensor(session.world.all_gather(mine)())
+    replicas = torch.split_with_sizes(everyone, session.world.sizes)
+    if len({*session.world.sizes}) > 1:  # which cut a parameter at other rows
+        replicas = tuple(each.sum(0, keepdim=True) for each in replicas)
     # All replicas see the faults of a shard, except those that its owner alone sees: the maximum over replicas counts.
-    *here, refused = everyone.amax(0).sum(0).tolist()
+    *here, refused = torch.stack(replicas).amax(0).sum(0).tolist()
     together = Counter(before.skipped) + Counter(dict(zip(names, here, strict=True)))
     return Counts(dict(together.most_common()), before.refused + refused)
 
@@ -66,7 +69,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     taken = data.times(records)
     examples = _examples(session) * taken
     session.waits.meet(
-        session.world.all_gather(torch.tensor(session.waits.own, device=session.device))(), config.mesh.shards
+        session.world.all_gather(torch.tensor(session.waits.own, device=session.device))(), session.world.sizes
     )
     return {
         "scheme": config.schemes,
@@ -74,7 +77,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         **({"adapted_to": moves[-1]} if moves else {}),
         "optimizer": config.optimizer.name,
         "replicas": config.mesh.replicas,
-        "shards": config.mesh.shards,
+        "shards": [*config.mesh.nodes] or config.mesh.shards,
         "seed": config.seed,
         "model": config.model.name,
         "data": session.data.name,
@@ -123,9 +126,10 @@ def portion(session: Session) -> Portion:
 
 
 def _examples(session: Session) -> int:
-    """The examples of one replica in one step."""
+    """The examples of one replica in one step; the mean where replicas differ."""
     train = session.config.train
-    return train.batch_size * train.accumulate * session.config.mesh.shards
+    sizes = session.config.mesh.sizes
+    return train.batch_size * train.accumulate * sum(sizes) // len(sizes)
 
 
 def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float, float]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,15 +29,17 @@ Gathered = Callable[[], list[list[Any]]]
 
 
 class Ranks:
-    """The processes of a mesh ("replicate", "shard"). The methods of a world are collective."""
+    """The processes of a mesh ("replicate", "shard"), and how many each replica has. The methods are collective."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, mesh: DeviceMesh, device: torch.device, sizes: list[int]) -> None:
+        self.rank, self.size, self.sizes = dist.get_rank(), dist.get_world_size(), sizes
         self._mesh, self._comm = mesh, CommStream(device)
         self._hosts = mesh.get_group("shard")
         if dist.get_backend(self._hosts) != "gloo":
             # Counts of the host go from host to host: a device would first finish its queue.
-            self._hosts, _ = dist.new_subgroups(mesh["shard"].size(), backend="gloo")  # type: ignore[no-untyped-call]
+            ends = [*accumulate(sizes)]
+            groups = [dist.new_group([*range(e - n, e)], backend="gloo") for n, e in zip(sizes, ends, strict=True)]
+            self._hosts = next(group for group, end in zip(groups, ends, strict=True) if self.rank < end)
 
     def all_gather(self, values: Tensor) -> Gathered:
         """The `values` of all ranks. Until they are asked for, neither host nor device waits."""  # [n]
@@ -77,6 +80,10 @@ class ElasticRanks:
     @property
     def size(self) -> int:
         return self._axis.size() * self._shards
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self._shards] * self._axis.size()
 
     def all_gather(self, values: Tensor) -> Gathered:
         mine = [torch.empty_like(values) for _ in range(self._shards)]
@@ -122,6 +129,7 @@ class Alone:
 
     def __init__(self, communicator: Communicator) -> None:
         self.rank, self.size, self._communicator = communicator.replica, communicator.size(), communicator
+        self.sizes = [1] * self.size
 
     def all_gather(self, values: Tensor) -> Gathered:
         arrived = self._communicator.all_gather(values.contiguous().view(torch.uint8))
@@ -139,6 +147,17 @@ class Alone:
 
 World = Ranks | ElasticRanks | Alone
 """All ranks of a run."""
+
+
+def named(rank: int, sizes: Sequence[int]) -> str:
+    """A rank in words, among replicas of `sizes` ranks.
+
+    >>> named(2, [1, 2])
+    'replica 1 (shard 1)'
+    """
+    ends = [*accumulate(sizes)]
+    replica = next(number for number, end in enumerate(ends) if rank < end)
+    return f"replica {replica} (shard {rank - ends[replica] + sizes[replica]})"
 
 
 def _arrived(work: dist.Work, everyone: list[Tensor]) -> list[list[Any]]:
@@ -170,8 +189,8 @@ class Waits:
     rest of their waiting is the network's. Where the number of replicas changes the sums begin anew.
 
     >>> waits = Waits()
-    >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], shards=1)
-    >>> waits.meet([[3.0, 0.5], [4.0, 0.0]], shards=1)
+    >>> waits.meet([[1.0, 2.5], [1.0, 3.0]], [1, 1])
+    >>> waits.meet([[3.0, 0.5], [4.0, 0.0]], [1, 1])
     >>> waits.table()
     {'seconds': [[0.0, 0.5], [0.0, 0.0]], 'network_s': [2.5, 3.0], 'slowest': 1, 'lasted_s': 7.5}
     """
@@ -184,12 +203,13 @@ class Waits:
         """Takes in a step of this rank of `seconds`, of which it `waited` some."""
         self.own = (self.own[0] + seconds - waited, self.own[1] + waited)
 
-    def meet(self, reports: Sequence[Sequence[float]], shards: int) -> None:
+    def meet(self, reports: Sequence[Sequence[float]], sizes: list[int]) -> None:
         """Takes in the `own` seconds of all ranks, in rank order; they count as reported then.
 
-        shards: Ranks of each replica; they wait for each other in backward, and their mean counts.
+        sizes: Ranks of each replica; they wait for each other in backward, and their mean counts.
         """
-        busy, waited = torch.tensor(reports, dtype=torch.float64).view(-1, shards, 2).mean(1).unbind(1)  # [replicas]
+        of_replicas = torch.split_with_sizes(torch.tensor(reports, dtype=torch.float64), sizes)
+        busy, waited = torch.stack([each.mean(0) for each in of_replicas]).unbind(1)  # [replicas]
         if len(busy) != len(self._waited):
             self._waited, self._lasted = self._waited.new_zeros(len(busy), len(busy) + 1), 0.0
         last = int(busy.argmax())

@@ -84,6 +84,10 @@ def read_layers(
     overrides = parse_sets(sets)
     tables = read_recipe(recipe)
     over = {**overrides.get("mesh", {}), **{key: value for key, value in mesh.items() if value is not None}}
+    if nodes := over.get("nodes", _sub(tables, "mesh").get("nodes")):
+        flags = [f"--{key}" for key in ("replicas", "shards") if over.get(key) is not None]
+        require(not flags, "mesh.nodes", nodes, f"left out with {', '.join(flags)}")
+        over["nodes"] = nodes
     levels = replicas_of_levels(tables, overrides)
     if levels is None or "replicas" in over:
         over = fill_mesh(over, place)
@@ -100,7 +104,10 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
     """
     if place is None:
         return dict(mesh)
-    replicas, shards = mesh.get("replicas"), mesh.get("shards")
+    replicas, shards, nodes = mesh.get("replicas"), mesh.get("shards"), mesh.get("nodes")
+    if nodes:
+        require(sum(nodes) == place.world_size, "mesh.nodes", nodes, f"{place.world_size} ranks, which were started")
+        return dict(mesh)
     for name, value in (("replicas", replicas), ("shards", shards)):
         require(value is None or (type(value) is int and value >= 1), f"mesh.{name}", value, "a number of at least 1")
     if shards is None:
@@ -112,7 +119,7 @@ def fill_mesh(mesh: Mapping[str, Any], place: LaunchPosition | None) -> Table:
         replicas = place.world_size // shards
     if replicas * shards != place.world_size:
         product = f"{replicas} replicas x {shards} shards are {replicas * shards} processes"
-        remedy = "leave both out, and start equally many on each node (other nodes train in a loop of your own)"
+        remedy = "leave both out, and start as many on each node, or name the ranks of each: --set mesh.nodes=[4,2]"
         raise ValueError(f"{product}, but the launcher started {place.world_size}: {remedy}")
     return {**mesh, "replicas": replicas, "shards": shards}
 

@@ -158,6 +158,7 @@ class MeshConfig:
     Args:
         replicas: Copies of the model, usually nodes.
         shards: Parts of each copy, usually the accelerators of a node.
+        nodes: Ranks of each node where nodes have different numbers, such as [4, 2]; each is then a replica.
         link: Emulated speed of the links between nodes, such as "100mbit,5ms"; "" leaves the network as it is.
         shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link between nodes.
         shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
@@ -175,6 +176,7 @@ class MeshConfig:
 
     replicas: int = 2
     shards: int = 2
+    nodes: tuple[int, ...] = ()
     link: str = ""
     shard_nodes: int = 1
     shard_weights: str = "fp32"
@@ -189,6 +191,12 @@ class MeshConfig:
         require(self.slow_backend in ("", *SLOW_BACKENDS), "mesh.slow_backend", self.slow_backend, '"gloo" or ""')
         require(self.replicas >= 1, "mesh.replicas", self.replicas, "at least 1")
         require(self.shards >= 1, "mesh.shards", self.shards, "at least 1")
+        if self.nodes:
+            require(min(self.nodes) >= 1, "mesh.nodes", [*self.nodes], "at least 1 each")
+            taken = self.elastic or bool(self.link) or self.shard_nodes > 1
+            require(not taken, "mesh.nodes", [*self.nodes], "left out with elastic, link or shard_nodes")
+            object.__setattr__(self, "replicas", len(self.nodes))
+            object.__setattr__(self, "shards", min(self.nodes))  # a rank there has most to send
         require(1 <= self.min_replicas <= self.replicas, "mesh.min_replicas", self.min_replicas, "from 1 to replicas")
         plain = (self.min_replicas, self.meet) == (1, "")
         require(self.elastic or plain, "mesh.elastic", False, "true with mesh.min_replicas or mesh.meet")
@@ -205,12 +213,26 @@ class MeshConfig:
             require(getattr(self, key) == default, f"mesh.{key}", getattr(self, key), allowed)
 
     @property
+    def sizes(self) -> list[int]:
+        """The ranks of each replica."""
+        return [*self.nodes] or [self.shards] * self.replicas
+
+    @property
     def shard_wire(self) -> ShardWire | None:
         """The compression between the nodes of one copy; None where a copy lies on one node."""
         if self.shard_nodes == 1:
             return None
         kinds = self.shard_weights, self.shard_gradients
         return ShardWire(*kinds, self.shard_nodes, rotate=self.shard_rotate, link=self.link)
+
+
+def described_mesh(mesh: MeshConfig) -> str:
+    """The replicas and shards of a mesh in words.
+
+    >>> described_mesh(MeshConfig(2, 4)), described_mesh(MeshConfig(nodes=(4, 2)))
+    ('2 replicas x 4 shards', '2 replicas of [4, 2] shards')
+    """
+    return f"{mesh.replicas} replicas " + (f"of {[*mesh.nodes]} shards" if mesh.nodes else f"x {mesh.shards} shards")
 
 
 _SHARD_KEYS = ("shard_weights", "shard_gradients", "shard_rotate")
@@ -274,6 +296,8 @@ class Config:
         publish = self.train.publish
         require(one or not publish, "train.publish", publish, '"": a feed takes one level that agrees')
         require(one or not self.mesh.elastic, "mesh.elastic", True, "false: it takes one level that agrees")
+        plain = len(self.levels) == 1 and self.scheme.name != "auto"
+        require(plain or not self.mesh.nodes, "mesh.nodes", [*self.mesh.nodes], "left out with several levels or auto")
         assert math.prod(level.replicas for level in self.levels) == self.mesh.replicas
 
     @property

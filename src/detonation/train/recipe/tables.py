@@ -158,10 +158,11 @@ def _typed(kind: Any, setting: str, value: Any) -> Any:
         texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         require(texts, setting, value, "a list of texts")
         return tuple(value)
-    if kind == tuple[float, ...]:
-        numbers = isinstance(value, list | tuple) and all(type(item) in (int, float) for item in value)
-        require(numbers, setting, value, "a list of numbers")
-        return tuple(map(float, value))
+    if kind in (tuple[float, ...], tuple[int, ...]):
+        taken: Any = (int, float) if kind == tuple[float, ...] else (int,)
+        numbers = isinstance(value, list | tuple) and all(type(item) in taken for item in value)
+        require(numbers, setting, value, "a list of numbers" if float in taken else "a list of whole numbers")
+        return tuple(map(taken[-1], value))
     names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -22,6 +22,7 @@ from detonation.train.loop.summary import NOTHING, Counts, portion
 from detonation.train.loop.timing import flops
 from detonation.train.output import directory, metrics, trackers
 from detonation.train.output.screen import Screen
+from detonation.train.recipe.schema import described_mesh
 from detonation.train.recipe.sizes import misfits
 from detonation.train.recipe.tables import to_table
 
@@ -93,8 +94,7 @@ class Recorder:
     def add(self, record: metrics.Record) -> None:
         """Takes in the record of one more step."""
         shown = record.step % self._train.log_every == 0 or record.val_loss is not None
-        replicas = self._session.world_size // self._session.config.mesh.shards
-        self._passes += 1.0 if record.taking is None else record.taking / replicas
+        self._passes += 1.0 if record.taking is None else record.taking / len(self._session.world.sizes)
         if shown and self._loggers:
             record = replace(record, **self._measured(record))
         self.records.append(record)
@@ -134,7 +134,7 @@ class Recorder:
 
 def _title(session: Session, path: Path, tuned: bool) -> str:
     config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
-    world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
+    world = described_mesh(config.mesh)
     world += f" and an emulated link of {config.mesh.link}" if config.mesh.link else ""
     model = f"{config.model.name} with {numel:,} parameters"
     optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"

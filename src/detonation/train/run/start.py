@@ -144,7 +144,7 @@ def on_ranks(
     Ranks on CPU are forks, and do `work(task)` on the task in memory. Ranks with a GPU each start afresh: they do
     `afresh(*plain)`, with the request in plain values.
     """
-    size = mesh.replicas * mesh.shards
+    size = sum(mesh.sizes)
     survival = Survival(mesh.shards, mesh.min_replicas, mesh.meet) if mesh.elastic else None
     if gpus_for(size):
         return run_local(afresh, size, plain, survival=survival)

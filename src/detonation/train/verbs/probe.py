@@ -86,6 +86,9 @@ def _prepare(request: ProbeRequest, place: LaunchPosition | None) -> ProbeTask:
     layers = read_layers(request.recipe, request.overrides, place, mesh=flags)
     config = check_config(standing(Layers(layers.tables, merge(layers.overrides, _OFF))))
     require(len(config.levels) == 1, "scheme", config.schemes, "one level: the schemes are measured on one axis")
+    require(
+        not config.mesh.nodes, "mesh.nodes", [*config.mesh.nodes], "left out: probe as many on each as the smallest has"
+    )
     return ProbeTask(config.mesh, request.recipe.stem, layers, config)
 
 
