@@ -209,7 +209,7 @@ class Replicated(OptimizerWrapper):
         if tape and len(self.levels) > 1:
             raise ValueError(f"one level of replication can be recorded, this optimizer has {len(self.levels)}")
         if tape and hasattr(self.levels[0][0], "divide"):
-            raise ValueError("nodes with different numbers of ranks keep no log and publish no steps: start equally many")
+            raise ValueError("nodes of different numbers of ranks keep no log and publish nothing: start equally many")
         self.tape = tape
         for link, _ in self._routes.values():
             link.tape = tape

@@ -15,7 +15,7 @@ from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.channel import Channel
 from detonation.core.replicator.local_state import LocalState
 from detonation.core.replicator.overlap import CommStream, Overlap, OverlapError, refuse_unequal
-from detonation.core.replicator.pending import Pending, step_on
+from detonation.core.replicator.pending import Pending
 from detonation.core.replicator.transfer import Transfer
 from detonation.core.schemes.scheme import GradientScheme
 
@@ -70,8 +70,7 @@ class GradientReplicator(Replicator):
         self.refuse_overlap()
 
     def synchronize(self, step: int) -> None:
-        step_on(self._updates.waiting(), self.parameters, self._base)
-        self._updates.clear()
+        self._updates.step_on(self.parameters, self._base)
 
     @contextmanager
     def overlap(self, step: int) -> Iterator[None]:
