@@ -3,7 +3,7 @@
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint
 from detonation.checkpoint.newest import NoCheckpoint
 from detonation.checkpoint.shard_saver import NotSaved
-from detonation.cluster.survive.agreement import ReplicaLost
+from detonation.cluster.survive.agreement import ReplicaLeft, ReplicaLost
 from detonation.core.agreement.consensus import HalfStep
 from detonation.core.base_error import DetonationError
 from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGradient
@@ -29,5 +29,6 @@ __all__ = [
     "NotSaved",
     "OverlapError",
     "PeerLost",
+    "ReplicaLeft",
     "ReplicaLost",
 ]

@@ -103,7 +103,11 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
         end_first(first, address)
         second.wait_for_step(1)  # it writes now
         os.kill(newcomer.pid, signal.SIGTERM)
-        assert [command.wait() for command in (second, newcomer)] == [0, 0], [c.errors for c in commands]
+        assert newcomer.wait() == 0, newcomer.errors
+        assert "stopped by SIGTERM" in newcomer.stdout and "the others train on" in newcomer.stdout
+        second.wait_for_step(len(metrics(tmp_path)) + 2)
+        os.kill(second.pid, signal.SIGTERM)  # nobody would be left
+        assert second.wait() == 0, second.errors
     finally:
         for command in commands:
             command.kill()
@@ -111,7 +115,20 @@ def test_replicas_meet_as_worlds_of_their_own_and_another_one_comes_in(tmp_path)
     assert steps == list(range(1, len(steps) + 1))
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert newest.name == f"step-{steps[-1]:06d}"
-    assert json.loads((newest / "manifest.json").read_text())["replicas"] == 2
+    assert json.loads((newest / "manifest.json").read_text())["replicas"] == 1
+
+
+@pytest.mark.parametrize("replica", [0, 2])
+def test_the_others_finish_the_run_when_one_replica_is_asked_to_leave(begun, tmp_path, replica):
+    command = begun("--replicas", 3)
+    command.wait_for_step(3)
+    os.kill(command.ranks[replica], signal.SIGTERM)
+    assert command.wait() == 0, command.errors
+    found = summary(tmp_path)
+    assert (found["steps"], found["replicas_left"], found["replicas_equal"]) == (40, 2, True)
+    assert [(loss["replicas"], loss["left"]) for loss in found["losses"]] == [([replica], True)]
+    assert f"replica {replica} left after step" in command.stdout + command.errors
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 41))
 
 
 def test_a_replica_that_came_in_goes_on_with_the_metrics_when_it_alone_is_left(tmp_path):

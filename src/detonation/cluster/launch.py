@@ -201,7 +201,8 @@ def _wait(
             del pids[rank]
             code, path = os.waitstatus_to_exitcode(status), _failure_file(folder, rank)
             if not code:
-                end_deadline = time.monotonic() + _LEAVING_S if meeting is not None else end_deadline
+                if meeting is not None and not meeting.has_left(rank):
+                    end_deadline = time.monotonic() + _LEAVING_S
                 continue
             failure = Failure(**read_result(path)) if path.exists() else failure_from_exit_code(rank, code)
             beside = meeting.survives(failure) if meeting is not None else ()

@@ -69,7 +69,8 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
     console, where = PlainConsole(stream), summary["directory"]
     if "stopped_after" in summary:
         stopped = f"stopped by {summary['stopped_by']} after step {summary['stopped_after']}"
-        console.lines([f"{stopped}; continue with --out {where} --resume"])
+        goes_on = "the others train on" if "left" in summary else f"continue with --out {where} --resume"
+        console.lines([f"{stopped}; {goes_on}"])
         return
     console.table([], run_rows(summary))
     console.lines([*notes, f"run directory: {where}"])

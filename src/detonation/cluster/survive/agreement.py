@@ -33,13 +33,17 @@ class ReplicaLost(DetonationError, RuntimeError):
     """The others go on without this replica, or too few are left to go on."""
 
 
+class ReplicaLeft(ReplicaLost):
+    """This replica has left, as it was asked to: what it had not sent is with the others."""
+
+
 @dataclass(frozen=True)
 class RankReport:
     """How far a rank has come.
 
     floor: it finished all collectives up to this number. beyond: those that it finished besides. absent: of finished
     collectives that it still holds, the numbers of the replicas without a part in them. begun: the steps that it began.
-    users: the same for each optimizer on the axis.
+    users: the same for each optimizer on the axis. leaves: its replica was asked to leave.
     """
 
     floor: int
@@ -48,6 +52,7 @@ class RankReport:
     begun: int
     guest: int = -1
     users: list[int] = field(default_factory=list)
+    leaves: bool = False
 
     def has(self, number: int) -> bool:
         """True if the rank finished the collective `number`."""
@@ -135,12 +140,13 @@ def note_gone(store: Store, rank: int) -> None:
 
 
 def axis_key(
-    kind: Literal["beat", "left", "ask", "feed", "coming", "copy", "ready", "admit", "at"], *numbers: int
+    kind: Literal["beat", "left", "asked", "ask", "feed", "coming", "copy", "ready", "admit", "at"], *numbers: int
 ) -> str:
     """A key of the store, by the numbers of a rank, of a guest, or of a guest and one of its shards.
 
-    Of a rank: its beat; that it has left together with the others. Of a guest: that it asks to come in; the step after
-    which it gets its copy, and before which it comes in (admit). Of its shard: the address of its feed; that it waits
-    for a copy (coming), and has it (ready). at: that a rank, second, has come to the step of a guest, first.
+    Of a rank: its beat; that it has left together with the others, or because it was asked. Of a guest: that it asks to
+    come in; the step after which it gets its copy, and before which it comes in (admit). Of its shard: the address of
+    its feed; that it waits for a copy (coming), and has it (ready). at: that a rank, second, has come to the step of a
+    guest, first.
     """
     return "/".join((kind, *map(str, numbers)))

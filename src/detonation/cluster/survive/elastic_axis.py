@@ -109,6 +109,10 @@ class MeetingPoint:
         epoch = int(store.get(EPOCH)) if store.check([EPOCH]) else 0
         return {*parse_agreement(epoch, store.get(f"{epoch}/record")).members} if epoch else {*range(self._replicas)}
 
+    def has_left(self, rank: int) -> bool:
+        """True where `rank` was asked to leave before the others, and has."""
+        return self._store is not None and axis_store(self._store, 0).check([axis_key("asked", rank)])
+
     def left_out(self) -> list[int]:
         """The ranks of replicas without which the others go on."""
         if self._store is None:

@@ -105,19 +105,20 @@ NumberedKind = Literal["all_reduce", "all_gather", "all_to_all"]
 class SurvivedLoss:
     """A loss that the replicas survived. recovered_s: from its notice until all collectives went on.
 
-    replicas: those that were lost; came: one that came in.
+    replicas: those that were lost; came: one that came in. left: they were asked to leave.
     """
 
     replicas: tuple[int, ...]
     next_step: int
     recovered_s: float
     came: tuple[int, ...] = ()
+    left: bool = False
 
     def text(self, left: int, before: int) -> str:
         """The loss in words, where `left` of `before` replicas go on."""
         names = f"replica{'s' * (len(self.replicas) > 1)} {', '.join(map(str, self.replicas))}"
         end = f"with step {self.next_step} as the first without it; {self.recovered_s:.2f} s after the notice"
-        return f"{names} lost: {left} of {before} go on, {end}"
+        return f"{names} {'has left' if self.left else 'lost'}: {left} of {before} go on, {end}"
 
 
 @dataclass

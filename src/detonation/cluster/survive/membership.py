@@ -46,6 +46,7 @@ class Membership:
 
     members: replicas, by the numbers with which they began. called: a loss was noticed, so that `agree` is due.
     under_way: the first steps are over: silence counts. guest: the next replica that may join; guest_asks: it asked.
+    leaves: this replica was asked to leave, and not all know yet.
 
     Args:
         store: Reached by all ranks; it must outlive each of them.
@@ -73,7 +74,8 @@ class Membership:
         self.is_guest, self.guest, self.guest_asks = is_guest, replicas, False
         self.replica, self.shard, self.shards, self.rank = replica, shard, shards, replica * shards + shard
         self.changed, self.noticed_at, self.under_way = threading.Condition(), 0.0, False
-        self._silence_s, self._min, self._end = silence_s, min_replicas, end
+        self.leaves = False
+        self._silence_s, self.least, self._end = silence_s, min_replicas, end
         self._confirm_s = CONFIRM_S if confirm_s is None else confirm_s
         self.store: Store = store.clone()  # type: ignore[attr-defined]  # one connection for each thread
         self._beats: Store = store.clone()  # type: ignore[attr-defined]
@@ -130,7 +132,8 @@ class Membership:
         agreement = parse_agreement(self.epoch + 1, self.store.get(self._key("record")))
         lost_here = [member for member in self.members if member not in agreement.members]
         for member in lost_here:
-            self.store.set(f"lost/{member}", "1")
+            if not self._has_left(member * self.shards + self.shard):
+                self.store.set(f"lost/{member}", "1")
         if self.replica not in agreement.members:
             raise ReplicaLost(agreement.leaves_out(self.replica))
         with self.changed:
@@ -140,8 +143,8 @@ class Membership:
             if agreement.awaited >= 0:
                 self.guest, self.guest_asks = agreement.awaited + 1, False
         self.store.set(EPOCH, str(self.epoch))
-        if len(self.members) < self._min:
-            left = f"{len(self.members)} of the replicas are left, min_replicas is {self._min}"
+        if len(self.members) < self.least:
+            left = f"{len(self.members)} of the replicas are left, min_replicas is {self.least}"
             raise ReplicaLost(
                 f"lost replica {', '.join(map(str, lost_here))} before step {agreement.next_step}: {left}"
             )
@@ -252,6 +255,8 @@ class Membership:
         self._look_for_guest()
         beats = dict(zip(watched, self._beats.multi_get([axis_key("beat", rank) for rank in watched]), strict=True))
         called = self._beats.check([f"{epoch + 1}/call"])
+        if self.leaves and not called:
+            self._beats.set(f"{epoch + 1}/call", "1")
         self._watch_record()
         now = time.monotonic()
         took, pace = now - self._awake, self._pace

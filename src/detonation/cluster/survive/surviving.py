@@ -49,6 +49,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self._started, self._floor, self._joined = floor, floor, begun
         self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
         self.awaits, self._channels, self.adopted = -1, 0, begun
+        self.departing: tuple[int, list[int]] = 0, []  # the step before which replicas leave, and their numbers
         self.pending: list[Agreement] = []  # on members whom no user has adopted
         self._users: list[AxisUser] = []
         self._changed = membership.changed  # guards all state here, and is notified of each change
@@ -89,8 +90,25 @@ class SurvivingCommunicator(ElasticCommunicator):
     def expects(self, step: int) -> bool:
         return self.guest is not None and step >= self.guest[0]
 
+    def leaving(self, step: int) -> list[int]:
+        return (self._users or [self.for_one()])[0].leaving(step)
+
     def adopt(self, step: int) -> list[int]:
         return (self._users or [self.for_one()])[0].adopt(step)
+
+    @property
+    def least(self) -> int:
+        """The number of replicas without which nobody goes on."""
+        return self._membership.least
+
+    def depart(self) -> None:
+        """Asks that this replica leave before one of the next steps, such as in a handler of SIGTERM.
+
+        All agree on the step. There open rounds end, what this replica has not sent goes to another one, and its step
+        raises `ReplicaLeft`; the others go on. One rank of a replica is enough. It has no effect where fewer than
+        `min_replicas` would be left.
+        """
+        self._membership.leaves = True
 
     @property
     def _begun(self) -> int:
@@ -209,6 +227,7 @@ class SurvivingCommunicator(ElasticCommunicator):
     def _recover(self) -> None:
         """Agrees with the others on who is left, and goes on with them. Collective."""
         membership, noticed, before = self._membership, time.monotonic(), list(self._membership.members)
+        departing = self.departing[1]
         if membership.called:
             noticed = min(noticed, membership.noticed_at)
         for _ in range(_MOST_TRIES):
@@ -227,6 +246,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         if before != membership.members:
             for pending in (self.pending, *(user.pending for user in self._users)):
                 pending.append(agreement)
+        self._note_departures(agreement)
         if agreement.guest >= 0:
             self.guest = agreement.next_step, agreement.guest
             membership.store.set(axis_key("admit", agreement.guest), str(agreement.next_step))
@@ -234,9 +254,21 @@ class SurvivingCommunicator(ElasticCommunicator):
         if lost:
             note_loss()
         came = tuple(member for member in membership.members if member not in before)
-        self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed, came))
+        left = bool(lost) and {*lost} <= {*departing}
+        self.losses.append(SurvivedLoss(lost, agreement.next_step, time.monotonic() - noticed, came, left))
         if lost and membership.rank == membership.members[0] * membership.shards:
             _log.warning("%s", self.losses[-1].text(len(membership.members), len(self.layout)))
+
+    def _note_departures(self, agreement: Agreement) -> None:
+        """Notes who leaves before the next step, where enough are left."""
+        membership, reports = self._membership, agreement.reports
+        asked = {rank // membership.shards for rank, report in reports.items() if report.leaves}
+        if membership.replica in asked:
+            membership.leaves = False  # all know
+        leave = {*asked, *self.departing[1]} & {*membership.members}
+        if len(membership.members) - len(leave) < max(1, membership.least):
+            leave = {*self.departing[1]} & leave
+        self.departing = agreement.next_step if asked else self.departing[0], sorted(leave)
 
     def _report(self) -> RankReport:
         for each in self._kept.values():
@@ -246,7 +278,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         beyond = [each.number for each in done if each.number > self._floor]
         absent = {str(each.number): sorted(each.absent) for each in done}
         users = [user.begun for user in self._users]
-        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users)
+        return RankReport(self._floor, beyond, absent, self._begun, self.awaits, users, self._membership.leaves)
 
     def _take_quietly(self, each: NumberedCollective) -> None:
         floor, each.floor = each.floor, 0  # what is kept must not change in a loop over it

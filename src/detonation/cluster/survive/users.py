@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.survive.agreement import Agreement, axis_key
+from detonation.cluster.survive.agreement import Agreement, ReplicaLeft, axis_key
 from detonation.cluster.survive.membership import Membership
 from detonation.core.link.elastic_communicator import ElasticCommunicator, PeerLost
 
@@ -134,7 +134,7 @@ class AxisUser(ElasticCommunicator):
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
             self.axis.settle()
-            if self._due(step) or self.axis.expects(step):
+            if self._due(step) or self.axis.expects(step) or self.leaving(step):
                 return True
             self._begin(step)
         return False
@@ -142,7 +142,12 @@ class AxisUser(ElasticCommunicator):
     def expects(self, step: int) -> bool:
         return self.axis.expects(step)
 
+    def leaving(self, step: int) -> list[int]:
+        first, members = self.axis.departing
+        return [self.layout.index(member) for member in members if member in self.layout] if step >= first else []
+
     def adopt(self, step: int) -> list[int]:
+        self._await_departure(step)
         self._await_guest(step)
         with self._membership.changed:  # at once: after another loss all ask who has begun this step, and with whom
             self.axis.settle()
@@ -160,6 +165,17 @@ class AxisUser(ElasticCommunicator):
         self._channels += 1
         channel = f"{self.layout}/{self._adopted}/user{self.number}/{self._channels}"
         return StoreTexts(self._membership, self.layout, channel)
+
+    def _await_departure(self, step: int) -> None:
+        """Leaves where this replica is to leave before `step`; otherwise waits until all have agreed on who is left."""
+        leaving = [self.layout[number] for number in self.leaving(step)]
+        if self._membership.replica in leaving:
+            self._membership.store.set(axis_key("asked", self._membership.rank), "1")
+            self.axis.close(0)
+            raise ReplicaLeft(f"replica {self._membership.replica} has left before step {step}, as it was asked to")
+        while any(member in self._membership.members for member in leaving):
+            self._membership.call_if_left()
+            time.sleep(_POLL_S)
 
     def _await_guest(self, step: int) -> None:
         """Waits before `step` until all have agreed whether the guest has come."""

@@ -82,6 +82,10 @@ class RenumberedCommunicator(ABC):
     def enter_step(self, step: int) -> bool:
         """Notes that this rank begins `step`, or is still in it. True, and nothing noted, where `adopt` comes first."""
 
+    def leaving(self, step: int) -> list[int]:
+        """The numbers of the replicas that leave before `step`, all ranks having agreed; they still take part."""
+        return []
+
     @abstractmethod
     def adopt(self, step: int) -> list[int]:
         """Renumbers the replicas, on all of them before the same step, and begins it; returns the old numbers of those

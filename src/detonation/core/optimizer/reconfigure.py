@@ -4,6 +4,7 @@ state."""
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from detonation.core.agreement.consensus import StopConsensus
@@ -135,12 +136,34 @@ def complete(
     consensus.conclude(step)
 
 
-def newcomer_needs_all(levels: Sequence[Level], step: int) -> bool:
-    """True where a replica may come in before `step`, and would lack messages that are on their way."""
+def needs_all(levels: Sequence[Level], step: int) -> bool:
+    """True where a replica may come in before `step`, and would lack messages that are on their way, or where one
+    leaves that has moved in an open round."""
+    elastic = [(axis, scheme.round) for axis, scheme in levels if isinstance(axis, ElasticCommunicator)]
     return any(
-        scheme.round.delay > 0 and isinstance(axis, ElasticCommunicator) and axis.expects(step)
-        for axis, scheme in levels
+        (round.delay > 0 and axis.expects(step)) or ((round.delay > 0 or round.every > 1) and axis.leaving(step))
+        for axis, round in elastic
     )
+
+
+def hand_over_memory(replicators: Sequence[Replicator], leaving: Sequence[int]) -> None:
+    """Gives the memories of the replicas `leaving` to the first that stays. Collective.
+
+    The sum of all memories, divided by the number of replicas, stays (law 1).
+    """
+    for channel in (each.channel for each in replicators if each.channel.memory):
+        memory, link = channel.memory, channel.link
+        assert memory is not None
+        leaves = link.replica in leaving
+        if leaves and isinstance(channel.exchange, TwoStage):
+            _return_residual(channel, channel.exchange)
+        handed = link.all_reduce(memory.residual.clone() if leaves else torch.zeros_like(memory.residual))()
+        stay = [replica for replica in range(link.replicas) if replica not in leaving]
+        if link.replica == stay[0]:
+            memory.add(handed)
+        memory.scale(len(stay) / link.replicas)
+    for link in {id(each.link): each.link for each in replicators}.values():
+        link.collect(torch.zeros(1, dtype=torch.int64, device=replicators[0].channel.runtime.device))  # all have it
 
 
 def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes: Iterable[Route], step: int) -> bool:
@@ -155,6 +178,8 @@ def renumber(levels: Sequence[Level], replicators: Sequence[Replicator], routes:
         each.local_state()
     for axis, _ in levels:
         if isinstance(axis, RenumberedCommunicator):
+            if leaving := axis.leaving(step):
+                hand_over_memory(replicators, leaving)
             kept = axis.adopt(step)
             for link, counts in routes:
                 link.renumber()

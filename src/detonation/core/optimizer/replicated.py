@@ -303,7 +303,7 @@ class Replicated(OptimizerWrapper):
         """Goes on without replicas that were lost, or with one that came, on all at once. Collective."""
         if not changes.lost_before(self.levels, self.step_count):
             return
-        if self._consensus and changes.newcomer_needs_all(self.levels, self.step_count):
+        if self._consensus and changes.needs_all(self.levels, self.step_count):
             self._complete(self._consensus)
         old = self._by_level
         grown = changes.renumber(self.levels, self.build() if any(old) else [], self._routes.values(), self.step_count)

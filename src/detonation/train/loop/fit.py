@@ -17,7 +17,7 @@ from detonation.core.integrity.fault_counts import BadPeer, Desync, NonFiniteGra
 from detonation.data import batch
 from detonation.train.loop.evaluate import autocast, to, translate, validate
 from detonation.train.loop.session import Session, scheduler
-from detonation.train.loop.world import Alone, ElasticRanks, named
+from detonation.train.loop.world import Alone, ElasticRanks, rank_in_words
 from detonation.train.output.metrics import Record
 from detonation.wire.units import shard_bytes_sent
 
@@ -102,7 +102,7 @@ def _taking(session: Session) -> int | None:
     """The number of replicas that take the next step, where it may change."""
     taking = session.optimizer.stats.taking
     if taking is None and isinstance(session.world, ElasticRanks):
-        return len(session.world.sizes)
+        return session.world.size // session.config.mesh.shards
     return taking
 
 
@@ -153,13 +153,14 @@ class UnevenRounds:
         self._session.waits.meet([report[4:] for report in reports], self._session.world.sizes)
         for rank, (_, _, lost_at, *_) in enumerate(reports):
             if lost_at:
-                where = named(rank, self._session.world.sizes)
+                where = rank_in_words(rank, self._session.world.sizes)
                 raise NonFiniteLoss(f"the loss is not finite at step {lost_at:.0f} on {where}")
         taken = sum(count for _, count, *_ in reports)
         if taken:
             self._loss, self._known = sum(total for total, *_ in reports) / taken, True
         self._losses.clear()
-        return self._loss, int(max(number for _, _, _, number, *_ in reports)), agreeing
+        asked = self._session.world.stopped_by([number for _, _, _, number, *_ in reports], stop.number)
+        return self._loss, asked, agreeing
 
 
 def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, float]:
@@ -186,7 +187,7 @@ def _gradients(session: Session, step: int, stop: Stop) -> tuple[float, int, flo
     arrived = reports()
     agreeing = time.perf_counter() - began
     session.waits.meet([seconds for _, _, *seconds in arrived], session.world.sizes)
-    agreed = _agreed(session, step, arrived)
+    agreed = _agreed(session, step, arrived), session.world.stopped_by([row[1] for row in arrived], stop.number)
     if innermost.worth_overlapping:
         with session.optimizer.overlap():
             loss.backward()  # type: ignore[no-untyped-call]
@@ -216,15 +217,15 @@ def _losses(session: Session, step: int) -> Iterator[torch.Tensor]:
         yield loss
 
 
-def _agreed(session: Session, step: int, reports: list[list[float]]) -> tuple[float, int]:
-    """The mean loss over all ranks, and the signal that asked one of them to stop (0 for none).
+def _agreed(session: Session, step: int, reports: list[list[float]]) -> float:
+    """The mean loss over all ranks.
 
     Raises `NonFiniteLoss` on all of them where the loss is not finite on one.
     """
     for rank, (value, *_) in enumerate(reports):
         if not math.isfinite(value):
-            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on {named(rank, session.world.sizes)}")
-    return sum(value for value, *_ in reports) / len(reports), int(max(number for _, number, *_ in reports))
+            raise NonFiniteLoss(f"the loss is {value} at step {step + 1} on {rank_in_words(rank, session.world.sizes)}")
+    return sum(value for value, *_ in reports) / len(reports)
 
 
 def _update(session: Session, schedule: LambdaLR) -> None:

@@ -1,6 +1,7 @@
 """The world of a run, as one rank sees it: the collectives of the training loop, and who waits for whom."""
 
 import json
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -28,7 +29,13 @@ Gathered = Callable[[], list[list[Any]]]
 """Waits for the values of all ranks: a list of each, in rank order."""
 
 
-class Ranks:
+class _Together:
+    def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
+        """The signal that ends the run after this step, 0 for none, where each rank got one of `numbers`."""
+        return int(max(numbers))
+
+
+class Ranks(_Together):
     """The processes of a mesh ("replicate", "shard"), and how many each replica has. The methods are collective."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, sizes: list[int]) -> None:
@@ -70,6 +77,8 @@ class Ranks:
 class ElasticRanks:
     """The processes of the replicas that are left; each replica is a process group of its own."""
 
+    _asked = False  # to leave, in the step before
+
     def __init__(self, mesh: DeviceMesh, axis: SurvivingCommunicator) -> None:
         self._shards, self._shard, self._axis = mesh["shard"].size(), mesh["shard"].get_local_rank(), axis
 
@@ -83,7 +92,8 @@ class ElasticRanks:
 
     @property
     def sizes(self) -> list[int]:
-        return [self._shards] * self._axis.size()
+        """Of the replicas that took part in the collective that was waited for last."""
+        return [self._shards] * (self._axis.size() - len(self._axis.absent))
 
     def all_gather(self, values: Tensor) -> Gathered:
         mine = [torch.empty_like(values) for _ in range(self._shards)]
@@ -114,6 +124,17 @@ class ElasticRanks:
     def texts(self) -> TextExchange:
         return self._axis.texts()
 
+    def stopped_by(self, numbers: Sequence[float], mine: int) -> int:
+        """As of all ranks, but SIGTERM to some replicas ends these alone, where enough are left."""
+        told = torch.tensor(numbers).view(-1, self._shards) == signal.SIGTERM
+        others = any(number not in (0, signal.SIGTERM) for number in numbers)
+        if others or int((~told.any(1)).sum()) < max(1, self._axis.least):
+            return int(max(numbers))
+        if mine and self._asked:  # where all are told, some hear of it a step before the others
+            self._axis.depart()
+        self._asked = mine > 0
+        return 0
+
     @property
     def changes(self) -> list[SurvivedLoss]:
         """The losses so far, and the replicas that came in."""
@@ -124,7 +145,7 @@ class ElasticRanks:
         self._axis.close()
 
 
-class Alone:
+class Alone(_Together):
     """The replicas of a simulation: whole, of one shard each, and joined by a communicator alone."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -149,10 +170,10 @@ World = Ranks | ElasticRanks | Alone
 """All ranks of a run."""
 
 
-def named(rank: int, sizes: Sequence[int]) -> str:
+def rank_in_words(rank: int, sizes: Sequence[int]) -> str:
     """A rank in words, among replicas of `sizes` ranks.
 
-    >>> named(2, [1, 2])
+    >>> rank_in_words(2, [1, 2])
     'replica 1 (shard 1)'
     """
     ends = [*accumulate(sizes)]

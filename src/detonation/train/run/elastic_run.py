@@ -85,6 +85,11 @@ class Losses:
         if change.replicas:
             norm, seconds = memory_norm(self._session.optimizer), change.recovered_s
             found = {"replicas": [*change.replicas], "last_step": change.next_step, "recovered_s": seconds}
+            if change.left:
+                self._losses.append({**found, "left": True})
+                where = "what it had not sent is with the others"
+                yield f"replica {_numbers(change.replicas)} left after step {change.next_step}, as asked; {where}"
+                return
             self._losses.append({**found, "memory_norm": norm})
             went_on = f"the others went on {seconds:.2f} s after the notice"
             lost = f"lost replica {_numbers(change.replicas)} after step {change.next_step}"
@@ -96,9 +101,9 @@ class Losses:
             return {}
         return {"replicas_left": self._session.optimizer.coordinates.replicas, "losses": self._losses}
 
-    def close(self) -> None:
-        """Leaves together with the replicas that are left."""
-        if self._world is not None:
+    def close(self, has_left: bool) -> None:
+        """Leaves together with the replicas that are left, unless this one `has_left` before them."""
+        if self._world is not None and not has_left:
             self._world.close()
         if self._lock is not None:
             self._lock.close()

@@ -125,7 +125,8 @@ def run_task(task: RunTask) -> Table:
         if task.request.replica is not None or task.request.join:  # this machine has one replica of them
             mesh = replace(mesh, replicas=1, elastic=False, min_replicas=1, meet="")
         afresh = [to_plain(task.request), task.may_start]
-        return dict(on_ranks(train_on_rank, task, train_afresh, afresh, mesh)[0])
+        found = on_ranks(train_on_rank, task, train_afresh, afresh, mesh)
+        return dict(next((each for each in found if "left" not in each), found[0]))
     finally:
         clear(task.request.to_stderr)
 

@@ -14,6 +14,7 @@ from detonation.cluster.init import GROUP_TIMEOUT_S, set_group_timeouts
 from detonation.cluster.init import local_device as local_device
 from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
+from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
@@ -60,7 +61,7 @@ def train_on_rank(task: RunTask) -> Table:
     """Runs `task` on this rank; returns the summary and, as `directory`, the path of the run.
 
     A run that `stop_after` or a signal ended has no summary: it returns `stopped_after`, `stopped_by` (the signal's
-    name) and `directory` alone.
+    name) and `directory` alone; and `left`, where the others train on.
     """
     with stoppable() as stop:
         config, chosen = _chosen(task)
@@ -109,7 +110,7 @@ def train_on_rank(task: RunTask) -> Table:
                 result = _train(
                     session, path, recorder, recording, done, task.request.stop_after, stop, adapter, losses
                 )
-        losses.close()
+        losses.close("left" in result)
         return result
 
 
@@ -124,7 +125,7 @@ def _train_with_others(task: RunTask, session: Session, stop: Stop) -> Table:
         recorder.show([f"came in after step {done}, as replica {place.replica} of {place.replicas}"])
         recording = Recording(session, path, came_later=True)
         result = _train(session, path, recorder, recording, done, task.request.stop_after, stop, None, losses)
-    losses.close()
+    losses.close("left" in result)
     return result
 
 
@@ -221,6 +222,9 @@ def _train(
     except NonFiniteLoss as error:
         saved = save_now(session, checkpoints, recorder.before, followed())
         raise NonFiniteLoss(f"{error}; the state without it is saved in {saved}") from error
+    except ReplicaLeft:  # the others save, and train on
+        taken = session.optimizer.step_count
+        return {"stopped_after": taken, "stopped_by": "SIGTERM", "left": True, "directory": str(path)}
     except Stopped as stopped:
         save_now(session, checkpoints, recorder.before, followed())
         return {"stopped_after": stopped.after, "stopped_by": stopped.signal, "directory": str(path)}

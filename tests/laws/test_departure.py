@@ -1,0 +1,127 @@
+"""A replica that is asked to leave takes part up to a step on which all agree, and hands over what it has not sent."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import detonation as dt
+from detonation.cluster.survive.agreement import ReplicaLeft
+from detonation.cluster.survive.membership import Membership
+from detonation.cluster.survive.surviving import SurvivingCommunicator
+from detonation.core.flat.tensors import digest
+from steps import unsent
+from zoo import TALKING, Plain, batch, built
+
+REPLICAS = 3
+MODEL = built(Plain)  # the threads share a random generator
+REMEMBERING = [name for name, scheme in TALKING.items() if scheme.feedback]
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def threads_of(act, min_replicas=1):
+    """What `act(communicator)` returns on each replica, a thread of its own."""
+    store, results, errors = HashStore(), {}, []
+
+    def run(replica):
+        try:
+            membership = Membership(store, replica, REPLICAS, 0, 1, 30.0, min_replicas, print, confirm_s=30.0)
+            communicator = SurvivingCommunicator(membership, 30.0)
+            results[replica] = act(communicator, replica)
+            if replica in communicator._membership.members and communicator.error is None:
+                communicator.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(replica,), daemon=True) for replica in range(REPLICAS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def trained(communicator, replica, scheme, leaves, look):
+    """Trains until the replica has left and some steps more; `look(optimizer, model)` before and after the numbers
+    change, and how the replica ended."""
+    model = copy.deepcopy(MODEL)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dt.replicate(base, model, communicator, scheme, safety=dt.Safety(verify_every=1))
+    seen, renumber = [], optimizer.renumber
+
+    def looked():
+        before, size = look(optimizer, model), communicator.size()
+        try:
+            renumber()
+        except ReplicaLeft:
+            seen.append((before, None))
+            raise
+        if communicator.size() < size:
+            seen.append((before, look(optimizer, model)))
+
+    optimizer.renumber = looked  # which each step begins with
+    step = 0
+    while not seen or optimizer.step_count < step:
+        model(batch(replica, optimizer.step_count, 32)).mean().backward()
+        if optimizer.step_count == 3 and replica == leaves:
+            communicator.depart()
+        try:
+            optimizer.step()
+        except ReplicaLeft as error:
+            return *seen[0], str(error)
+        optimizer.zero_grad()
+        step = step or (len(seen) and optimizer.step_count + 3)
+    optimizer.synchronize()
+    return *seen[0], digest(model.parameters())
+
+
+def memories(optimizer, model):
+    if not optimizer.is_built:
+        return None
+    return [each.clone() for each in unsent(optimizer)]
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_law_1_what_a_replica_has_not_sent_stays_where_it_leaves(name):
+    leaves = sum(name.encode()) % REPLICAS
+    ends = threads_of(lambda axis, replica: trained(axis, replica, TALKING[name], leaves, memories))
+    stay = [replica for replica in range(REPLICAS) if replica != leaves]
+    assert ends[leaves][2].startswith(f"replica {leaves} has left before step ")
+    assert len({ends[replica][2] for replica in stay}) == 1  # equal, bit for bit
+    if TALKING[name].signal == "gradients" and not TALKING[name].round.delay:  # else a round ended between the looks
+        for number in range(len(ends[leaves][0])):
+            was = sum(ends[replica][0][number] for replica in range(REPLICAS)) / REPLICAS
+            now = sum(ends[replica][1][number] for replica in stay) / len(stay)
+            torch.testing.assert_close(now, was, **CLOSE)
+            assert was.any()
+
+
+def weights(optimizer, model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_round_ends_before_a_replica_leaves_and_its_movement_counts():
+    scheme = dt.diloco(every=1000, outer_lr=1.0, outer_momentum=0.0)
+    ends = threads_of(lambda axis, replica: trained(axis, replica, scheme, 2, weights))
+    for number in range(4):
+        mean = sum(ends[replica][0][number] for replica in range(REPLICAS)) / REPLICAS
+        torch.testing.assert_close(ends[0][1][number], mean, **CLOSE)
+
+
+def test_nobody_leaves_where_too_few_would_be_left():
+    def act(axis, replica):
+        model = copy.deepcopy(MODEL)
+        optimizer = dt.replicate(torch.optim.SGD(model.parameters(), lr=0.1), model, axis, dt.full())
+        for step in range(40):
+            if step == 3 and replica:
+                axis.depart()
+            model(batch(replica, step, 32)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return axis.size()
+
+    assert threads_of(act, min_replicas=3) == {0: 3, 1: 3, 2: 3}
