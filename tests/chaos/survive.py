@@ -24,6 +24,7 @@ from rows import Row
 import detonation as dt
 from detonation.core.flat.tensors import digest
 from detonation.core.link.link_speed import LinkSpeed
+from detonation.errors import ReplicaLeft
 from zoo import Plain, batch, built
 
 SCHEMES = {
@@ -33,7 +34,7 @@ SCHEMES = {
     "diloco": dt.diloco(every=5),
 }
 SHAPES = ((4, 1), (2, 2))
-ENDING = {"kill": "kill -9", "stop": "SIGSTOP", "cut": "cut cable"}
+ENDING = {"kill": "kill -9", "stop": "SIGSTOP", "cut": "cut cable", "leave": "asked to leave (SIGTERM)"}
 KINDS = {**ENDING, "slow": "slow (SIGSTOP, SIGCONT)", "rejoin": "rejoin"}
 SILENCE_S, LIMIT_S, AHEAD = 2.0, 120.0, 15
 LINK, TOKEN = "1gbit", b"0123456789abcdef"
@@ -149,7 +150,7 @@ def _strike(kind: str, pid: int, victim: int, nodes: NamespaceCluster | None) ->
         assert nodes is not None
         subprocess.run(["ip", "-n", nodes.names[victim], "link", "set", INTERFACE, "down"], check=True)
     else:
-        os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        os.kill(pid, {"kill": signal.SIGKILL, "leave": signal.SIGTERM}.get(kind, signal.SIGSTOP))
     if kind == "slow":
         time.sleep(SILENCE_S / 4)
         os.kill(pid, signal.SIGCONT)
@@ -202,7 +203,8 @@ def _train(place: Place, name: str, shape: tuple[int, int]) -> None:
         axis = dt.elastic(mesh, replica=place.replica, replicas=replicas, store=store, silence_s=SILENCE_S)
         optimizer = dt.replicate(torch.optim.AdamW(model.parameters(), lr=1e-3), model, axis, SCHEMES[name])
     door = dt.Admission(model, optimizer, place.host, token=TOKEN)
-    with place.file.open("w", buffering=1) as lines:
+    signal.signal(signal.SIGTERM, lambda *_: axis.depart())
+    with contextlib.suppress(ReplicaLeft), place.file.open("w", buffering=1) as lines:
         while not _comes_to_end(place.folder, store, optimizer.step_count):
             model(batch(axis.replica * shards + place.shard, optimizer.step_count, 32)).mean().backward()
             optimizer.step()
@@ -210,6 +212,8 @@ def _train(place: Place, name: str, shape: tuple[int, int]) -> None:
             agreed = [tensor for each in optimizer.build() for tensor in each.shared_weights()]
             lines.write(f"{optimizer.step_count} {digest(agreed)[:16]}\n")
             door.after_step()
+    if not _is_over(place.folder):
+        return  # it has left
     axis.close()
     place.file.with_suffix(".losses").write_text(
         " ".join(str(loss.recovered_s) for loss in axis.losses if loss.replicas)
