@@ -55,7 +55,7 @@ HOUSE = {
     "cluster/survive": ("cluster/init core", ANY),
     "cluster": ("cluster/network cluster/survive wire core", ANY),
     "checkpoint/files": ("core", DTENSOR),
-    "checkpoint": ("checkpoint/files wire core", ANY),
+    "checkpoint": ("checkpoint/files wire gates core", ANY),
     "log": ("core", NONE),
     "feed/token": ("core", NONE),
     "feed/frames": ("feed/token log cluster/position core", NONE),

@@ -20,6 +20,7 @@ from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import parameters_of
 from detonation.core.replicator.local_state import require_same_keys
+from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
@@ -41,6 +42,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
     own, manifest = optimizer.coordinates, saved.manifest
+    moved = _own_file(saved, own).moved
+    alike = manifest.alike and not moved  # close replicas that become more or fewer begin at their mean
     found = weights(model)
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
@@ -58,23 +61,26 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
                 raise ValueError(f"{key} was cut otherwise over the shards: resume with the same mesh and placements")
         else:
             box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
-            read = source.agreed(key, box, manifest.alike and box is not None)
+            read = source.agreed(key, box, alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
-    replicas = range(1 if manifest.alike else manifest.replicas)
+    replicas = range(1 if alike else manifest.replicas)
     described = ReplicaFiles([saved.file(r, 0) for r in replicas]) if isinstance(source, Elastic) else source
     for name, parameter in parameters.items():
-        load_base_state(described, source, optimizer, name, parameter, manifest.alike)
+        load_base_state(described, source, optimizer, name, parameter, alike)
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
         group |= {key: _option(key, group.get(key), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
             group[key] = torch.tensor(value, dtype=like.dtype, device=like.device)
+    if stays_close := bool(same and moved and optimizer.settings.safety.equal != "bits"):
+        optimizer.closeness = Closeness(moved)
     keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
     optimizer.build(parameters_of(keys))
     if isinstance(source, ShardReader):
         _load_local_state(source, optimizer)
         wire = {k.removeprefix(SHARD): source.tensor(k) for k in source.keys if k.startswith(SHARD)}
-        return "exactly as saved" + _load_generators(source, model), partial(_load_wire, model, wire)
+        how = "exactly as saved, and replicas stay close" if stays_close else "exactly as saved"
+        return how + _load_generators(source, model), partial(_load_wire, model, wire)
     dropped = _merge_local_state(source, optimizer, {name: Box.of(tensor) for name, tensor in parameters.items()})
     how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped
     return how, partial(merge_shard_state, saved, model, own)

@@ -33,11 +33,16 @@ class Closeness:
 
     A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors; under rounds of several steps as
     many times more before the message of a round leaves. The number of the step says which, so nothing of it is saved.
-    Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it, nobody takes anything over.
+    Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it, nobody takes anything over. What
+    replica 0 agreed on is thus what it makes of the messages alone; that of the others is not.
+
+    Args:
+        moved: The `movements` before the state was loaded.
     """
 
-    def __init__(self) -> None:
-        self._step = 0
+    def __init__(self, moved: Mapping[str, float] | None = None) -> None:
+        self._step, self._taken, self._apart = 0, 0, 0.0
+        self._moved = moved or {}
         self._replicators: Sequence[Replicator] = ()
         self._seen: dict[tuple[Link, str], list[tuple[int, list[float]]]] = {}  # projections of earlier steps
 
@@ -52,7 +57,7 @@ class Closeness:
                     self._seen[each.link, name] = [(step, projections(tensor).tolist())]
 
     def _after_base(self, step: int) -> None:
-        self._step = step + 1
+        self._step, self._taken = step + 1, self._taken + 1
         for each in self._replicators:
             if each.round.sends(step):
                 # an anchor is agreed on along its own axis; those inside it hold it, too
@@ -113,6 +118,7 @@ class Closeness:
         rows = table.view(link.replicas * link.local_ranks, len(floats), _SIGNS + 1).tolist()
         for number, (name, tensor) in enumerate(floats.items()):
             of_all = [row[number] for row in rows]
+            self._apart = max(self._apart, relative([row[:_SIGNS] for row in of_all]))
             difference = _difference(name, of_all, torch.finfo(tensor.dtype).eps, link.local_ranks)
             found += [difference] if difference else []
         return found
@@ -124,7 +130,27 @@ class Closeness:
             del seen[0]
         if seen[-1][0] <= self._step - PERIOD // 10:
             seen.append((self._step, now))
-        return distance(seen[0][1], now)
+        before = self._moved.get(name, 0.0) if self._taken < PERIOD else 0.0
+        return max(distance(seen[0][1], now), before)
+
+    def movements(self) -> dict[str, float]:
+        """How far each tensor moved of late, by name: a part of it is how far replicas may be apart."""
+        found = dict[str, float]()
+        for each in self._replicators:
+            for name, tensor in each.replicated().items():
+                if tensor.is_floating_point():
+                    moved = self._movement(each.link, name, projections(tensor).tolist())
+                    found[name] = max(moved, found.get(name, 0.0))
+        return found
+
+    def measure(self) -> float:
+        """The largest distance of a replica from replica 0, as a part of the norm of a tensor. Collective.
+
+        Returns infinity where that is more than rounding makes.
+        """
+        self._apart = 0.0
+        each = [self._compare(r.link, r.replicated(), r.channel.runtime.device) for r in self._replicators]
+        return math.inf if any(each) else self._apart
 
 
 def projections(tensor: Tensor) -> Tensor:
@@ -155,6 +181,17 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     for a, b in zip(one, other, strict=True):
         total += (a - b) * (a - b)
     return math.sqrt(total / len(one))
+
+
+def relative(rows: Sequence[Sequence[float]]) -> float:
+    """The largest distance from the first of `rows`, as a part of its norm.
+
+    >>> relative([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
+    0.25
+    """
+    norm = distance(rows[0], [0.0] * len(rows[0]))
+    far = max(distance(row, rows[0]) for row in rows)
+    return (far / norm if norm else math.inf) if far else 0.0
 
 
 def tolerance(norm: float, movement: float, eps: float) -> float:
