@@ -43,7 +43,6 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
     """
     own, manifest = optimizer.coordinates, saved.manifest
     moved = _own_file(saved, own).moved
-    alike = manifest.alike and not moved  # close replicas that become more or fewer begin at their mean
     found = weights(model)
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
@@ -61,12 +60,12 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
                 raise ValueError(f"{key} was cut otherwise over the shards: resume with the same mesh and placements")
         else:
             box = Box.of(tensor) if name in parameters else None  # buffers are whole, and each replica has its own
-            read = source.agreed(key, box, alike and box is not None)
+            read = source.agreed(key, box, manifest.alike and box is not None)
         local(tensor).copy_(_fitting(key, local(tensor), read))
-    replicas = range(1 if alike else manifest.replicas)
+    replicas = range(1 if manifest.alike else manifest.replicas)
     described = ReplicaFiles([saved.file(r, 0) for r in replicas]) if isinstance(source, Elastic) else source
     for name, parameter in parameters.items():
-        load_base_state(described, source, optimizer, name, parameter, alike)
+        load_base_state(described, source, optimizer, name, parameter, manifest.alike)
     for group, options in zip(optimizer.param_groups, _own_file(saved, own).groups, strict=True):
         group |= {key: _option(key, group.get(key), value) for key, value in options["options"].items()}
         for key, value in options["tensors"].items():
