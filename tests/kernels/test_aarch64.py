@@ -1,6 +1,6 @@
 """The C++ kernels of what replicas must compute alike have the same bits on aarch64, emulated, as on x86-64.
 
-`apt-get install qemu-user g++-aarch64-linux-gnu` brings the emulator and the compiler; without them the test is skipped.
+`apt-get install qemu-user g++-aarch64-linux-gnu` brings emulator and compiler; without them the test is skipped.
 """
 
 import platform

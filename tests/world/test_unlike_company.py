@@ -122,6 +122,8 @@ if rank < 2:
     else:
         print("feed", refused(dt.Feed, model, optimizer, "127.0.0.1:0", token=token).partition("only")[0])
     for step in range(steps):
+        if step == 7:  # where a replay begins as well
+            dt.save_checkpoint(folder + "/checkpoints", model, optimizer)
         advance(model, optimizer, 1)
         if rank == 0:
             weights.publish(step + 1)
@@ -143,6 +145,12 @@ else:
     again, replayed = started(LoopbackCommunicator(2), clip=1.0)
     said.clear()
     dt.replay(log, replayed)
+    if rank == 2:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        late, from_checkpoint = started(LoopbackCommunicator(2), clip=1.0)
+        dt.load_checkpoint(folder + "/checkpoints", late, from_checkpoint)
+        dt.replay(log, from_checkpoint)
+        print("late", digest(late.parameters()), from_checkpoint.step_count)
     print("replay", digest(again.parameters()), apart(again.parameters(), files_follower.model.parameters()))
     print("said", *said)
 """
@@ -159,6 +167,7 @@ def test_what_follows_a_close_run_has_the_bits_of_replica_0_or_is_told_that_it_h
     weights = first["weights"]
     assert second["weights"] != weights and second["feed"].startswith("replica 1 of close replicas takes over parts")
     assert like["follow"] == like["replay"].split()[0] == weights and like["said"] == ""
+    assert like["late"] == f"{weights} 12"
     assert unlike["follow"].startswith("this process would round otherwise than training")
     assert "Feed.of_weights" in unlike["follow"]
     assert like["files"] == unlike["files"] == f"12 {weights}"

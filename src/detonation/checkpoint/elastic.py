@@ -38,9 +38,8 @@ class Elastic:
         self._saved, self._own = saved, own
         self._among = range(saved.manifest.replicas) if among is None else among
         self._before = saved.manifest.replicas
-        like = own.replica * self._before // own.replicas
-        close = saved.file(self._among[0], 0).moved
-        self._like = like if like in self._among and not close else self._among[0]
+        like, first = own.replica * self._before // own.replicas, self._among[0]
+        self._like = like if like in self._among and not saved.file(first, 0).moved else first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
         """The part `box` of a tensor that all replicas share from now on.

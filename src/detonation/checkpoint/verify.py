@@ -56,9 +56,8 @@ class VerifyReport:
             whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
-        found = f"replicas {'equal' if self.apart is None else 'close'} in {self.compared} tensors a shard"
-        apart = "" if self.apart is None else f", at most {self.apart:.1e} of the norm of one apart"
-        return f"{self.path}: {whole}, {self.uncompared or found + apart}"
+        how, apart = ("equal", "") if self.apart is None else ("close", f", at most {self.apart:.1e} of a norm apart")
+        return f"{self.path}: {whole}, {self.uncompared or f'replicas {how} in {self.compared} tensors a shard{apart}'}"
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -81,8 +80,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def verify(checkpoint: Path) -> VerifyReport:
-    """Checks every byte of `checkpoint`, and compares the tensors that must be equal on all replicas: bit for bit, or
-    by their distance where its replicas round differently."""
+    """Checks every byte of `checkpoint`, and compares bitwise, or as close ones, the tensors that replicas share."""
     try:
         described = manifest.read_manifest(checkpoint)
         step_in_name = retention.step_of(checkpoint)
@@ -126,8 +124,7 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
 
 
 def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str], int, float | None]:
-    """The differences between replicas where there must be none, in words, the number of compared tensors, and the
-    largest distance of close replicas.
+    """The differences between replicas where there must be none, the number of compared tensors, and how far apart.
 
     here: the names of the files to compare.
     """
@@ -162,13 +159,9 @@ def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, 
     one, two, name = first.tensor(key), other.tensor(key), _name_in_training(key)
     if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
         return math.inf, False
-    norm, far = min(_norm(one), _norm(two)), _norm(one - two)
-    moved = max(file.moved.get(name, norm) for file in (first, other))  # what is not known may have come from zero
-    return far / (norm or far), far <= tolerance(norm, moved, torch.finfo(one.dtype).eps) < math.inf
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    *norms, far = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (one, two, one - two))
+    moved = max(file.moved.get(name, min(norms)) for file in (first, other))  # the unknown may have come from zero
+    return far / (min(norms) or far), far <= tolerance(min(norms), moved, torch.finfo(one.dtype).eps) < math.inf
 
 
 def _name_in_training(key: str) -> str:
@@ -178,11 +171,9 @@ def _name_in_training(key: str) -> str:
     ['a.b', 'a.b (step)', 'a.b', 'a.b (m)']
     """
     part, _, name = key.partition(".")
-    kind = "anchor"
     if part == "optimizer":
-        name, _, kind = name.rpartition(".")
-    elif part == "replica":
-        _, kind, name = name.split(".", 2)
+        return "{} ({})".format(*name.rsplit(".", 1))
+    _, kind, name = name.split(".", 2) if part == "replica" else ("", "anchor", name)
     return name if kind == "anchor" else f"{name} ({kind})"
 
 

@@ -38,15 +38,9 @@ class Follower(AbstractContextManager["Follower"]):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        address: str,
-        token: bytes,
-        make: MakeOptimizer | None,
-        most_behind: int = 64,
-        joins: bool = False,
+        self, model: nn.Module, address: str, token: bytes, make: MakeOptimizer | None, behind: int, joins: bool = False
     ) -> None:
-        self.model, self._token, self._make, self._most_behind, self._joins = model, token, make, most_behind, joins
+        self.model, self._token, self._make, self._most_behind, self._joins = model, token, make, behind, joins
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
         meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
@@ -309,19 +303,13 @@ def follow(
         raise ValueError("a directory of weights takes neither token nor optimizer")
     else:
         follower = WeightFollower(model, folder_at(address))
-    if wait:
-        await_first(follower, address, timeout_s)
-    return follower
-
-
-def await_first(follower: Follower | WeightFollower, address: object, timeout_s: float) -> None:
-    """Waits until the model has the first weights; closes the follower where none come in time: see `follow`."""
     deadline = time.monotonic() + timeout_s
     try:
-        while follower.step < 0:
+        while wait and follower.step < 0:
             rest = deadline - time.monotonic()
             if rest <= 0 or (follower.update(wait_s=min(rest, 1.0)) < 0 and follower.ended):
                 raise LostFeed(f"no weights came from {address} within {timeout_s:g} s: {follower.trouble}")
     except BaseException:
         follower.close()
         raise
+    return follower

@@ -165,9 +165,8 @@ class Playback(Player):
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
     """Takes the steps that a log has from `optimizer.step_count` on; returns the number of steps taken in all.
 
-    The weights and the state of the base optimizer that replicas agree on are then those of training, bit for bit; of
-    close replicas, those of replica 0. A process that rounds otherwise than the one that wrote the log comes near them,
-    and warns.
+    The weights and the state of the base optimizer that replicas agree on are then those of training, bit for bit: of
+    close replicas those of replica 0. A process that rounds otherwise than it did comes near them, and warns.
     Under schemes that exchange parameters that is so where a round ends, and for what the replicas agreed on last.
     Memory private to a replica, as that of error feedback, is not in a log. Where other parameters are trained from a
     step on, replay ends before it, and goes on from a checkpoint after it.

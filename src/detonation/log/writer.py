@@ -242,8 +242,7 @@ def arithmetic(optimizer: Replicated) -> dict[str, str]:
 
 
 def _settings(optimizer: Replicated) -> dict[str, Any]:
-    close = optimizer.closeness is not None
-    return {**identity(optimizer), "close": close, "selftest": arithmetic(optimizer)}
+    return {**identity(optimizer), "close": optimizer.closeness is not None, "selftest": arithmetic(optimizer)}
 
 
 def logged_bytes(optimizer: Replicated) -> float:

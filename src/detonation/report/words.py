@@ -46,9 +46,8 @@ def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> st
     >>> equality({"replicas_equal": True}), equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
     ('yes', 'close, 2.5e-07 of a norm apart')
     """
-    if summary["replicas_equal"]:
-        return yes
-    return f"close, {summary['replicas_apart']:.1e} of a norm apart" if "replicas_apart" in summary else no
+    close = f"close, {summary['replicas_apart']:.1e} of a norm apart" if "replicas_apart" in summary else no
+    return yes if summary["replicas_equal"] else close
 
 
 def less_text(value: float | None) -> str:

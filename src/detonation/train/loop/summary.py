@@ -56,8 +56,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `waits` is `Waits.table` of the steps since the last start, `local_steps` those that replicas agreed on last.
-    `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is the largest distance of close
-    replicas, as a part of the norm of a tensor; it is not there where it is more than rounding makes.
+    `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is how far apart close ones are.
     """
     config, last = session.config, records[-1]
     full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
@@ -108,12 +107,12 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
 
 
 def _apart(session: Session) -> float | None:
-    """The largest distance of close replicas; None for others, and where they are not close. Collective."""
+    """The largest part of a tensor's norm between close replicas; None where they are not close. Collective."""
     gate = session.optimizer.closeness
     if not isinstance(gate, Closeness):
         return None
     mine = torch.tensor([gate.measure()], dtype=torch.float64, device=session.device)
-    apart = float(torch.tensor(session.world.all_gather(mine)()).max())
+    apart = max(each for (each,) in session.world.all_gather(mine)())
     return apart if math.isfinite(apart) else None
 
 
