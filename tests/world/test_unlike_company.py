@@ -3,6 +3,9 @@
 The processors are emulated, each by a process of its own (`unlike.py`); the last bits really differ.
 """
 
+import json
+
+from commands import Command, free_port, write_recipe
 from unlike import run_unlike
 
 BEGIN = """
@@ -266,3 +269,60 @@ def test_where_bits_must_be_equal_a_newcomer_of_another_kind_is_refused_and_the_
     first, second, newcomer = (dict(line.partition(" ")[::2] for line in out.splitlines()) for out, _ in said)
     assert newcomer["refused"].startswith("this process would round otherwise than training")
     assert first == second and first["closeness"] == "False 2" and first["apart"].startswith("0.0 ")
+
+
+LEVELS = (
+    BEGIN
+    + """
+from torch.distributed.device_mesh import DeviceMesh
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 4), rank=rank, world_size=4)
+mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("site", "rack"))
+for outer in (dt.loco(), dt.diloco(every=3)):
+    model = model_of()
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    levels = [(mesh["rack"], dt.loco()), (mesh["site"], outer)]
+    optimizer = dt.replicate(base, model, levels=levels, safety=dt.Safety(verify_every=2))
+    advance(model, optimizer, 9)
+    optimizer.synchronize()
+    optimizer.verify()
+    weights = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    of_all = [torch.empty_like(weights) for _ in range(4)]
+    dist.all_gather(of_all, weights)
+    print(outer.name, optimizer.closeness is not None, apart(of_all, [of_all[0]] * 4))
+dt.leave()
+"""
+)
+
+
+def test_several_levels_of_unlike_processors_train_close(tmp_path):
+    """Two kinds inside each site, and three kinds among the sites."""
+    for out, _ in run_unlike(LEVELS, [0, 1, 0, 2], tmp_path):
+        lines = [line.split() for line in out.splitlines()]
+        assert [line[:2] for line in lines] == [["loco", "True"], ["diloco", "True"]]
+        assert all(0 < float(apart) < 1e-5 for *_, apart in lines)
+
+
+COMMAND = """
+import os, sys
+from detonation.cli.command import run_command
+rank, port, recipe, begin, out = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+world = "--replicas", "2", "--shards", "1", "--checkpoint-every", "3"
+sys.exit(run_command(["train", recipe, "--out", out, "--init-from", begin, *world]))
+"""
+
+
+def test_a_run_says_how_far_its_replicas_are_apart_and_its_checkpoints_are_good(tmp_path):
+    recipe = write_recipe(tmp_path / "tiny.toml")
+    begin = Command(tmp_path / "begin", "train", recipe, "--out", tmp_path / "begin" / "run", "--steps", 1)
+    assert begin.wait() == 0, begin.errors
+    out = tmp_path / "run"
+    (said, warned), _ = run_unlike(COMMAND, [0, 1], free_port(), recipe, tmp_path / "begin" / "run", out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert not summary["replicas_equal"] and 0 < summary["replicas_apart"] < 1e-5
+    assert f"close, {summary['replicas_apart']:.1e} of a norm apart" in said
+    assert (said + warned).count("replicas round differently") == 1
+    verified = Command(tmp_path / "verified", "verify", out)
+    assert verified.wait() == 0, verified.errors
+    assert "whole, replicas close in " in verified.stdout and " of a norm apart" in verified.stdout
