@@ -123,7 +123,7 @@ if rank < 2:
         while feed.followers < 2:  # of one kind and of the other
             time.sleep(0.01)
     else:
-        print("feed", refused(dt.Feed, model, optimizer, "127.0.0.1:0", token=token).partition("only")[0])
+        print("feed", refused(dt.Feed, model, optimizer, "127.0.0.1:0", token=token))
     for step in range(steps):
         if step == 7:  # where a replay begins as well
             dt.save_checkpoint(folder + "/checkpoints", model, optimizer)

@@ -33,11 +33,9 @@ def require_followable(optimizer: Replicated) -> None:
         raise ValueError("a feed takes one level of replication, not several")
     if optimizer.settings.intra_node is not None:
         raise ValueError("a feed takes no intra_node: its ranks share the messages of some parameters")
-    if optimizer.closeness is not None and optimizer.coordinates.replica:
-        raise ValueError(
-            f"replica {optimizer.coordinates.replica} of close replicas takes over parts of the weights of replica 0, "
-            "which are in no message of a step: only replica 0 can be followed; or use detonation.Feed.of_weights"
-        )
+    if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
+        why = f"replica {own} of close replicas takes over parts of the weights of replica 0, which no message has"
+        raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
         raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
