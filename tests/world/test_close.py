@@ -272,9 +272,8 @@ def test_a_checkpoint_of_a_close_run_is_verified_and_loaded_as_one(name, shards,
     path = worlds.run_alone(saved, 2, shards, tmp_path, scheme)[0]
     report = verify(path)
     assert report.good and 0 < report.apart < 1e-5, report.line()
-    assert (
-        f"replicas close in {report.compared} tensors a shard, at most {report.apart:.1e} of the norm" in report.line()
-    )
+    said = f"replicas close in {report.compared} tensors a shard, at most {report.apart:.1e} of a norm apart"
+    assert report.line() == f"{path}: whole, {said}"
     for auto, close, (kind, text) in worlds.run_alone(loaded, 2, shards, tmp_path, scheme):
         assert auto == close == (True, True, True)
         assert kind == "Mismatch" and 'Safety(equal="close")' in text
