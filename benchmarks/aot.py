@@ -6,6 +6,9 @@ Compiles what a step on OLMo2-1B over 8 shards launches (bf16 weights and gradie
 owners), by triton's JIT as a launch would: an integer of 1 is a constant, and the compiler knows which numbers and
 addresses 16 divides. ptxas is that of triton's wheel. Local memory is what a thread keeps beyond its registers: arrays,
 and what is spilled. Nothing runs, so nothing here says how fast a kernel is.
+
+With --arithmetic it prints instead which line of the sources makes a kernel's PTX multiply and add at once, or
+approximate: "TARGET KERNEL INSTRUCTION FILE:LINE".
 """
 
 import argparse
@@ -67,10 +70,13 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", type=int, default=[80, 90], help="compute capabilities, times ten")
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS)
     parser.add_argument("--kernels", nargs="+", default=[], help="the kernels to compile; all when left out")
+    parser.add_argument("--arithmetic", action="store_true", help="print what rounds otherwise than one by one")
     args = parser.parse_args()
-    print("| configuration | kernel | target | registers | local memory | shared memory | code |")
-    print("|---|---|---|---|---|---|---|")
+    if not args.arithmetic:
+        print("| configuration | kernel | target | registers | local memory | shared memory | code |")
+        print("|---|---|---|---|---|---|---|")
     known: set[tuple[str, int]] = set()
+    said: set[str] = set()
     for name in args.configurations:
 
         def compiled(kernel: Any, programs: int, *arguments: Any, name: str = name, **constants: Any) -> None:
@@ -81,7 +87,12 @@ def main() -> None:
                 found = compiled_for(kernel, target, arguments, constants)
                 if (found.hash, target) not in known:
                     known.add((found.hash, target))
-                    print(line(name, found, target, constants), flush=True)
+                    if not args.arithmetic:
+                        print(line(name, found, target, constants), flush=True)
+                    for each in arithmetic(found.asm["ptx"]) if args.arithmetic else ():
+                        if (text := f"{target} {found.name} {each}") not in said:
+                            said.add(text)
+                            print(text, flush=True)
 
         with instead_of_launches(compiled):
             step(*CONFIGURATIONS[name])
@@ -136,6 +147,24 @@ def compiled_for(kernel: Any, target: int, arguments: tuple[Any, ...], constants
     named = zip(kernel.arg_names, given, strict=False)
     given = [FAR if name.startswith("address") else each for name, each in named]  # those of `meta` are 0
     return kernel.run(*given, grid=(1,), warmup=True, **options, num_warps=warps, enable_fp_fusion=False)
+
+
+_ODD = re.compile(r"\b((?:fma|mad\.r|mma|wgmma|tcgen05)[.\w:]*|\w+[.\w]*(?:\.approx|\.full|\.ftz)[.\w]*)")
+
+
+def arithmetic(ptx: str) -> list[str]:
+    """Each instruction that multiplies and adds at once, or approximates, and the line that it is from.
+
+    >>> arithmetic('.loc 1 22 5\\n fma.rn.f32 %f1, %f2, %f3, %f4;\\n mad.lo.s32 %r1, %r2, 4, 1;\\n.file 1 "a.py"')
+    ['fma.rn.f32 a.py:22']
+    """
+    files, found, at = dict(re.findall(r'\.file\s+(\d+) "([^"]+)"', ptx)), list[str](), "?"
+    for each in ptx.splitlines():
+        if place := re.match(r"\s*\.loc\s+(\d+) (\d+)", each):
+            at = f"{files.get(place[1], place[1])}:{place[2]}"
+        elif not each.lstrip().startswith((".", "//")) and (odd := _ODD.search(each)):
+            found.append(f"{odd[1]} {at}")
+    return [*dict.fromkeys(found)]
 
 
 def resources(binary: bytes) -> tuple[int, int]:

@@ -32,6 +32,33 @@ def test_kernels_compile_ahead_of_time_and_nothing_spills():
         assert int(registers) <= 255 and int(local) == 0 and int(shared) <= 48 * 1024, kernel
 
 
+LINES_THAT_FUSE = ("total = tl.fma(", "found = tl.dot(")
+"""Sums of few basis vectors, and products with the basis: "One arithmetic" in docs/design.md."""
+
+
+@pytest.mark.parametrize(
+    ("targets", "configurations"),
+    [
+        (["100"], ["demo 4/64 sign", "random_sign 1/8"]),
+        pytest.param(["80", "90", "100", "120"], [], marks=pytest.mark.long),
+    ],
+)
+def test_nothing_is_fused_or_approximated_but_what_the_rules_say(targets, configurations):
+    """In the PTX, in which ptxas fuses nothing more (--fmad=false): a GPU multiplies and adds as the processors do."""
+    command = [sys.executable, BENCHMARKS / "aot.py", "--arithmetic", "--targets", *targets]
+    found = {}
+    for line in compiled(*command, *(["--configurations", *configurations] if configurations else [])).splitlines():
+        target, kernel, instruction, place = line.split()
+        path, _, number = place.rpartition(":")
+        source = Path(path).read_text().splitlines()[int(number) - 1].strip()
+        found.setdefault(source, set()).add((target, kernel, instruction))
+    assert {target for uses in found.values() for target, *_ in uses} == {*targets}
+    for source, uses in found.items():
+        assert source.startswith(LINES_THAT_FUSE), (source, uses)
+        assert {kernel for _, kernel, _ in uses} <= {"encode_kernel", "decode_kernel", "release_kernel"}, uses
+        assert all(instruction.startswith("fma.rn.f32") for *_, instruction in uses), uses  # no products of less
+
+
 def test_a_second_launch_starts_what_the_jit_would_and_does_without_it():
     first, second = compiled(sys.executable, BENCHMARKS / "direct_launches.py").split()
     assert int(first) > 20 and int(second) == 0

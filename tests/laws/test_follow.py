@@ -15,6 +15,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.feed import publisher, stream
+from detonation.gates.closeness import Closeness
 from limits import LIMIT_S
 from steps import LOGGED, STEPS, advance, started
 from zoo import Padded, Plain, built
@@ -328,3 +329,33 @@ def test_shards_that_come_again_far_apart_meet_again():
 def test_a_follower_holds_the_shards_of_a_replica_as_one_model(name, kind):
     seen = worlds.run(followed_shards, 2, 2, name, kind)[0]
     assert len(seen) > 2 and all(seen), seen
+
+
+def became_close(communicator):
+    """Of a feed of replica 1, whose replicas are close from the third step on: where its follower was, and why."""
+    model, optimizer = started(communicator, dt.loco())
+    feed = dt.Feed(model, optimizer, "127.0.0.1:0", token=TOKEN) if communicator.replica == 1 else None
+    optimizer.record(feed)
+    follower = dt.follow(built(Plain), feed.address, token=TOKEN, wait=False) if feed else None
+    for step in range(4):
+        while feed and step in (0, 3) and not feed._coming:  # it comes again after it was dropped
+            follower.update(wait_s=0.01)
+        if step == 2:
+            optimizer.closeness = Closeness()
+            optimizer.reconfigure(dt.loco(decay=0.9))
+        advance(model, optimizer, communicator.replica, [step])
+        if step == 1 and feed:
+            follower.update(to=2)
+            assert held(follower.model) == held(model)
+    while feed and "close replicas" not in follower.trouble:
+        follower.update(wait_s=0.01)
+    if feed:
+        feed.close()
+        follower.close()
+    return feed and (follower.step, follower.joins, follower.trouble)
+
+
+def test_a_feed_of_another_replica_ends_where_the_replicas_become_close(monkeypatch):
+    monkeypatch.setattr(publisher, "REST", 0.0)
+    _, (step, joins, trouble) = simulate_replicas(became_close, 2)
+    assert (step, joins) == (2, 1) and "serve the feed from replica 0" in trouble

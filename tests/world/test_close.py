@@ -1,13 +1,20 @@
 """Replicas that round differently: refused, or trained close to each other, and told from replicas with a fault."""
 
+import hashlib
 import logging
 import math
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import detonation as dt
 import worlds
+from detonation.checkpoint.files import manifest
+from detonation.checkpoint.files.reader import ShardReader
+from detonation.checkpoint.files.shard_file import ShardSummary
+from detonation.checkpoint.verify import verify
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.agreement.selftest import NORM_SELFTEST, SELFTEST, STEP_SELFTEST
 from detonation.core.engine.reference import ReferenceEngine
@@ -226,6 +233,77 @@ def test_a_close_run_is_resumed():
         assert outcomes[:2] == [("nothing", "")] * 2
         assert [kind for kind, _ in outcomes[2:]] == ["Mismatch"] * 2
         assert 'Safety(equal="close")' in outcomes[2][1]
+
+
+def saved(mesh, folder, scheme):
+    """A checkpoint of a close run, which like replicas load: in "auto", "bits", and by a world of another shape."""
+    if mesh.get_local_rank("replicate") == 1:
+        rounds_otherwise()
+    model, optimizer = started(mesh, scheme, dt.Safety(equal="close"))
+    advance(mesh, model, optimizer, range(6))
+    if mesh.get_local_rank("replicate") == 1:
+        nudged([t for r in optimizer.build() for t in r.replicated().values() if t.is_floating_point() and t.ndim])
+    return dt.save_checkpoint(folder, model, optimizer)
+
+
+def loaded(mesh, folder, scheme):
+    """How like replicas go on from it, whether they hold the same bits then, and are the close ones that they were."""
+    found = []
+    for equal in ("auto", "close", "bits"):
+        model, optimizer = started(mesh, scheme, dt.Safety(equal=equal))
+        outcome = caught(dt.load_checkpoint, folder, model, optimizer)
+        if outcome == ("nothing", ""):
+            apart = not equal_on_all(optimizer)
+            advance(mesh, model, optimizer, range(6, 9))
+            optimizer.verify()
+            moved = max(optimizer.closeness.movements().values()) if optimizer.closeness else 0.0
+            outcome = apart, optimizer.closeness is not None, moved > 0.0
+        found.append(outcome)
+    return found
+
+
+CLOSE_SCHEMES = {"loco": dt.loco(), "diloco": dt.diloco(every=2)}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("name", CLOSE_SCHEMES)
+def test_a_checkpoint_of_a_close_run_is_verified_and_loaded_as_one(name, shards, tmp_path):
+    scheme = CLOSE_SCHEMES[name]
+    path = worlds.run_alone(saved, 2, shards, tmp_path, scheme)[0]
+    report = verify(path)
+    assert report.good and 0 < report.apart < 1e-5, report.line()
+    said = f"replicas close in {report.compared} tensors a shard, at most {report.apart:.1e} of a norm apart"
+    assert report.line() == f"{path}: whole, {said}"
+    for auto, close, (kind, text) in worlds.run_alone(loaded, 2, shards, tmp_path, scheme):
+        assert auto == close == (True, True, True)
+        assert kind == "Mismatch" and 'Safety(equal="close")' in text
+    (grown, *_), *_ = worlds.run_alone(loaded, 3, 1, tmp_path, scheme)  # at the mean: they may have equal bits again
+    assert grown == (False, False, False)
+
+
+@pytest.mark.parametrize("key", ["model.layers.0.weight", "optimizer.layers.0.weight.exp_avg"])
+def test_a_replica_that_is_really_different_fails(key, tmp_path):
+    """Its tensor is off by a tenth of what it moved in these steps."""
+    path = worlds.run_alone(saved, 2, 1, tmp_path, dt.loco())[0]
+    read = ShardReader(path / "replica1-shard0.safetensors")
+    tensors = {each: read.tensor(each) for each in read.keys}
+    name = key.removeprefix("model.") if key.startswith("model") else "layers.0.weight (exp_avg)"
+    noise = torch.randn(tensors[key].shape)
+    tensors[key] += noise * (read.moved[name] / 10 / noise.norm())
+    rewritten(path, tensors)
+    report = verify(path)
+    assert not report.good and report.differences == [f"{key} on replica 1, shard 0 (compared with replica 0)"]
+
+
+def rewritten(path, tensors):
+    """Writes other tensors of replica 1, under right checksums."""
+    name = "replica1-shard0.safetensors"
+    with safe_open(path / name, "pt") as file:
+        metadata = file.metadata()
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / name, metadata)
+    described, content = manifest.read_manifest(path), (path / name).read_bytes()
+    described.files[name] = ShardSummary(len(content), hashlib.sha256(content).hexdigest())
+    (path / manifest.MANIFEST_NAME).write_text(described.dumps())
 
 
 def test_levels_inside_and_outside_stay_close():

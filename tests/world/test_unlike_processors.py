@@ -6,22 +6,12 @@ of the zoo, so many steps under each.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-from limits import LIMIT_S
+from unlike import run_unlike
 from zoo import KINDS as SOME
 from zoo import TALKING
 
 NAMES = [*TALKING] if "STEPS" in os.environ else [*SOME, "demo-tiles", "random-int8-clipped", "random-majority"]
-KINDS = [
-    {},
-    {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"},
-]
-"""What libraries are told before torch is imported, for each rank; all but the first run without compiled kernels."""
-
 RANK = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,16 +69,7 @@ dt.leave()
 def test_schemes_train_to_the_last_bit_on_processors_of_three_kinds(tmp_path):
     """SignSGD among all of them, AdamW in rounds among all of them, and others among those with AVX2. AdamW at every
     step, which torch rounds by the kind of processor, and Muon train close, or are refused where bits must be equal."""
-    ranks = []
-    told = "ATEN_CPU", "MKL_", "ONEDNN_", "OPENBLAS_"  # of a whole suite on another processor
-    here = {name: value for name, value in os.environ.items() if not name.startswith(told)}
-    for rank, kind in enumerate(KINDS):
-        command = [sys.executable, "-c", RANK, str(rank), str(tmp_path), *NAMES]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        ranks.append(subprocess.Popen(command, env=here | kind | {"PYTHONPATH": paths}, **pipes))
-    said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], [text[-1500:] for _, text in said]
+    said = run_unlike(RANK, [0, 1, 2], tmp_path, *NAMES)  # all but the first run without compiled kernels
     first, second, third = (dict(line.split() for line in out.splitlines()) for out, _ in said)
     kinds = [each.pop("kind") for each in (first, second, third)]
     assert kinds[1] == "DEFAULT" and kinds[2] in ("AVX2", "DEFAULT")  # where the processor has no more

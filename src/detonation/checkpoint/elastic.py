@@ -31,13 +31,15 @@ class Elastic:
     """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
     Args:
-        among: the replicas to read where all share a tensor; all by default.
+        among: the replicas to read where all share a tensor; all by default. Of close replicas the first counts.
     """
 
     def __init__(self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None) -> None:
         self._saved, self._own = saved, own
         self._among = range(saved.manifest.replicas) if among is None else among
         self._before = saved.manifest.replicas
+        like, first = own.replica * self._before // own.replicas, self._among[0]
+        self._like = like if like in self._among and not saved.file(first, 0).moved else first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
         """The part `box` of a tensor that all replicas share from now on.
@@ -47,8 +49,7 @@ class Elastic:
             alike: the replicas are known to be equal, so that reading one of them is enough.
             some: replicas may lack it, and do not count then.
         """
-        like = self._own.replica * self._before // self._own.replicas
-        replicas = [like if like in self._among else self._among[0]] if alike else self._among
+        replicas = [self._like] if alike else self._among
         if some:
             replicas = [replica for replica in replicas if key in self._saved.file(replica, 0)]
         if box is not None:
@@ -61,8 +62,7 @@ class Elastic:
 
         Raises `ValueError` where shards have different ones, and there are more or fewer of them now.
         """
-        like = self._own.replica * self._before // self._own.replicas
-        replicas = [r for r in ([like] if alike else self._among) if key in self._saved.file(r, 0)]
+        replicas = [r for r in ([self._like] if alike else self._among) if key in self._saved.file(r, 0)]
         if self._saved.manifest.shards == self._own.shards:
             return _merge([self._saved.file(replica, self._own.shard).tensor(key) for replica in replicas], key)
         found = [[file.tensor(key) for file in self._saved.shards(replica)] for replica in replicas]

@@ -29,6 +29,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.state import local_state_of, parameters_of
 from detonation.core.replicator.base import Replicator
 from detonation.core.replicator.local_state import require_same_keys
+from detonation.gates.closeness import Closeness
 from detonation.wire.units import load_shard_state, shard_units
 
 _MEMORY = "residual"
@@ -50,6 +51,7 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         ValueError: the checkpoint is of another model, optimizer, scheme or seed.
     """
     (own, held), manifest = held_shards(model, optimizer), saved.manifest
+    moved = _own_file(saved, own).moved
     found = weights(model)
     _check(saved, model, optimizer, own)
     same = _same_shape(manifest, own)
@@ -80,6 +82,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
         for key, value in options["tensors"].items():
             like = group.get(key, group["lr"])  # a scheduler that is made later adds initial_lr
             group[key] = torch.tensor(value, dtype=like.dtype, device=like.device)
+    if stays_close := bool(same and moved and optimizer.settings.safety.equal != "bits"):
+        optimizer.closeness = Closeness(moved)
     keys = [key.removeprefix("replica.") for key in _own_file(saved, own).keys if key.startswith("replica.")]
     optimizer.build(parameters_of(keys))
     optimizer.refuse_overlap()
@@ -89,7 +93,8 @@ def restore(saved: CheckpointReader, model: nn.Module, optimizer: Replicated) ->
             _load_local_state(saved.file(own.replica, shard), replicators)
         file = _own_file(saved, own)
         wire = {k.removeprefix(SHARD): file.tensor(k) for k in file.keys if k.startswith(SHARD)}
-        return "exactly as saved" + _load_generators(file, model), partial(_load_wire, model, wire)
+        how = "exactly as saved, and replicas stay close" if stays_close else "exactly as saved"
+        return how + _load_generators(file, model), partial(_load_wire, model, wire)
     assert isinstance(source, Elastic)
     dropped = "".join(_merge_local_state(source, replicators) for replicators in of_shards.values())
     how = _merge_policy(manifest.replicas, manifest.shards, own) + dropped

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.reader import Box
+from detonation.checkpoint.files.reader import MOVED, Box
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.flat.tensors import Piece, local
 from detonation.core.link.coordinates import Coordinates
 from detonation.core.optimizer.gathered import local_parameters
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.replicator.base import Replicator
+from detonation.gates.closeness import Closeness
 from detonation.wire.units import shard_state
 
 
@@ -129,6 +130,8 @@ def take_snapshot(model: nn.Module, optimizer: Replicated, frozen: bool = True) 
     found |= {f"replica.{key}": tensor for key, tensor in optimizer.local_state().items()}
     wire = {k: t for k, t in shard_state(model).items() if k.removeprefix("reference.") not in left_out}
     found |= {f"shard.0.{key}": tensor for key, tensor in wire.items()}
+    if isinstance(optimizer.closeness, Closeness):
+        values |= {MOVED + name: moved for name, moved in optimizer.closeness.movements().items()}
     tensors = {key: _copy(tensor) for key, tensor in found.items()}
     tensors |= {key: generator.get_state().clone() for key, generator in generators(model).items()}
     wrapped = [key for key, tensor in found.items() if isinstance(tensor, DTensor)]

@@ -1,6 +1,7 @@
 """Checkpoints on disk, without other processes: their verification, and their weights as the beginning of a run."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +19,7 @@ from detonation.checkpoint.files.shard_file import CorruptCheckpoint, TensorFile
 from detonation.checkpoint.snapshot import weights
 from detonation.core.flat.tensors import local
 from detonation.core.link.coordinates import Coordinates
+from detonation.gates.closeness import tolerance
 
 _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.(?P<parameter>.+)")
 
@@ -26,7 +28,8 @@ _AGREED = re.compile(r"replica\.\d+\.(?P<kind>anchor|momentum_buffer|arriving)\.
 class VerifyReport:
     """The findings about one checkpoint.
 
-    faults: in words, empty where it is whole. differences: between replicas, in words.
+    faults: in words, empty where it is whole. differences: between replicas, in words. apart: the largest distance of
+    close replicas, as a part of the norm of a tensor; None where their bits are to be equal.
     compared: the number of tensors per shard that must be equal on all replicas. uncompared: the reason where it is 0.
     elsewhere: the files that other nodes have, which share no file system with this one; the faults are of the rest.
     """
@@ -37,6 +40,7 @@ class VerifyReport:
     compared: int = 0
     uncompared: str = ""
     elsewhere: Sequence[str] = ()
+    apart: float | None = None
 
     @property
     def good(self) -> bool:
@@ -52,7 +56,8 @@ class VerifyReport:
             whole = f"whole on this node ({self.elsewhere[0]}{more} are on other nodes)"
         if self.differences:
             return f"{self.path}: {whole}, but replicas differ: {'; '.join(self.differences)}"
-        return f"{self.path}: {whole}, {self.uncompared or f'replicas equal in {self.compared} tensors a shard'}"
+        how, apart = ("equal", "") if self.apart is None else ("close", f", at most {self.apart:.1e} of a norm apart")
+        return f"{self.path}: {whole}, {self.uncompared or f'replicas {how} in {self.compared} tensors a shard{apart}'}"
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -75,7 +80,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def verify(checkpoint: Path) -> VerifyReport:
-    """Checks every byte of `checkpoint`, and compares bitwise the tensors that must be equal on all replicas."""
+    """Checks every byte of `checkpoint`, and compares bitwise, or as close ones, the tensors that replicas share."""
     try:
         described = manifest.read_manifest(checkpoint)
         step_in_name = retention.step_of(checkpoint)
@@ -87,11 +92,11 @@ def verify(checkpoint: Path) -> VerifyReport:
         faults += [fault for name, file in here.items() if (fault := shard_fault(checkpoint / name, file))]
         if faults:
             return VerifyReport(checkpoint, faults, [], elsewhere=elsewhere)
-        differences, compared = _compare(CheckpointReader(checkpoint, described), here)
+        differences, compared, apart = _compare(CheckpointReader(checkpoint, described), here)
     except CorruptCheckpoint as error:
         return VerifyReport(checkpoint, [str(error)], [])
     uncompared = "" if compared else _why_uncompared(described, here)
-    return VerifyReport(checkpoint, [], differences, compared, uncompared, elsewhere)
+    return VerifyReport(checkpoint, [], differences, compared, uncompared, elsewhere, apart if compared else None)
 
 
 def whole_replicas(checkpoint: Path, described: Manifest) -> list[int]:
@@ -118,12 +123,12 @@ def _why_uncompared(described: Manifest, here: Collection[str]) -> str:
     return "not compared, because replicas of these levels agree within a tier of the network only"
 
 
-def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str], int]:
-    """The differences between replicas where there must be none, in words, and the number of compared tensors.
+def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str], int, float | None]:
+    """The differences between replicas where there must be none, the number of compared tensors, and how far apart.
 
     here: the names of the files to compare.
     """
-    differences, compared = [], 0
+    differences, compared, apart = [], 0, None
     for shard in range(saved.manifest.shards):
         present = [replica for replica in range(saved.manifest.replicas) if file_name(replica, shard) in here]
         if len(present) < min(2, saved.manifest.replicas):
@@ -137,12 +142,39 @@ def _compare(saved: CheckpointReader, here: Collection[str]) -> tuple[list[str],
             if _must_agree(other, saved.manifest) != keys:
                 raise CorruptCheckpoint(f"replicas {lowest} and {replica} have other tensors")
             unequal = [key for key in keys if not _equal(first.tensor(key), other.tensor(key))]
+            if first.moved and other.moved:
+                found = [_distance(key, first, other) for key in unequal]
+                apart = max([apart or 0.0, *(far for far, close in found if close)])
+                unequal = [key for key, (_, close) in zip(unequal, found, strict=True) if not close]
             if unequal:
                 more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
                 differences.append(
                     f"{unequal[0]}{more} on replica {replica}, shard {shard} (compared with replica {lowest})"
                 )
-    return differences, compared
+    return differences, compared, apart
+
+
+def _distance(key: str, first: ShardReader, other: ShardReader) -> tuple[float, bool]:
+    """The distance of two tensors as a part of their norm, and whether rounding makes as much."""
+    one, two, name = first.tensor(key), other.tensor(key), _name_in_training(key)
+    if one.shape != two.shape or one.dtype != two.dtype or not one.is_floating_point():
+        return math.inf, False
+    *norms, far = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in (one, two, one - two))
+    moved = max(file.moved.get(name, min(norms)) for file in (first, other))  # the unknown may have come from zero
+    return far / (min(norms) or far), far <= tolerance(min(norms), moved, torch.finfo(one.dtype).eps) < math.inf
+
+
+def _name_in_training(key: str) -> str:
+    """The name of a saved tensor in `Replicator.replicated`.
+
+    >>> [*map(_name_in_training, ("model.a.b", "optimizer.a.b.step", "replica.0.anchor.a.b", "replica.0.m.a.b"))]
+    ['a.b', 'a.b (step)', 'a.b', 'a.b (m)']
+    """
+    part, _, name = key.partition(".")
+    if part == "optimizer":
+        return "{} ({})".format(*name.rsplit(".", 1))
+    _, kind, name = name.split(".", 2) if part == "replica" else ("", "anchor", name)
+    return name if kind == "anchor" else f"{name} ({kind})"
 
 
 def _must_agree(file: ShardReader, described: Manifest) -> list[str]:

@@ -243,7 +243,7 @@ def _verify(verb: of.Verify) -> dict[str, Any]:
     checked = [verify(path) for path in checkpoints(verb.directory)]
     for one in checked:
         say(verb, one.line())
-    keys = ("good", "faults", "differences", "elsewhere")
+    keys = ("good", "faults", "differences", "elsewhere", "apart")
     found = [{"path": str(one.path), **{key: getattr(one, key) for key in keys}} for one in checked]
     logs = log_files(verb.directory / UPDATES)
     for path, first, last, fault in logs:

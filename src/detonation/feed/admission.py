@@ -13,7 +13,7 @@ from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.cluster.survive.users import AxisUser
 from detonation.core.agreement.safety import Safety
 from detonation.core.optimizer.replicated import Replicated
-from detonation.feed.follower import Follower, follow
+from detonation.feed.follower import Follower
 from detonation.feed.publisher import Feed
 from detonation.feed.shard import MakeOptimizer
 from detonation.feed.token import LostFeed, checked_token
@@ -98,7 +98,8 @@ def admitted(
     """Comes in as a new replica of a training that goes on elsewhere. Collective over the shards of this replica.
 
     Weights and optimizer state come from a replica with an `Admission`, while it trains on. All agree on
-    a step; from there on this replica is one of them, bit for bit. Its memory is empty.
+    a step; from there on this replica is one of them: bit for bit, or close where it rounds otherwise. Its memory is
+    empty.
 
     Args:
         model: As the trained one, with any weights; sharded with the mesh of `guest` as the others are.
@@ -130,7 +131,9 @@ def admitted(
     with contextlib.ExitStack() as undo:
         undo.callback(guest.membership.stop)
         addresses = guest.addresses(timeout_s)
-        with follow(model, addresses, token=token, optimizer=optimizer, timeout_s=timeout_s) as follower:
+        with Follower(model, addresses, token, optimizer, 64, joins=True) as follower:
+            if follower.update(wait_s=timeout_s) < 0:
+                raise LostFeed(f"no weights came from {addresses} within {timeout_s:g} s: {follower.trouble}")
             step = _agreed_step(guest, follower, timeout_s)
             follower.update(to=step, wait_s=timeout_s)
             _await_complete(follower, timeout_s)

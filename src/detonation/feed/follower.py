@@ -38,14 +38,14 @@ class Follower(AbstractContextManager["Follower"]):
     """
 
     def __init__(
-        self, model: nn.Module, address: str, token: bytes, make: MakeOptimizer | None, most_behind: int
+        self, model: nn.Module, address: str, token: bytes, make: MakeOptimizer | None, behind: int, joins: bool = False
     ) -> None:
-        self.model, self._token, self._make, self._most_behind = model, token, make, most_behind
+        self.model, self._token, self._make, self._most_behind, self._joins = model, token, make, behind, joins
         self._addresses = [host_and_port(each) for each in address.split(",")]
         self._changed = threading.Condition()
         meshes = [p.device_mesh for p in local_parameters(model).values() if isinstance(p, DTensor)]
         self._own_shard = max(meshes, key=lambda mesh: mesh.size()).get_local_rank() if meshes else None
-        self._shards = [ShardFollower(model, bool(meshes), make)]
+        self._shards = [ShardFollower(model, bool(meshes), make, joins)]
         self._streams = [self._stream(self._own_shard or 0)]
         weakref.finalize(self, close_all, self._streams)  # whose place is for others
         self._seen = self._came()
@@ -226,7 +226,7 @@ class Follower(AbstractContextManager["Follower"]):
         close_all(self._streams[shards:])
         del self._streams[shards:], self._shards[shards:]
         for shard in range(len(self._streams), shards):
-            self._shards.append(ShardFollower(self.model, False, self._make))
+            self._shards.append(ShardFollower(self.model, False, self._make, self._joins))
             self._streams.append(self._stream(shard))
 
     def _pairs(self) -> list[tuple[ShardFollower, Stream]]:

@@ -237,10 +237,16 @@ class Feed(StepRecorder):
         began = time.monotonic()
         with self._lock:
             coming, self._coming = [each for each in self._coming if each.alive], []
-            self._subscribed += coming
         if not coming:
             return
-        require_followable(optimizer)  # by now the collectives are known
+        try:
+            require_followable(optimizer)  # by now the collectives are known, and whether replicas are close
+        except ValueError as error:
+            for each in coming:
+                each.finish({"ended": False, "reason": str(error)})
+            return
+        with self._lock:
+            self._subscribed += coming
         snapshot = take_snapshot(self._model, optimizer)
         state = shared_content(snapshot)
         about = describe_training(optimizer) | self._about | {"synchronized": self._synchronized}

@@ -1,6 +1,5 @@
 """One shard of a training as its follower has it: an optimizer without peers, which repeats the steps of a stream."""
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.core.agreement.buffers import persistent_buffers
 from detonation.core.agreement.safety import Safety
-from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis
 from detonation.core.link.elastic_communicator import ElasticCommunicator
@@ -38,9 +36,7 @@ from detonation.feed.shared_state import (
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
 from detonation.log.repeat import Player, repeat_step
-from detonation.log.writer import identity
-
-_log = logging.getLogger("detonation")
+from detonation.log.writer import arithmetic, identity
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes the base optimizer of the training over parameter groups."""
@@ -68,10 +64,11 @@ class ShardFollower:
     Args:
         model: Whole, or with parameters that are sharded as those of training are.
         make: Makes the base optimizer; None for one of torch or of this library, by its name.
+        joins: It is for some steps, until this process is a replica that may be close to the others.
     """
 
-    def __init__(self, model: nn.Module, sharded: bool, make: MakeOptimizer | None) -> None:
-        self._model, self._sharded, self._make = model, sharded, make
+    def __init__(self, model: nn.Module, sharded: bool, make: MakeOptimizer | None, joins: bool = False) -> None:
+        self._model, self._sharded, self._make, self._joins = model, sharded, make, joins
         self.moment: Moment | None = None
         self.about: dict[str, Any] = {}
         self.optimizer: Replicated | None = None
@@ -127,28 +124,25 @@ class ShardFollower:
             require_elementwise(base, parameters)
             if about["clip"] and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
                 base.register_step_pre_hook(self._clip)
-        self._require_same(chosen)
+        self._require_same()
         self._player = ReceivedSteps()
         self.optimizer.record(self._player)
         self._buffers = [local(buffer) for buffer in persistent_buffers(self._model).values()]
 
-    def _require_same(self, chosen: Scheme) -> None:
-        """Raises `ValueError` where this process would not repeat the steps bit for bit."""
+    def _require_same(self) -> None:
+        """Raises `ValueError` where this process would not repeat the steps bit for bit, as replica 0 takes them."""
         optimizer, about = self.optimizer, self.about
         assert optimizer is not None
         for key, here in identity(optimizer).items():
             if key not in ("shards", "clip", "arguments", "optimizer") and here != about.get(key):
                 raise ValueError(f"training has {key} {about.get(key)}, this model has {here}")
-        first = optimizer.build()[0]
-        if about.get("close"):
-            _log.warning(
-                "the replicas of this training round differently: this copy follows them to rounding, not to the bit"
-            )
-        elif selftest(chosen, first.channel.runtime, first.stepped) != about["selftest"]:
+        may_differ = self._joins and about.get("equal", "bits") != "bits"
+        if arithmetic(optimizer) != about["selftest"] and not may_differ:
             there = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             raise ValueError(
                 f"this process would round otherwise than training ({there}) does: it needs the same version of torch, "
-                "the same kind of processor or accelerator, and g++ if training has it"
+                "the same kind of processor or accelerator, and g++ if training has it; a detonation.Feed.of_weights "
+                "can be followed from anywhere"
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:

@@ -12,7 +12,6 @@ from detonation.checkpoint.files.reader import Box, ShardReader
 from detonation.checkpoint.files.shard_file import CorruptCheckpoint, shard_content
 from detonation.checkpoint.restore import load_base_state
 from detonation.checkpoint.snapshot import Snapshot, weights
-from detonation.core.agreement.selftest import selftest
 from detonation.core.flat.layout import copy
 from detonation.core.flat.tensors import local, locals_of, padding_row
 from detonation.core.optimizer.gathered import local_parameters
@@ -20,7 +19,7 @@ from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.trained import note_padding
 from detonation.core.schemes.traffic import collective_for
 from detonation.feed.frames import encoded, table_of
-from detonation.log.writer import identity
+from detonation.log.writer import arithmetic, identity
 
 BUFFERS, NORM = 1 << 31, (1 << 32) - 1
 """The places, among those of messages, of the model's buffers from the first one on, and of the norm for clipping."""
@@ -34,6 +33,9 @@ def require_followable(optimizer: Replicated) -> None:
         raise ValueError("a feed takes one level of replication, not several")
     if optimizer.settings.intra_node is not None:
         raise ValueError("a feed takes no intra_node: its ranks share the messages of some parameters")
+    if optimizer.closeness is not None and (own := optimizer.coordinates.replica):
+        why = f"replica {own} of close replicas takes over parts of the weights of replica 0, which no message has"
+        raise ValueError(f"{why}: serve the feed from replica 0, or use detonation.Feed.of_weights")
     ((_, scheme),) = optimizer.levels
     if scheme.signal == "nothing":
         raise ValueError(f"under {scheme.name} replicas agree on nothing that could be followed")
@@ -59,8 +61,8 @@ def describe_training(optimizer: Replicated) -> dict[str, Any]:
         "kernels": settings.kernels,
         "balance": settings.balance,
         "trained": [slot.name for each in replicators for slot in each.layout.slots],
-        "selftest": selftest(scheme, replicators[0].channel.runtime, replicators[0].stepped),
-        "close": optimizer.closeness is not None,
+        "selftest": arithmetic(optimizer),
+        "equal": settings.safety.equal,
         "versions": versions(),
         "memory_norm": memory_norm(optimizer),
     }

@@ -33,11 +33,12 @@ class Closeness:
 
     A part is 1 / `PERIOD` of the numbers of each replicator's `replicated` tensors; under rounds of several steps as
     many times more before the message of a round leaves. The number of the step says which, so nothing of it is saved.
-    Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it, nobody takes anything over.
+    Replica 0 sends, and the link counts the bytes; where an elastic axis has lost it, nobody takes anything over. So
+    the messages alone make the state of replica 0, and of no other. moved: The `movements` before a checkpoint.
     """
 
-    def __init__(self) -> None:
-        self._step = 0
+    def __init__(self, moved: Mapping[str, float] | None = None) -> None:
+        self._step, self._taken, self._apart, self._moved = 0, 0, 0.0, moved or {}
         self._replicators: Sequence[Replicator] = ()
         self._seen: dict[tuple[Link, str], list[tuple[int, list[float]]]] = {}  # projections of earlier steps
 
@@ -46,13 +47,16 @@ class Closeness:
         """Takes its place in the steps of `replicators` from `step` on."""
         self._step, self._replicators = step, replicators
         consensus.after_base, consensus.compare = self._after_base, self._compare
-        for each in replicators:
-            for name, tensor in each.replicated().items():
-                if tensor.is_floating_point() and (each.link, name) not in self._seen:
-                    self._seen[each.link, name] = [(step, projections(tensor).tolist())]
+        for link, name, tensor in self._fractions():
+            if (link, name) not in self._seen:
+                self._seen[link, name] = [(step, projections(tensor).tolist())]
+
+    def _fractions(self) -> list[tuple[Link, str, Tensor]]:
+        found = [(each.link, *item) for each in self._replicators for item in each.replicated().items()]
+        return [item for item in found if item[2].is_floating_point()]
 
     def _after_base(self, step: int) -> None:
-        self._step = step + 1
+        self._step, self._taken = step + 1, self._taken + 1
         for each in self._replicators:
             if each.round.sends(step):
                 # an anchor is agreed on along its own axis; those inside it hold it, too
@@ -113,6 +117,7 @@ class Closeness:
         rows = table.view(link.replicas * link.local_ranks, len(floats), _SIGNS + 1).tolist()
         for number, (name, tensor) in enumerate(floats.items()):
             of_all = [row[number] for row in rows]
+            self._apart = max(self._apart, farthest([row[:_SIGNS] for row in of_all]))
             difference = _difference(name, of_all, torch.finfo(tensor.dtype).eps, link.local_ranks)
             found += [difference] if difference else []
         return found
@@ -124,7 +129,22 @@ class Closeness:
             del seen[0]
         if seen[-1][0] <= self._step - PERIOD // 10:
             seen.append((self._step, now))
-        return distance(seen[0][1], now)
+        before = self._moved.get(name, 0.0) if self._taken < PERIOD else 0.0
+        return max(distance(seen[0][1], now), before)
+
+    def movements(self) -> dict[str, float]:
+        """How far each tensor moved of late, by name: a part of it is how far replicas may be apart."""
+        found = dict[str, float]()
+        for link, name, tensor in self._fractions():
+            moved = self._movement(link, name, projections(tensor).tolist())
+            found[name] = max(moved, found.get(name, 0.0))
+        return found
+
+    def measure(self) -> float:
+        """The largest part of a tensor's norm between replicas; infinity where they are not close. Collective."""
+        self._apart = 0.0
+        each = [self._compare(r.link, r.replicated(), r.channel.runtime.device) for r in self._replicators]
+        return math.inf if any(each) else self._apart
 
 
 def projections(tensor: Tensor) -> Tensor:
@@ -155,6 +175,16 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     for a, b in zip(one, other, strict=True):
         total += (a - b) * (a - b)
     return math.sqrt(total / len(one))
+
+
+def farthest(rows: Sequence[Sequence[float]]) -> float:
+    """The largest distance from the first of `rows`, as a part of its norm.
+
+    >>> farthest([[4.0, 0.0], [4.0, 1.0], [4.0, 0.0]])
+    0.25
+    """
+    norm, far = distance(rows[0], [0.0] * len(rows[0])), max(distance(row, rows[0]) for row in rows)
+    return (far / norm if norm else math.inf) if far else 0.0
 
 
 def tolerance(norm: float, movement: float, eps: float) -> float:

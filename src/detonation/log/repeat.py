@@ -13,9 +13,10 @@ from torch import Tensor
 
 from detonation.core.optimizer.replicated import Replicated
 from detonation.log.records import LOG_VERSION, MESSAGE, START, STEP, DamagedLog, LogRecord, whole_records
-from detonation.log.writer import identity, segments
+from detonation.log.writer import arithmetic, identity, segments
 
 _log = logging.getLogger("detonation")
+_NEAR = "%s: %s, so replay ends near the weights of training, not at their bits: for those %s"
 
 
 def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
@@ -106,7 +107,7 @@ class Playback(Player):
             none = f"there is no log of {self._rank} in {directory}"
             raise ValueError(f"{known or none}, and replay would begin after {first}: it needs a checkpoint between")
         self._files = [(begun, path) for begun, path in files if usable[-1] <= begun < max(self._to, first + 1)]
-        self._identity = identity(optimizer)
+        self._identity, self._arithmetic = identity(optimizer), arithmetic(optimizer)
         ((self._axis, scheme),) = optimizer.levels
         self._delay = scheme.round.delay
         self._records = self._read()
@@ -146,8 +147,13 @@ class Playback(Player):
         about = start.table()
         if about.get("version") != LOG_VERSION:
             raise ValueError(f"{path} is in version {about.get('version')} of the format, here it is {LOG_VERSION}")
-        if about.get("close"):
-            _log.warning("the replicas of %s round differently: it repeats training to rounding, not to the bit", path)
+        mine, theirs = self._arithmetic, about.get("selftest") or self._arithmetic
+        if odd := next((key for key in mine if theirs.get(key) != mine[key]), ""):
+            why = f"training rounds otherwise than this process ({odd} is {theirs.get(odd)} there, {mine[odd]} here)"
+            _log.warning(_NEAR, path, why, "replay on a machine of its kind")
+        elif about.get("close") and about.get("taken_over"):
+            why = "another replica went on in the place of the first, whose weights were close to its own"
+            _log.warning(_NEAR, path, why, "begin with a checkpoint after it")
         replicas = about.get("replicas")
         if type(replicas) is int and hasattr(self._axis, "next_size"):  # some were lost, or came, before the next step
             self._axis.next_size = self._identity["replicas"] = replicas
@@ -159,7 +165,8 @@ class Playback(Player):
 def replay(directory: Path | str, optimizer: Replicated, to: int | None = None) -> int:
     """Takes the steps that a log has from `optimizer.step_count` on; returns the number of steps taken in all.
 
-    The weights and the state of the base optimizer that replicas agree on are then those of training, bit for bit.
+    The weights and the state of the base optimizer that replicas agree on are then those of training, bit for bit: of
+    close replicas those of replica 0. A process that rounds otherwise than it did comes near them, and warns.
     Under schemes that exchange parameters that is so where a round ends, and for what the replicas agreed on last.
     Memory private to a replica, as that of error feedback, is not in a log. Where other parameters are trained from a
     step on, replay ends before it, and goes on from a checkpoint after it.

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from detonation.core.agreement.selftest import selftest
 from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
@@ -107,7 +108,7 @@ class UpdateLog(StepRecorder):
         if another:
             self.flush()
             self._kept.clear()
-            self._levels, self._identity = optimizer.build(), identity(optimizer)
+            self._levels, self._identity = optimizer.build(), _settings(optimizer)
         self._options = []  # so that each step has all options of the groups
         self.add(messages, what, optimizer)
 
@@ -116,7 +117,7 @@ class UpdateLog(StepRecorder):
         self.flush()
         kept, self._kept = list(self._kept), deque(maxlen=_KEPT)
         end = kept[0][-1]
-        self._begin(optimizer, end.step - (end.kind == STEP), self._identity)
+        self._begin(optimizer, end.step - (end.kind == STEP), {**self._identity, "taken_over": True})
         for records in kept:
             self.hand_on(records)
         self.close()
@@ -162,7 +163,7 @@ class UpdateLog(StepRecorder):
                     os.ftruncate(self._file, self._length)
 
     def _open(self, optimizer: Replicated, first: int) -> None:
-        self._begin(optimizer, first, {**identity(optimizer), "close": optimizer.closeness is not None})
+        self._begin(optimizer, first, _settings(optimizer))
         self._levels = optimizer.build()
 
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
@@ -232,6 +233,16 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
         "optimizer": type(optimizer.base).__name__,
         "parameters": f"{len(layouts)}, {hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]}",
     }
+
+
+def arithmetic(optimizer: Replicated) -> dict[str, str]:
+    """How this process rounds: the self-test with the scheme and the base optimizer in use."""
+    ((_, scheme),) = optimizer.levels
+    return {k: v for r in optimizer.build()[:1] for k, v in selftest(scheme, r.channel.runtime, r.stepped).items()}
+
+
+def _settings(optimizer: Replicated) -> dict[str, Any]:
+    return {**identity(optimizer), "close": optimizer.closeness is not None, "selftest": arithmetic(optimizer)}
 
 
 def logged_bytes(optimizer: Replicated) -> float:

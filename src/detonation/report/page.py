@@ -10,7 +10,7 @@ from urllib.parse import quote
 from detonation.report.figures import NIGHT, PAPER, Chart, charts, keys, variables
 from detonation.report.read import FILES, Run, agreeing_s, read_all, read_plan
 from detonation.report.terminal import MORE_HEADS, named, plan_rows, plan_words, run_rows
-from detonation.report.words import duration, factor, less_text, loss_text, size_text
+from detonation.report.words import duration, equality, factor, less_text, loss_text, size_text
 from detonation.whole_files import write_whole
 
 _FIGURES = "-figures"
@@ -162,7 +162,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
         (duration(summary["seconds"] / summary["steps"]), "per step, on average"),
         *([(f"{waited / summary['seconds']:.1%}", "of the time waiting for others")] if waited is not None else []),
         (f"{summary[f'{unit}_per_second']:,.4g}", f"{unit} per second"),
-        ("equal" if summary["replicas_equal"] else "not equal", "replicas at the end, bit for bit"),
+        (equality(summary, "equal bit for bit", "not equal"), "replicas at the end"),
     ]
 
 
@@ -180,7 +180,7 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Grid:
             "less than full": factor(summary["reduction"]),
             "step time": duration(summary["seconds"] / summary["steps"]),
             "examples/s": f"{summary['examples_per_second']:,.4g}",
-            "replicas equal": "yes" if summary["replicas_equal"] else "no",
+            "replicas equal": equality(summary),
             "scheme, optimizer": f"{summary['scheme']}, {summary['optimizer']}",
         }
         rows.append({head: cell for head, cell in cells.items() if accurate or head != "accuracy"})

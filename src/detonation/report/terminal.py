@@ -11,7 +11,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from detonation.report.words import duration, factor, less_text, loss_text, printable, rate, size_text
+from detonation.report.words import duration, equality, factor, less_text, loss_text, printable, rate, size_text
 
 HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent per step", "loss to the baseline")
 """Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
@@ -93,7 +93,7 @@ def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: 
             continue
         loss, sent = summary.get("val_loss"), summary["bytes_sent_per_step"]
         marked = f"{loss_text(loss)}{' (lowest)' if loss is not None and loss == lowest else ''}"
-        step, equal = duration(summary["median_step_seconds"]), "yes" if summary["replicas_equal"] else "no"
+        step, equal = duration(summary["median_step_seconds"]), equality(summary)
         rows.append((*head, marked, size_text(sent), factor(summary["reduction"]), step, equal))
     titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
     console.table([Column("run", overflow="fold"), *titles], rows)
@@ -136,7 +136,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("sent between its nodes", f"{size_text(summary['shard_bytes_per_step'])} per step: {wire}" if wire else ""),
         ("skipped", f"{sum(skipped.values()):,} contributions that were not finite, of {names}" if skipped else ""),
         ("refused", if_there("refused", "{:,} messages")),
-        ("replicas equal", "yes, bitwise" if summary["replicas_equal"] else "no"),
+        ("replicas equal", equality(summary, "yes, bitwise")),
         ("fingerprint", summary["fingerprint"][:16]),
     ]
     return [(label, text) for label, text in rows if text]

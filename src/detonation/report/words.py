@@ -1,6 +1,8 @@
 """Formats numbers and texts for people. Imports nothing but the standard library."""
 
+from collections.abc import Mapping
 from math import isfinite
+from typing import Any
 
 
 def size_text(count: float) -> str:
@@ -36,6 +38,16 @@ def loss_text(loss: float | None) -> str:
     if loss is None:
         return "-"
     return f"{loss:.4f}" if isfinite(loss) else "diverged"
+
+
+def equality(summary: Mapping[str, Any], yes: str = "yes", no: str = "no") -> str:
+    """Says whether the replicas of a run were equal at its end, and of close ones how far apart they were.
+
+    >>> equality({"replicas_equal": True}), equality({"replicas_equal": False, "replicas_apart": 2.5e-7})
+    ('yes', 'close, 2.5e-07 of a norm apart')
+    """
+    close = f"close, {summary['replicas_apart']:.1e} of a norm apart" if "replicas_apart" in summary else no
+    return yes if summary["replicas_equal"] else close
 
 
 def less_text(value: float | None) -> str:

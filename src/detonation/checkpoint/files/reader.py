@@ -1,6 +1,7 @@
 """Readers of a checkpoint and of its shard files, which return on request the boxes of tensors that a shard holds."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ class Box:
         return tuple(slice(s.start - o, s.stop - o) for s, o in zip(part, self.offset, strict=True))
 
 
+MOVED = "moved."
+"""The beginning of the keys of values that say how far tensors moved."""
 _REST: dict[str, type] = {"boxes": dict, "wrapped": list, "on_host": list, "values": dict, "groups": list}
 
 
@@ -119,6 +122,14 @@ class ShardReader:
 
     def __contains__(self, key: str) -> bool:
         return key in self._saved_as
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """`Closeness.movements` of replicas that were close; empty where their bits were equal."""
+        moved = {key.removeprefix(MOVED): value for key, value in self.values.items() if key.startswith(MOVED)}
+        if any(not isinstance(value, float) or not 0 <= value < math.inf for value in moved.values()):
+            raise CorruptCheckpoint(f"{self._path.name} has a movement that is no distance")
+        return moved
 
     def tensor(self, key: str) -> Tensor:
         """The tensor `key`, as it was saved. Raises `ValueError` where the file has none."""

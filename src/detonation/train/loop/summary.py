@@ -1,5 +1,6 @@
 """The summary of a finished run, as `summary.json` holds it, and the faults that are counted over all its starts."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ import torch
 
 from detonation.cluster.devices import peak_memory
 from detonation.data import bigram_loss
+from detonation.gates.closeness import Closeness
 from detonation.train.loop.session import Session
 from detonation.train.output.metrics import Portion, Record, reduction
 
@@ -57,7 +59,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     `shard_bytes_per_step` is what the replica sends between the nodes that its shards lie on.
     `peak_memory` is that of the rank that needed most; `mfu` is the median over the records that have it.
     `waits` is `Waits.table` of the steps since the last start, `local_steps` those that replicas agreed on last.
-    `adapted_to` is the last scheme of a run that followed its link.
+    `adapted_to` is the last scheme of a run that followed its link. `replicas_apart` is how far apart close ones are.
     """
     config, last = session.config, records[-1]
     full_sync = session.world.over_shards(sum(session.optimizer.dense_bytes_by_level))
@@ -102,8 +104,19 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         **_shard_wire(session, records),
         **asdict(counted(session, before)),
         "replicas_equal": equal,
+        **({} if (apart := _apart(session)) is None else {"replicas_apart": apart}),
         "fingerprint": fingerprint,
     }
+
+
+def _apart(session: Session) -> float | None:
+    """The largest part of a tensor's norm between close replicas; None where they are not close. Collective."""
+    gate = session.optimizer.closeness
+    if not isinstance(gate, Closeness):
+        return None
+    mine = torch.tensor([gate.measure()], dtype=torch.float64, device=session.device)
+    apart = max(each for (each,) in session.world.all_gather(mine)())
+    return apart if math.isfinite(apart) else None
 
 
 def _shard_wire(session: Session, records: Sequence[Record]) -> dict[str, Any]:
