@@ -14,10 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.traffic import buckets_of, collective_for
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 
 SUFFIX = ".updates"
@@ -232,31 +230,6 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
         "optimizer": type(optimizer.base).__name__,
         "parameters": f"{len(layouts)}, {hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]}",
     }
-
-
-def logged_bytes(optimizer: Replicated) -> float:
-    """Bytes of messages that a log takes per step, as a mean; the options of a step take some hundred more.
-
-    Every replica's message where all receive all, those of the owners, or the sum; rounds count once in their steps.
-    """
-    total = 0.0
-    for replicator in optimizer.build():
-        scheme, layout, link = replicator.scheme, replicator.layout, replicator.link
-        sizes = link.replicas, link.local_ranks
-        parts = [layout.rows]
-        if scheme.divides_messages:
-            parts = [bucket.layout.rows for bucket in buckets_of(scheme, layout, *sizes)]
-        way, codec = collective_for(scheme, layout, *sizes), scheme.codec
-        for rows in parts:
-            if way == "all-reduce":
-                octets = codec.nbytes(rows) + DIGITS * link.replicas * codec.precision.nbytes(1, 1)
-            elif way == "all-gather":
-                octets = link.replicas * (HEADER_BYTES + codec.nbytes(rows))
-            else:
-                owned = -(-rows // link.replicas)
-                octets = link.replicas * (HEADER_BYTES + scheme.reply_codec(link.replicas).nbytes(owned))
-            total += octets / scheme.round.every
-    return total
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
