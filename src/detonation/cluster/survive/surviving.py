@@ -17,7 +17,6 @@ from detonation.cluster.survive.groups import (
     Group,
     NumberedCollective,
     NumberedKind,
-    ReceiveBuffers,
     SurvivedLoss,
     host,
 )
@@ -45,7 +44,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self.layout, self.host = list(membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
-        self._kept, self._buffers = dict[int, NumberedCollective](), ReceiveBuffers()
+        self._kept: dict[int, NumberedCollective] = {}
         self._started, self._floor, self._joined = floor, floor, begun
         self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
         self.awaits, self._channels, self.adopted = -1, 0, begun
@@ -69,10 +68,6 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.start("all_to_all", mine, self)
-
-    def recycle(self, received: Tensor) -> None:
-        with self._changed:
-            self._buffers.give_back(received, [each.result for each in self._kept.values()])
 
     def for_one(self) -> AxisUser:
         with self._changed:
@@ -141,7 +136,7 @@ class SurvivingCommunicator(ElasticCommunicator):
                 each.target = each.sent.clone()  # the network adds into it
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
-                each.target = self._buffers.take(len(each.members), each.sent)
+                each.target = each.sent.new_empty(len(each.members), each.sent.numel())
                 work = self._group.all_gather(each.target, each.sent)
             else:
                 rows = each.sent.view(len(each.layout), -1)
@@ -180,7 +175,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             result[[each.layout.index(member) for member in each.members]] = each.target
         self._conclude(each, result, missing)
         for number in [number for number in self._kept if number <= each.floor]:
-            self._buffers.forget(self._kept.pop(number).result)
+            del self._kept[number]
         return True
 
     def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:

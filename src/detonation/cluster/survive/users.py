@@ -128,9 +128,6 @@ class AxisUser(ElasticCommunicator):
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.axis.start("all_to_all", mine, self)
 
-    def recycle(self, received: Tensor) -> None:
-        self.axis.recycle(received)
-
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:
             self.axis.settle()
