@@ -120,8 +120,6 @@ def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Map
     """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no step.
 
     Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
-
-    Shapes: local shapes.
     """
     for name, parameter in parameters.items():
         load_base_state(saved, saved, optimizer, name, parameter)

@@ -139,10 +139,7 @@ class CommHook:
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The memory of this rank, under its name: every rank saves its own.
-
-        Shapes: -> local shapes.
-        """
+        """The memory of this rank, under its name: every rank saves its own."""
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -180,20 +180,14 @@ class Library:
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none.
-
-        Shapes: any.
-        """
+        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none."""
         count = len(tensors)
         pointers = (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in tensors])
         return int(self._library.detonation_beyond(pointers, numel, count, limit))
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
-        """`weights = shrink * weights - lr * sign(directions)`.
-
-        Shapes: any, the same for both; fp32.
-        """
+        """`weights = shrink * weights - lr * sign(directions)`, in fp32."""
         self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:

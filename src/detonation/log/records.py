@@ -145,15 +145,10 @@ class StepRecorder(ABC):
 
         Args:
             kept: The tensors that hold the messages; `recycle` takes them back once nobody reads the records.
-
-        Shapes: any.
         """
 
     def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas.
-
-        Shapes: any.
-        """
+        """Takes in the messages of all replicas."""
         if self.records:
             on_device = message.device.type != "cpu"
             copied = message.contiguous() if on_device else self._buffer(message.nbytes).view(message.dtype)
@@ -203,10 +198,7 @@ class StepRecorder(ABC):
             self.hand_on([*records, end], [tensor for _, _, tensor in kept])
 
     def recycle(self, kept: Sequence[Tensor]) -> None:
-        """Takes back the tensors of a step, for the messages of another.
-
-        Shapes: any.
-        """
+        """Takes back the tensors of a step, for the messages of another."""
         self._spare = [tensor.view(-1).view(torch.uint8) for tensor in kept]
 
     def _buffer(self, nbytes: int) -> Tensor:
@@ -240,10 +232,7 @@ class Tapes:
         self._tapes = tapes
 
     def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas.
-
-        Shapes: any.
-        """
+        """Takes in the messages of all replicas."""
         for tape in self._tapes:
             tape.put(place, step, message)
 

@@ -178,8 +178,6 @@ class UpdateLog(StepRecorder):
     def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
         """Appends the records to the file, many bytes in a thread while the next step computes; keeps them where
         another replica writes it.
-
-        Shapes: any.
         """
         if self._file < 0:
             self._kept.append([replace(record, content=bytes(record.content)) for record in records])

@@ -74,10 +74,7 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Continues from the result of `state`; from exact weights and no residual where it does not fit. Collective.
-
-        Shapes: as `state`.
-        """
+        """Continues from `state`; from exact weights and no residual where it does not fit. Collective."""
         self.gather.forget()
         counts, own = saved.get(f"counts.{next(iter(self.parameters))}"), []
         for name, parameter in self.parameters.items():
@@ -107,10 +104,7 @@ class ShardUnit:
 
 
 def padded_numel(parameter: Tensor) -> int:
-    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard.
-
-    Shapes: any.
-    """
+    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard."""
     return math.prod(largest_local_shape(parameter))
 
 
@@ -164,18 +158,12 @@ def shard_bytes_sent(model: nn.Module) -> int:
 
 
 def shard_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of all units on this rank, by `<kind>.<parameter>`; see `ShardUnit.state`.
-
-    Shapes: local shapes.
-    """
+    """The state of all units on this rank, by `<kind>.<parameter>`; see `ShardUnit.state`."""
     return {key: tensor for unit in shard_units(model) for key, tensor in unit.state().items()}
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective.
-
-    Shapes: as `shard_state`.
-    """
+    """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective."""
     for unit in shard_units(model):
         unit.load({key: tensor for key, tensor in saved.items() if key.partition(".")[2] in unit.parameters})
 

@@ -206,8 +206,5 @@ def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Ite
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which must live as long as this.
-
-    Shapes: any.
-    """
+    """The memory of a contiguous host tensor, which must live as long as this."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)).cast("B")

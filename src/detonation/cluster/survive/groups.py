@@ -91,10 +91,7 @@ def _outlast(held: list[tuple[Any, list[dist.Work]]]) -> None:
 
 
 def host(tensor: Tensor) -> Tensor:
-    """`tensor` in host memory, which is all that gloo carries; a copy from an accelerator.
-
-    Shapes: any -> the same.
-    """
+    """`tensor` in host memory, which is all that gloo carries; a copy from an accelerator."""
     return tensor.to(torch.device("cpu"))
 
 

@@ -44,10 +44,7 @@ def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Where the patterns of each tensor begin, when all stand one after another; under "" their number.
-
-    Shapes: any.
-    """
+    """Where the patterns of each tensor begin, when all stand one after another; under "" their number."""
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 

@@ -103,10 +103,7 @@ class Addresses:
         self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
-        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is absent.
-
-        Shapes: any.
-        """
+        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is absent."""
         here = [None if t is None or not t.numel() else t for t in tensors]
         addresses = [0 if t is None else t.data_ptr() for t in here]
         kinds = [0 if t is None else KIND_OF[t.dtype] for t in here]
