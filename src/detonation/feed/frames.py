@@ -238,23 +238,18 @@ class Subscription:
         self.alive = True
         self._begun = self._caught_up = False
         self._skip, self._bytes, self._most_bytes = 0, 0, LEAST_WAITING  # before `begin` nothing waits
-        self._queue: deque[tuple[int, Octets, object]] = deque()  # kind, content, and the owner of its memory
+        self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
         self._thread.start()
 
-    def begin(self, about: Mapping[str, Any], state: Sequence[Octets], owner: object, skip: int) -> None:
-        """Queues a description and the copy of the state.
-
-        Args:
-            owner: Of the memory of `state`.
-            skip: Steps before the copy that are still to be offered.
-        """
+    def begin(self, about: Mapping[str, Any], state: Sequence[Octets], skip: int) -> None:
+        """Queues a description and the copy of the state; `skip` steps before the copy are still to be offered."""
         size = sum(map(len, state))
         with self._changed:
             self._begun, self._skip, self._most_bytes = True, skip, max(LEAST_WAITING, size)
-            self._queue.append((ABOUT, encoded({**about, "state_bytes": size}), None))
-            self._queue.extend((STATE, piece, owner) for part in state for piece in _pieces(part))
+            self._queue.append((ABOUT, encoded({**about, "state_bytes": size})))
+            self._queue.extend((STATE, piece) for part in state for piece in _pieces(part))
             self._changed.notify()
         _log.info("%s follows from step %s on", self.peer, about.get("step"))
 
@@ -265,7 +260,7 @@ class Subscription:
                 self._skip -= 1
                 return
             self._bytes += len(step)
-            self._queue.append((STEP_DONE, step, None))
+            self._queue.append((STEP_DONE, step))
             behind = len(self._queue) > self._most_behind if self._caught_up else self._bytes > self._most_bytes
             self._changed.notify()
         if behind:
@@ -274,7 +269,7 @@ class Subscription:
     def finish(self, about: Mapping[str, Any]) -> None:
         """Queues the end."""
         with self._changed:
-            self._queue.append((BYE, encoded(about), None))
+            self._queue.append((BYE, encoded(about)))
             self._changed.notify()
 
     def drop(self, reason: str) -> None:
@@ -295,24 +290,24 @@ class Subscription:
         kind = ALIVE
         try:
             while self.alive and kind != BYE:
-                kind, content, _ = self._next()
+                kind, content = self._next()
                 self._connection.send(kind, content)
             self._connection.close()
             self.alive = False
         except OSError as error:
             self.drop(str(error) or type(error).__name__)
 
-    def _next(self) -> tuple[int, Octets, object]:
+    def _next(self) -> tuple[int, Octets]:
         with self._changed:
             if not self._queue:
                 self._changed.wait(ALIVE_S)
             if not self._queue:
-                return ALIVE, b"", None
-            kind, content, owner = self._queue.popleft()
+                return ALIVE, b""
+            kind, content = self._queue.popleft()
             if kind == STEP_DONE:
                 self._bytes -= len(content)
             self._caught_up = (self._begun and not self._queue) or self._caught_up
-            return kind, content, owner
+            return kind, content
 
 
 def _pieces(part: Octets) -> list[memoryview]:

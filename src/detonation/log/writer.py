@@ -7,12 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
@@ -70,7 +67,7 @@ class UpdateLog(StepRecorder):
         self._file, self._length = -1, 0
         self._levels: object = None  # of which the file is
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: tuple[Future[None], Sequence[Tensor]] | None = None  # the last step, and what it is written from
+        self._writing: Future[None] | None = None  # the last step
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
         self._identity: dict[str, Any] = {}  # of the kept steps
 
@@ -94,7 +91,9 @@ class UpdateLog(StepRecorder):
             if self._file < 0:
                 if self._kept:
                     self._write_kept(optimizer)
-                self._open(optimizer, optimizer.step_count - (what == "step"))
+                settings = {**identity(optimizer), "close": optimizer.closeness is not None}
+                self._begin(optimizer, optimizer.step_count - (what == "step"), settings)
+                self._levels = optimizer.build()
             self.add(messages, what, optimizer)
             if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
                 self._finish()
@@ -159,10 +158,6 @@ class UpdateLog(StepRecorder):
                 with suppress(OSError):
                     os.ftruncate(self._file, self._length)
 
-    def _open(self, optimizer: Replicated, first: int) -> None:
-        self._begin(optimizer, first, {**identity(optimizer), "close": optimizer.closeness is not None})
-        self._levels = optimizer.build()
-
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
         about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
@@ -175,29 +170,26 @@ class UpdateLog(StepRecorder):
         self._options, self._length = [], 0
         self.hand_on([noted(START, first, about)])
 
-    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
+    def hand_on(self, records: Sequence[LogRecord]) -> None:
         """Appends the records to the file, many bytes in a thread while the next step computes; keeps them where
         another replica writes it.
         """
         if self._file < 0:
-            self._kept.append([replace(record, content=bytes(record.content)) for record in records])
-            self.recycle(kept)
+            self._kept.append([*records])
             return
         self._finish()
         if sum(len(record.content) for record in records) <= AT_ONCE_BYTES:
             self._append(records)
-            self.recycle(kept)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "update-log")
-        self._writing = self._thread.submit(self._append, records), kept
+        self._writing = self._thread.submit(self._append, records)
 
     def _finish(self) -> None:
         """Waits for the step that is being written; raises the `OSError` that ended it."""
         if self._writing is not None:
-            (writing, kept), self._writing = self._writing, None
+            writing, self._writing = self._writing, None
             writing.result()
-            self.recycle(kept)
 
     def _append(self, records: Sequence[LogRecord]) -> None:
         parts = [memoryview(part) for record in records for part in record.parts() if len(part)]

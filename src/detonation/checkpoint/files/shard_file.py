@@ -1,7 +1,6 @@
 """Safetensors files: a reader that needs torch alone, and the state of one rank, hashed while it is written and checked
 before it is read."""
 
-import ctypes
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from detonation.checkpoint.files import disk
 from detonation.core.base_error import DetonationError
+from detonation.core.flat.tensors import octets
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -203,8 +203,3 @@ def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Ite
     for _, tensor in ordered:
         if tensor.nbytes:
             yield octets(tensor)
-
-
-def octets(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which must live as long as this."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)).cast("B")

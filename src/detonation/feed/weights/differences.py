@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from detonation.checkpoint.files.shard_file import octets
+from detonation.core.flat.tensors import octets
 
 CHUNK = 1 << 22
 """Patterns that are compared at a time, a multiple of 4: their differences stay in a cache."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.shard_file import DTYPES
+from detonation.checkpoint.files.shard_file import DTYPES, shard_content
 from detonation.checkpoint.snapshot import weights
 from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
 from detonation.feed.weights.folders import (
@@ -20,7 +20,6 @@ from detonation.feed.weights.folders import (
     Folder,
     LocalFolder,
     WeightFile,
-    file_content,
     folder_at,
 )
 
@@ -144,7 +143,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _write(
         self, folder: Folder, run: int, kind: str, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
     ) -> tuple[WeightFile, int]:
-        content = file_content(tensors, {"step": step, **about})
+        content = list(shard_content(tensors, {"step": step, **about}))
         file, size = WeightFile.of(run, step, kind, content), sum(map(len, content))
         folder.write(file.name, content)
         self.bytes_written += size
