@@ -148,24 +148,14 @@ class Library:
         (rows, k), count = values[0].shape, len(targets)
         shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
         lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
-        status = self._library.detonation_decode(
-            (ctypes.c_void_p * count)(*[t.data_ptr() for t in targets]),
-            (ctypes.c_int64 * count)(*[t.numel() for t in targets]),
-            rows,
-            chunk,
-            (ctypes.c_void_p * len(values))(*[v.data_ptr() for v in values]),
-            (ctypes.c_void_p * len(indices))(*[i.data_ptr() for i in indices]),
-            indices[0].nbytes,
-            len(values),
-            k,
-            width,
-            few,
-            nonzero,
-            1 / len(values),
-            basis.data_ptr(),
-            shrink,
-            lr,
+        into, sent, places = (
+            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each]) for each in (targets, values, indices)
         )
+        numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
+        status = self._library.detonation_decode(
+            into, numel, rows, chunk, sent, places, indices[0].nbytes, len(values), k, width, few, nonzero,
+            1 / len(values), basis.data_ptr(), shrink, lr,
+        )  # fmt: skip
         assert status == 0
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
@@ -174,8 +164,9 @@ class Library:
         Shapes: `[rows, chunk]` and `[chunk, chunk]` fp32, chunk one of `KERNEL_CHUNKS` -> `[rows, chunk]`.
         """
         (rows, chunk), out = coefficients.shape, torch.empty_like(coefficients)
-        pointers = basis.data_ptr(), out.data_ptr()
-        status = self._library.detonation_product(coefficients.data_ptr(), rows, chunk, *pointers)
+        status = self._library.detonation_product(
+            coefficients.data_ptr(), rows, chunk, basis.data_ptr(), out.data_ptr()
+        )
         assert status == 0
         return out
 

@@ -11,49 +11,9 @@ from torch import Tensor
 
 from detonation.kernels.gpu.decode import decode_kernel
 from detonation.kernels.gpu.encode import encode_kernel
-from detonation.kernels.gpu.inspection import (
-    RUNS,
-    SCANNING,
-    Inspector,
-    Limits,
-    RowRun,
-    Scanner,
-    SumInspector,
-    is_aligned,
-    power,
-)
-from detonation.kernels.gpu.launching import (
-    INTERPRETED,
-    KIND_OF,
-    Addresses,
-    Coding,
-    Places,
-    Slots,
-    launch,
-    launch_counts,
-    uploaded,
-)
+from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
+from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
 from detonation.kernels.gpu.parts.choosing import rotation_kernel
-
-__all__ = [
-    "KIND_OF",
-    "SCANNING",
-    "Addresses",
-    "Arrivals",
-    "Coder",
-    "Coding",
-    "Inspector",
-    "Limits",
-    "Places",
-    "Rotations",
-    "RowRun",
-    "Scanner",
-    "Slots",
-    "SumInspector",
-    "is_aligned",
-    "launch_counts",
-    "uploaded",
-]
 
 PROGRAMS = 1024
 """The most programs of a launch whose programs work on one piece after the other: a few for each multiprocessor."""
