@@ -127,10 +127,8 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """The rows of the server residuals that this replica owns.
-
-    Shapes: a tensor of each parameter's local shape -> `[owned, chunk]` coefficients.
-    """
+    """The rows of the server residuals that this replica owns."""
+    # a tensor of each parameter's local shape -> [owned, chunk] coefficients
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
     owners = RowOwners(len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas))

@@ -109,10 +109,8 @@ class Library:
         few: bool,
         basis: Tensor,
     ) -> None:
-        """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`.
-
-        Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8 as `encode` returns them.
-        """
+        """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`."""
+        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 as encode returns them
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
@@ -159,10 +157,8 @@ class Library:
         assert status == 0
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
-        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other.
-
-        Shapes: `[rows, chunk]` and `[chunk, chunk]` fp32, chunk one of `KERNEL_CHUNKS` -> `[rows, chunk]`.
-        """
+        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other."""
+        # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
         (rows, chunk), out = coefficients.shape, torch.empty_like(coefficients)
         status = self._library.detonation_product(
             coefficients.data_ptr(), rows, chunk, basis.data_ptr(), out.data_ptr()
@@ -182,40 +178,29 @@ class Library:
         self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line by itself.
-
-        Shapes: `[lines, n]` int64 -> `[lines, nbytes]` uint8.
-        """
+        """Packs numbers of `width` bits, each line by itself."""  # [lines, n] int64 -> [lines, nbytes] uint8
         packed = torch.empty(len(numbers), nbytes, dtype=torch.uint8, device="cpu")
         for line, octets in zip(numbers, packed, strict=True):
             self._library.detonation_pack(line.data_ptr(), len(line), width, octets.data_ptr())
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`.
-
-        Shapes: `[lines, nbytes]` uint8 -> `[lines, count]` int64.
-        """
+        """The inverse of `pack`."""  # [lines, nbytes] uint8 -> [lines, count] int64
         numbers = torch.empty(len(packed), count, dtype=torch.int64, device="cpu")
         for octets, line in zip(packed, numbers, strict=True):
             self._library.detonation_unpack(octets.data_ptr(), count, width, line.data_ptr())
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
-        """The bitmap of rows of `chunk` bits in which `indices` are set.
-
-        Shapes: `[rows, k]` int64 -> `[ceil(rows * chunk / 8)]` uint8.
-        """
+        """The bitmap of rows of `chunk` bits in which `indices` are set."""
+        # [rows, k] int64 -> [ceil(rows * chunk / 8)] uint8
         rows, k = indices.shape
         bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
         self._library.detonation_mark(indices.data_ptr(), rows, k, chunk, bitmap.data_ptr())
         return bitmap
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """The indices that are set in a bitmap, in order.
-
-        Shapes: `[ceil(rows * chunk / 8)]` uint8 -> `[rows, k]` int64.
-        """
+        """The indices that are set in a bitmap, in order."""  # [ceil(rows * chunk / 8)] uint8 -> [rows, k] int64
         indices = torch.empty(rows, k, dtype=torch.int64, device="cpu")
         self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
         return indices
@@ -233,19 +218,14 @@ class Library:
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
-
-        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
-        """
+        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0."""
+        # [messages, nbytes] uint8 -> [messages] int64
         check = self._library.detonation_check_indices
         found = [check(each.data_ptr(), rows, k, chunk, width) for each in packed]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     def check_bitmap(self, bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """2 where a row has not exactly `k` bits set, else 0.
-
-        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
-        """
+        """2 where a row has not exactly `k` bits set, else 0."""  # [messages, nbytes] uint8 -> [messages] int64
         check = self._library.detonation_check_bitmap
         found = [check(each.data_ptr(), rows, k, chunk) for each in bitmaps]
         return torch.tensor(found, dtype=torch.int64, device="cpu")

@@ -50,10 +50,7 @@ class Player(ABC):
         """The next record; None where there is none."""
 
     def take(self, place: int, step: int) -> Tensor:
-        """The next messages of a place.
-
-        Shapes: -> `[bytes]` uint8.
-        """
+        """The next messages of a place."""  # -> [bytes] uint8
         while not self._messages[place, step]:
             if not self._load():
                 raise DamagedLog(f"the record of step {step} has no message of place {place}: it is of another run")

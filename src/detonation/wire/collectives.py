@@ -52,10 +52,7 @@ class BlockIntegers:
         return quantized_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Quantizes each line.
-
-        Shapes: `[..., n]` fp32 -> `[..., nbytes(n)]` uint8.
-        """
+        """Quantizes each line."""  # [..., n] fp32 -> [..., nbytes(n)] uint8
         missing = -values.shape[-1] % self.block
         lines = pad(values, (0, missing)) if missing else values.contiguous()
         blocks = self._rotated(lines.view(*lines.shape[:-1], -1, self.block))  # [..., blocks, block]
@@ -69,10 +66,7 @@ class BlockIntegers:
         return torch.cat([packed, scales.view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, count: int) -> Tensor:
-        """Reads messages of `count` numbers each.
-
-        Shapes: `[..., nbytes(count)]` uint8 -> `[..., count]` fp32.
-        """
+        """Reads messages of `count` numbers each."""  # [..., nbytes(count)] uint8 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)
@@ -154,10 +148,7 @@ class ErrorFeedbackReduce(ReduceScatter):
         output_tensor.copy_(total)
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """The residual of each parameter; empty before the first use.
-
-        Shapes: -> `[nodes - 1, size]` fp32 each.
-        """
+        """The residual of each parameter; empty before the first use."""  # -> [nodes - 1, size] fp32 each
         if self.residual is None:
             return {}
         return dict(zip(self._laid_out, torch.split(self.residual, [*self._laid_out.values()], 1), strict=True))
@@ -189,10 +180,8 @@ class ErrorFeedbackReduce(ReduceScatter):
         return self.residual
 
     def _summed_in_node(self, parts: Tensor) -> Tensor:
-        """The sums over the ranks of this node of what the ranks with this rank's place in their nodes own.
-
-        Shapes: `[nodes, local * n]` -> `[nodes, n]`.
-        """
+        """The sums over the ranks of this node of what the ranks with this rank's place in their nodes own."""
+        # [nodes, local * n] -> [nodes, n]
         if self._local is None:
             return parts
         nodes, size = len(parts), self._local.size()
@@ -306,17 +295,13 @@ class DifferenceGather(AllGather):
         self.reference = None
 
     def counts(self) -> Tensor:
-        """The exchanges since the last exact one, and whether a step was taken since the last gather.
-
-        Shapes: -> `[2]` int64.
-        """
+        """The exchanges since the last exact one, and whether a step was taken since the last gather."""
+        # -> [2] int64
         return torch.tensor([self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu")
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Continues from a saved reference, of which `own` is this rank's part. Collective.
-
-        Shapes: `[n]`, and `[2]` int64 as of `counts`.
-        """
+        """Continues from a saved reference, of which `own` is this rank's part. Collective."""
+        # [n], and [2] int64 as of counts
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen, self._seen_version = -1 if stepped else WEIGHT_MOVES.count, self._version()

@@ -35,10 +35,8 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where it can be.
-
-    Shapes: `[patterns]` int16, any -> that of `like`.
-    """
+    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where it can be."""
+    # [patterns] int16, any -> that of like
     bits = patterns.to(torch.uint8) if like.element_size() == 1 else patterns
     return bits.view(like.dtype).view(like.shape)
 
@@ -80,10 +78,8 @@ def _changes_in(new: Tensor, old: Tensor, room: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
-    """Adds `deltas` to the patterns of `tensor` at `positions`, which occur once each.
-
-    Shapes: any, `[changed]` int64, `[changed]` int16.
-    """
+    """Adds `deltas` to the patterns of `tensor` at `positions`, which occur once each."""
+    # any, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)
     if patterns.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():

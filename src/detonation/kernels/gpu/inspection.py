@@ -110,10 +110,8 @@ class Inspector:
         return self._table
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
-        """Writes the weights of `aggregate.ClippedMean`.
-
-        Shapes: message `[count, nbytes]` uint8, from the first value on; weights `[count]` fp32.
-        """
+        """Writes the weights of `aggregate.ClippedMean`."""
+        # message [count, nbytes] uint8, from the first value on; weights [count] fp32
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
@@ -227,10 +225,7 @@ class Scanner:
 
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
-    """True if each message begins, after `room` bytes, at an address that `unit` divides.
-
-    Shapes: `[messages, bytes]` uint8.
-    """
+    """True if each message begins, after `room` bytes, at an address that `unit` divides."""  # [messages, bytes] uint8
     return not ((messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit))
 
 

@@ -27,10 +27,7 @@ PERMUTATIONS = 64
 
 
 def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
-    """`matrix` with zeros to `columns` rows and columns.
-
-    Shapes: `[n, n]` -> `[columns, columns]`.
-    """
+    """`matrix` with zeros to `columns` rows and columns."""  # [n, n] -> [columns, columns]
     found = matrix.new_zeros(columns, columns)
     found[: matrix.shape[0], : matrix.shape[1]] = matrix
     return found

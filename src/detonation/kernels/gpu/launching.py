@@ -117,10 +117,8 @@ class Addresses:
 
 
 def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the copy is over.
-
-    Shapes: -> `[numbers]`.
-    """
+    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the copy is over."""
+    # -> [numbers]
     launch_counts["upload"] += 1
     if device.type == "meta":
         return torch.empty(len(numbers), dtype=dtype, device=device)
