@@ -30,8 +30,7 @@ from detonation.wire.units import ShardUnit, load_shard_state, shard_units
 class Elastic:
     """The state of the rank at `own`, read from a checkpoint of a world of another shape.
 
-    Args:
-        among: the replicas to read where all share a tensor; all by default.
+    Where all replicas share a tensor, those `among` which it is read are all by default.
     """
 
     def __init__(self, saved: CheckpointReader, own: Coordinates, among: Sequence[int] | None = None) -> None:
@@ -40,10 +39,9 @@ class Elastic:
         self._before = saved.manifest.replicas
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
-        """The part `box` of a tensor that all replicas share from now on.
+        """The part `box` of a tensor that all replicas share from now on; None for one that is not sharded.
 
         Args:
-            box: None for a tensor that is not sharded.
             alike: the replicas are known to be equal, so that reading one of them is enough.
             some: replicas may lack it, and do not count then.
         """

@@ -88,11 +88,7 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` where some ranks are on GPUs and others are not, or where two ranks share a GPU.
-
-    Args:
-        names: the `device_name` of each rank, in rank order.
-    """
+    """Raises `ValueError` where only some ranks, by their `device_name`, are on GPUs, or where two share a GPU."""
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
     if on_cpu and len(on_cpu) < len(names):
         rank, other = on_cpu[0], next(rank for rank in range(len(names)) if rank not in on_cpu)

@@ -40,12 +40,8 @@ class BadFrame(DetonationError, ConnectionError):
 class FrameSocket:
     """Sends or receives frames over a connection whose ends have proved that they know the token.
 
-    A frame has a checksum under the key of the connection, which covers its number: somebody on the way can neither
-    change, insert, repeat nor leave out a frame. Anybody on the way can read it.
-
-    Args:
-        key: From the handshake.
-        feeds: Whether this is the feed's end.
+    A frame has a checksum under the `key` of the handshake, which covers its number: somebody on the way can neither
+    change, insert, repeat nor leave out a frame. Anybody there can read it. `feeds` says that this is the feed's end.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
@@ -63,14 +59,9 @@ class FrameSocket:
         self.bytes_moved += len(header) + _TAG + len(content)
 
     def receive(self, most: int) -> tuple[int, bytearray]:
-        """The kind and the content of the next frame.
+        """The kind and the content of the next frame, of at most `most` bytes.
 
-        Args:
-            most: The bytes that the content may have.
-
-        Raises:
-            BadFrame: It is longer, or its checksum is wrong.
-            OSError: The other end is gone.
+        Raises `BadFrame` where it is longer, or its checksum is wrong, and `OSError` where the other end is gone.
         """
         header = self._exactly(_HEADER.size)
         kind, size = _HEADER.unpack(header)
@@ -145,13 +136,8 @@ _log = logging.getLogger("detonation.feed")
 class Listener:
     """Listens at `address`, and calls `admit` in a thread of its own for each connection that knows the token.
 
-    Args:
-        address: "HOST:PORT"; port 0 takes a free one.
-        token: From `read_token`.
-        admit: Gets the connection after the handshake, the name of the other end, and what it wants.
-
-    Raises:
-        OSError: Nobody can listen there.
+    Port 0 takes a free one. `admit` gets the connection after the handshake, the name of the other end, and what it
+    wants. Raises `OSError` where nobody can listen there.
     """
 
     def __init__(self, address: str, token: bytes, admit: Callable[[FrameSocket, str, dict[str, Any]], None]) -> None:
@@ -226,11 +212,9 @@ LEAST_WAITING = 64 << 20
 
 
 class Subscription:
-    """Sends one follower a copy of the state, and then each step.
+    """Sends one follower, called `peer` in the log, a copy of the state, and then each step.
 
-    Args:
-        peer: The name of the other end, for the log.
-        most_behind: Steps that may wait, once the follower has caught up after its copy.
+    `most_behind` steps may wait, once the follower has caught up after its copy.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:

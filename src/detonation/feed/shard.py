@@ -61,13 +61,10 @@ class ReceivedSteps(Player):
 
 
 class ShardFollower:
-    """Repeats the steps of one shard of a training.
+    """Repeats the steps of one shard of a training, in a model that is whole, or sharded as that of training.
 
-    moment: Where it is; None before the first copy of the state.
-
-    Args:
-        model: Whole, or with parameters that are sharded as those of training are.
-        make: Makes the base optimizer; None for one of torch or of this library, by its name.
+    moment: Where it is; None before the first copy of the state. `make` makes the base optimizer; None for one of torch
+    or of this library, by its name.
     """
 
     def __init__(self, model: nn.Module, sharded: bool, make: MakeOptimizer | None) -> None:

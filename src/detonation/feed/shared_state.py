@@ -170,10 +170,8 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
     """A module with the names of `model`, whose parameters are the parts that the shard of `saved` has of them.
 
-    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change.
-
-    Args:
-        trained: The names of the parameters that training moves.
+    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change; views of
+    `trained` parameters require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)

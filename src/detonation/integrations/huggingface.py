@@ -272,9 +272,6 @@ class _ReplicatedStep(OptimizerWrapper):
 
     So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would copy the memory, and
     then drop it or mix the replicas.
-
-    Args:
-        inside: Whose step is taken.
     """
 
     def __init__(self, inside: Replicated) -> None:
@@ -355,8 +352,7 @@ def _save_part(part: Path, model: nn.Module, optimizer: Replicated, extra: Mappi
 def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
     """Loads the result of `_save_part` over what the library has loaded; returns `extra`. Collective.
 
-    Raises:
-        ValueError: There is no `part`, or it is of another model, optimizer or scheme.
+    Raises `ValueError` where there is no `part`, or it is of another model, optimizer or scheme.
     """
     loaded = load_checkpoint(part, model, optimizer)
     if loaded is None:

@@ -208,10 +208,7 @@ class Library:
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
         """The sum of the 32-bit words of each message, each times an odd number that depends on the word's place.
 
-        Args:
-            skipped: The first of eight bytes, in the first line, that count as zeros; -1 for none.
-
-        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
+        From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
         """
         add = self._library.detonation_checksum
         found = [add(each.data_ptr(), each.nbytes, skipped) for each in messages]

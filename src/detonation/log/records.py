@@ -33,10 +33,8 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record.
 
-    Args:
-        place: Of messages: the channel and bucket of which they are.
-        step: Of messages: at which they were sent; else the number of steps that were taken when it was written.
-        content: The messages, or JSON.
+    place: Of messages: the channel and bucket of which they are. step: Of messages: at which they were sent; else the
+    number of steps that were taken when it was written. content: The messages, or JSON.
     """
 
     kind: int

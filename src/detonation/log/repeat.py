@@ -33,11 +33,7 @@ def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
 
 
 class Player(ABC):
-    """Plays back records in the place of an exchange: one process is all replicas.
-
-    Raises:
-        DamagedLog: Where the records lack what an optimizer asks for.
-    """
+    """Plays back records in the place of an exchange: one process is all replicas. `DamagedLog` where some lack."""
 
     plays = True
 

@@ -119,11 +119,7 @@ class UpdateLog(StepRecorder):
         self.close()
 
     def rotate(self, oldest: int = 0) -> None:
-        """Begins another file with the next step, as after a checkpoint.
-
-        Args:
-            oldest: Files whose steps are all among the first so many are removed.
-        """
+        """Begins another file, as after a checkpoint; removes those whose steps are all among the first `oldest`."""
         self.close()
         files = segments(self.directory, "")
         for rank in {rank for rank, _, _ in files} if self.records else ():

@@ -23,15 +23,13 @@ from detonation.wire.wire import BLOCK, quantized_bytes
 
 @dataclass(frozen=True)
 class BlockIntegers:
-    """`width` bits per number: evenly spaced levels from minus to plus the largest magnitude of a block of 128.
+    """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a block of 128.
 
     A message is its packed integers and then the scales of its blocks in bf16; the last block is filled up with zeros.
     A block that holds a number that is not finite decodes to numbers that are not finite. It is odd, as every
     precision: see `codec.precision`.
 
-    Args:
-        width: 4 or 8.
-        rotate: Blocks are multiplied by an orthonormal Hadamard matrix before they are quantized, and after.
+    rotate: blocks are multiplied by an orthonormal Hadamard matrix before they are quantized, and after.
     """
 
     width: int

@@ -23,13 +23,10 @@ _log = logging.getLogger("detonation")
 
 
 class ShardUnit:
-    """The collectives of one FSDP unit between nodes.
+    """The collectives of one FSDP unit, `module`, between nodes; it becomes an attribute of the unit.
 
-    Args:
-        module: An FSDP unit; gets this as an attribute.
-        parameters: Its own parameters by name, in the order of FSDP2, without those of the units inside.
-        link: Between the nodes.
-        in_node: The ranks of this node; None for one.
+    parameters: its own by name, in the order of FSDP2, without those of the units inside. in_node: the ranks of this
+    node; None for one.
     """
 
     def __init__(
@@ -111,13 +108,7 @@ def padded_numel(parameter: Tensor) -> int:
 def join_units(
     model: nn.Module, modules: Sequence[FSDPModule], wire: ShardWire, link: Link, in_node: dist.ProcessGroup | None
 ) -> None:
-    """Gives each FSDP unit of `model` its collectives between nodes.
-
-    Args:
-        modules: The units, those inside of others first.
-        link: Between the nodes.
-        in_node: The ranks of this node; None for one.
-    """
+    """Gives each FSDP unit of `model`, those inside of others first, its collectives between nodes; see `ShardUnit`."""
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     for module in modules:
         own = [parameter for parameter in cast(nn.Module, module).parameters() if id(parameter) in names]

@@ -79,17 +79,11 @@ def _attempt_name(store: Store, rank: int, world_size: int) -> str:
 
 
 def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> str:
-    """The name that rank 0 has given, on all ranks that came for it. Collective.
+    """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError` where not all came.
 
     Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each greeting with its
-    name, until each rank has confirmed that name; a rank believes an answer to its own greeting alone.
-
-    Args:
-        store: May hold what ranks that are gone have left.
-        name: On rank 0 another one than any before in this store.
-
-    Raises:
-        TimeoutError: Not all ranks came.
+    name, which no other start in this store had, until each rank has confirmed it; a rank believes an answer to its own
+    greeting alone. The store may hold what ranks that are gone have left.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     others = range(1, world_size)

@@ -56,12 +56,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The members of an epoch, and how far each of their ranks had come.
+    """The members of an epoch, by the numbers with which they began, and how far each of their ranks had come.
 
-    Args:
-        members: Replicas, by the numbers with which they began.
-        reports: By rank.
-        guest: A replica that may come in before the next step; -1 for none.
+    guest: A replica that may come in before the next step; -1 for none.
     """
 
     epoch: int

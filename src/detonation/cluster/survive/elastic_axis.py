@@ -42,12 +42,9 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """The wish of a launcher to go on when replicas are lost.
+    """The wish of a launcher to go on when replicas of `shards` ranks are lost, while `min_replicas` are left.
 
-    Args:
-        shards: Ranks of a replica, which are neighbours.
-        min_replicas: With fewer left the world ends.
-        address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
+    address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
     """
 
     shards: int

@@ -121,9 +121,8 @@ class SurvivedLoss:
 class NumberedCollective:
     """A collective that this rank started; it is kept until every replica has surely finished it.
 
-    Args:
-        layout: The replicas that have a number now, by the numbers with which they began.
-        floor: This rank had finished all collectives up to here when it started this one, and so had all others.
+    layout: the replicas that have a number now, by the numbers with which they began. floor: up to here this rank, and
+    so all others, had finished all collectives when it started this one.
     """
 
     number: int

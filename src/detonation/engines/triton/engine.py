@@ -51,8 +51,7 @@ def _say(what: str) -> None:
 class TritonEngine(ReferenceEngine):
     """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel does.
 
-    Args:
-        of_owner: The owner whose rows these are: its number, and the fields of `RowOwners`.
+    of_owner: the owner whose rows these are.
     """
 
     name, reads_status, guard = "triton", True, TritonGuard

@@ -109,17 +109,11 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 
 
 def decode_difference(planes: Mapping[str, Tensor], count: int, patterns: int) -> tuple[Tensor, Tensor]:
-    """The positions and deltas of a difference.
+    """The positions and deltas of a difference of `count` among `patterns` patterns, which a stranger may have made.
 
-    Args:
-        planes: Made by `encode_difference`, perhaps by a stranger.
-        count: Of the changed patterns.
-        patterns: Of the weights.
+    Raises `ValueError` where the planes do not hold `count` positions below `patterns`.
 
     Shapes: `[bytes]` uint8 each -> `[count]` int64 in rising order, `[count]` int16.
-
-    Raises:
-        ValueError: They do not hold `count` positions below `patterns`.
     """
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")

@@ -30,11 +30,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A directory, also one that other machines mount.
-
-    Args:
-        path: Made where it is not there.
-    """
+    """A directory, also one that other machines mount."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -152,8 +148,7 @@ class WeightFile:
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Reads back the arguments of `shard_content`; the tensors are views of `content`.
 
-    Raises:
-        CorruptCheckpoint: The content is another than that of which the name was made, or no such file.
+    Raises `CorruptCheckpoint` where the content is another than that of which the name was made, or no such file.
     """
     if _checksum([memoryview(content)]) != file.checksum:
         raise CorruptCheckpoint(f"{file.name} is damaged: its checksum differs")

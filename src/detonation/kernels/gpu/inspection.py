@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.checks import inspect_sum_kernel, scan_kernel, seal_sum_kernel
 from detonation.kernels.gpu.decode import weigh_kernel
 from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
-from detonation.kernels.gpu.messages import inspect_kernel, seal_kernel
+from detonation.kernels.gpu.messages import (
+    inspect_kernel,
+    inspect_sum_kernel,
+    scan_kernel,
+    seal_kernel,
+    seal_sum_kernel,
+)
 
 LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
 PARTS = 2 if INTERPRETED else 128
@@ -153,10 +158,7 @@ class SumInspector:
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # zero again after every launch
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, mark: int) -> None:
-        """Writes a status as `each` digits, from digit `first` on, and zeros in the other places.
-
-        Args:
-            mark: Added to the last digit of the status.
+        """Writes a status, with `mark` added to its last digit, as `each` digits from digit `first` on, and else zeros.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """

@@ -55,11 +55,9 @@ class Rotations:
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
     def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
-        """Writes the rotation of one step; see `rotation_kernel`.
+        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.place` for `share` and `deal`.
 
-        Args:
-            words, choices: Where the random words of permutations and of rows start, as int64.
-            share, deal: See `Rotation.place`.
+        words, choices: Where the random words of permutations and of rows start, as int64.
         """
         each = len(self.table) if INTERPRETED else 1
         bits = (coding.chunk - 1).bit_length()

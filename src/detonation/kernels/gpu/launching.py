@@ -78,12 +78,7 @@ class Places:
 
 
 class Slots:
-    """The rows of each of many tensors in a flat, on the device.
-
-    Args:
-        starts: The first row of each.
-        numels: The coordinates of each.
-    """
+    """The rows of each of many tensors in a flat, on the device: the first row of each, and its coordinates."""
 
     def __init__(self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device) -> None:
         self.count, self.rows, self.device = len(starts), rows, device
