@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,16 +71,14 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
     global _heartbeat
     _heartbeat = Heartbeat(board, position.rank, position.world_size, end) if position.world_size > 1 else None
     if _heartbeat is not None:
-        watch_waiting(partial(_end_with, _heartbeat, end))
+        watching = _heartbeat
+        watch_waiting(lambda text: end(text, watching.report(text)))
     return _heartbeat
 
 
-def _end_with(heartbeat: Heartbeat, end: EndProcess, text: str) -> NoReturn:
-    end(text, heartbeat.report(text))
-
-
-def _end_alone(text: str) -> NoReturn:
-    _log.error("%s", text)
+def end_alone(reason: str) -> NoReturn:
+    """Logs the reason and ends this process."""
+    _log.error("%s: this process ends", reason)
     end_now(1)
 
 
@@ -111,17 +108,11 @@ def join_world(asked: str | None = None) -> torch.device:
         position = position or launch_position({**os.environ, **in_group})
         if torch.cuda.is_initialized() and asked != "cpu":  # type: ignore[no-untyped-call]
             return torch.device("cuda", torch.cuda.current_device())
-        device = choose_device(os.environ, look_for_gpus(), position, asked)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
+        return _chosen_device(position, asked)
     if position is None:
         _log.warning("no launcher and no process group: this process is a world of one; torchrun starts more")
-        device = choose_device(os.environ, look_for_gpus(), None, asked)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        position = LaunchPosition(0, 1, 0, 1)
         store: Store = HashStore()
+        device, position = _chosen_device(None, asked), LaunchPosition(0, 1, 0, 1)
     else:
         store, device = meet(position, asked=asked)
     dist.init_process_group(
@@ -134,7 +125,7 @@ def join_world(asked: str | None = None) -> torch.device:
     return device
 
 
-def watch_waiting(end: Callable[[str], NoReturn] = _end_alone) -> None:
+def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """Starts the watch of the default process group, unless there is one; `end` as in `waiting.Watch`."""
     global _watch
     store = distributed_c10d._get_default_store()
@@ -168,13 +159,18 @@ def take_device(position: LaunchPosition, asked: str | None = None) -> torch.dev
     Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and LOCAL_WORLD_SIZE, for
     launchers that leave them out.
     """
-    device = choose_device(os.environ, look_for_gpus(), position, asked)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _chosen_device(position, asked)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
     os.environ["LOCAL_RANK"] = str((position.local_rank or 0) if device.index is None else device.index)
     if position.local_world_size is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(position.local_world_size)
+    return device
+
+
+def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.device:
+    device = choose_device(os.environ, look_for_gpus(), position, asked)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

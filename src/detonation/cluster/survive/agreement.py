@@ -121,11 +121,6 @@ def latest_axis_store(base: Store) -> Store:
     return axis_store(base, int(base.get(f"{_AXES}/latest")))
 
 
-def left_out(store: Store, replica: int) -> bool:
-    """True where the others go on without `replica`."""
-    return bool(store.check([f"lost/{replica}"]))
-
-
 def note_gone(store: Store, rank: int) -> None:
     """Lets the others know at once that `rank` has ended: its launcher has seen it."""
     store.set(axis_key("beat", rank), GONE.decode())

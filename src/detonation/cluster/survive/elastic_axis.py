@@ -1,7 +1,6 @@
 """The axis between replicas, of which some may be lost while the others train on: its store, the axis, its guests."""
 
 import json
-import logging
 import signal
 import socket
 import time
@@ -16,10 +15,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, init_replica
+from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
 from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
-from detonation.cluster.processes.signals import end_now
 from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
@@ -29,7 +27,6 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     axis_store,
     latest_axis_store,
-    left_out,
     next_axis_store,
     note_gone,
     parse_agreement,
@@ -111,7 +108,7 @@ class MeetingPoint:
         if self._store is None:
             return []
         shards, store = self._survival.shards, axis_store(self._store, 0)
-        lost = [replica for replica in range(self._replicas) if left_out(store, replica)]
+        lost = [replica for replica in range(self._replicas) if store.check([f"lost/{replica}"])]
         return [replica * shards + shard for replica in lost for shard in range(shards)]
 
     def close(self) -> None:
@@ -145,9 +142,6 @@ def take_place(store: Store, replica: int, replicas: int) -> None:
     """Notes the place of this process, for `place`."""
     global _place
     _place = Place(store, replica, replicas)
-
-
-_log = logging.getLogger("detonation")
 
 
 def elastic(
@@ -212,15 +206,9 @@ def elastic(
         shards,
         silence_s,
         min_replicas,
-        end or end_here,
+        end or end_alone,
     )
     return SurvivingCommunicator(membership, timeout_s)
-
-
-def end_here(reason: str) -> None:
-    """Logs the reason and ends this process."""
-    _log.error("%s: this process ends", reason)
-    end_now(1)
 
 
 _POLL_S = 0.005
@@ -274,7 +262,7 @@ class Guest:
             dist.broadcast(number, dist.get_global_rank(group, 0), group)
         self.number = int(number)
         self.membership = Membership(
-            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_here, is_guest=True
+            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_alone, is_guest=True
         )
         self._store = self.membership.store
         self._store.set(axis_key("ask", self.number), "1")  # at once: the others look for one number after another
