@@ -78,7 +78,7 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
 
 def end_alone(reason: str) -> NoReturn:
     """Logs the reason and ends this process."""
-    _log.error("%s: this process ends", reason)
+    _log.error("%s", reason)
     end_now(1)
 
 
