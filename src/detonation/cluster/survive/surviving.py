@@ -12,14 +12,7 @@ from torch import Tensor
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
-from detonation.cluster.survive.groups import (
-    Flight,
-    Group,
-    NumberedCollective,
-    NumberedKind,
-    SurvivedLoss,
-    host,
-)
+from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
 from detonation.core.link.elastic_communicator import ElasticCommunicator

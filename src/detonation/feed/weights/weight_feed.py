@@ -13,15 +13,7 @@ from torch.distributed.tensor import DTensor
 from detonation.checkpoint.files.shard_file import DTYPES, shard_content
 from detonation.checkpoint.snapshot import weights
 from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
-from detonation.feed.weights.folders import (
-    BASE,
-    DIFFERENCE,
-    END,
-    Folder,
-    LocalFolder,
-    WeightFile,
-    folder_at,
-)
+from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, LocalFolder, WeightFile, folder_at
 
 _log = logging.getLogger("detonation.feed")
 
