@@ -130,11 +130,8 @@ class Follower(AbstractContextManager["Follower"]):
 
         Its memory is empty: what the replicas have not sent yet is theirs, and a newcomer has nothing of its own. The
         replicas compare themselves before this returns, so all of them call `Replicated.resume_at` at this step, or
-        join as well. Do not call `update` after that, unless the optimizer is for saving alone.
-
-        Args:
-            axis: As in `replicate`.
-            safety: As in `replicate`.
+        join as well. Do not call `update` after that, unless the optimizer is for saving alone. The arguments are those
+        of `replicate`.
 
         Raises:
             LostFeed: There is no state yet.

@@ -190,11 +190,9 @@ class Feed(StepRecorder):
         self._sort_out()
 
     def close(self, ended: bool = True, wait_s: float = 10.0) -> None:
-        """Sends what is left to each follower, and listens no longer.
+        """Sends what is left to each follower, at most for `wait_s` seconds, and listens no longer.
 
-        Args:
-            ended: Whether training has come to its end; followers of another would wait for its next start.
-            wait_s: Seconds after which a follower that has not taken everything is left alone.
+        Followers of a training that has not `ended` wait for its next start.
         """
         self._listener.close()
         self.flush()

@@ -58,17 +58,7 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """The token that was given, or else that of the environment, as `read_token` finds it.
-
-    Raises:
-        ValueError: As `read_token`; the token that was given is shorter than 16 bytes.
-
-    Example:
-        >>> checked_token(b"")
-        Traceback (most recent call last):
-        ...
-        ValueError: the token has 0 bytes, must have at least 16
-    """
+    """The token that was given, or that of `read_token`. Raises `ValueError` as that does, and below 16 bytes."""
     return read_token() if token is None else _long_enough(token, "the token")
 
 

@@ -219,11 +219,7 @@ def identity(optimizer: Replicated) -> dict[str, Any]:
 
 
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
-    """The files of a log, in order: the rank that wrote each, the steps taken before, and its path.
-
-    Args:
-        rank: The name of the rank of which they are; "" for all.
-    """
+    """The files of a log, in order: the rank that wrote each, the steps before, and its path; `rank` is "" for all."""
     found = []
     for path in directory.glob(f"*{SUFFIX}"):
         name, _, first = path.name.removesuffix(SUFFIX).rpartition("-")

@@ -96,12 +96,8 @@ class ErrorFeedbackReduce(ReduceScatter):
     rank with the same place there; its own node's sum is not quantized. The rounding errors are added to the next sums.
 
     residual: `[nodes - 1, n]` fp32, the rounding errors for the other nodes in their order; None until the first use.
-
-    Args:
-        link: Between the nodes.
-        local: The ranks of this node; None for one.
-        codec: Of the sums.
-        sizes: The numbers of each trained parameter in a shard, by name, in the order of messages.
+    local: the ranks of this node; None for one. sizes: the numbers of each trained parameter in a shard, in the order
+    of messages.
     """
 
     def __init__(
@@ -229,15 +225,13 @@ class DifferenceGather(AllGather):
     """The all-gather of one FSDP unit, whose shards lie on several nodes.
 
     After an optimizer step each rank sends the difference between its shard and the reference to the other nodes, once.
-    All ranks add the same bytes to the same reference, so their copies stay bitwise equal. The output is the
-    reference, gathered inside the node; where no step was taken nothing else is sent.
+    All ranks add the same bytes to the same reference, so their copies stay bitwise equal. The output is the reference,
+    gathered inside the node; where no step was taken nothing else is sent.
 
     reference: `[nodes, n]`, the shards of the ranks with this rank's place in their node, as all know them; None until
     the first gather, which is exact.
 
     Args:
-        link: Between the nodes.
-        local: The ranks of this node; None for one.
         codec: Of differences; None sends the weights as they are.
         resync_every: Exchanges after which one is exact; 0 for never.
         is_trained: False where no step can move the weights; the last exchange, after they were frozen, is exact.

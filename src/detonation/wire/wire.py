@@ -99,12 +99,10 @@ def quantized_bytes(count: int, width: int) -> int:
 
 
 def weight_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int, itemsize: int = 4, exact: bool = False) -> int:
-    """Bytes that a rank sends to other nodes in one exchange of weights.
+    """Bytes that a rank sends to other nodes in one exchange of weights of `itemsize` bytes.
 
-    Args:
-        sizes: The numbers of a rank's shard of each FSDP unit, as FSDP2 pads them.
-        itemsize: Bytes of a gathered weight.
-        exact: The weights travel as they are: the first exchange, a resync.
+    `sizes` are the numbers of a rank's shard of each FSDP unit, as FSDP2 pads them. They travel `exact` in the first
+    exchange and in a resync.
 
     >>> weight_bytes(ShardWire(), [256], nodes=2), weight_bytes(ShardWire(), [256], nodes=2, exact=True)
     (132, 1024)
@@ -116,8 +114,7 @@ def weight_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int, itemsize: in
 def gradient_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int) -> int:
     """Bytes that a rank sends to other nodes in one reduce-scatter of all units; 0 where torch's own carries them.
 
-    Args:
-        sizes: The numbers of a rank's shard of the trained parameters of each FSDP unit, as FSDP2 pads them.
+    `sizes` are those of `weight_bytes`, of trained parameters alone.
 
     >>> gradient_bytes(ShardWire(gradients="8bit"), [256], nodes=3)
     520
@@ -129,9 +126,7 @@ def gradient_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int) -> int:
 def wire_memory(wire: ShardWire, size: int, nodes: int, itemsize: int = 4) -> int:
     """Bytes that a rank holds for a shard wire between steps: the reference, and the residual of gradients.
 
-    Args:
-        size: The numbers of a rank's shard of all parameters.
-        itemsize: Bytes of a gathered weight.
+    `size` counts the numbers of its shard of all parameters, which have `itemsize` bytes when they are gathered.
 
     >>> wire_memory(ShardWire(), 100, nodes=2), wire_memory(ShardWire(gradients="fp32"), 100, nodes=2, itemsize=2)
     (1200, 400)

@@ -42,9 +42,8 @@ class Limits:
 class RowRun:
     """Some rows of several messages, which begin at any address.
 
-    Args:
-        octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and indices.
-        lengths: The bytes of values, statistics and indices.
+    octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and indices, of which
+    `lengths` are the bytes.
     """
 
     octets: Tensor
@@ -71,10 +70,7 @@ class Inspector:
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int, origin: int, status: Tensor,
         received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message before the one of its runs that has room for it.
-
-        Args:
-            runs: In the order of their rows, at most `RUNS`.
+        """Writes the header of each message before the one of its runs that has room for it; rows rise with runs.
 
         Shapes: status `[n]` int64, see `status_of`.
         """
@@ -168,10 +164,7 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes to `report` whether the values of all runs are finite, and then the digits.
-
-        Args:
-            runs: At most `RUNS`, of one type.
+        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite, and then the digits.
 
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]` fp32.
         """
@@ -188,9 +181,7 @@ class SumInspector:
 class Scanner:
     """Looks for values that are not finite in tensors of the same sizes, step after step.
 
-    Args:
-        numbers: Of the tensors, rising.
-        addresses: The table of the tensors, for an encoder that reads it, too.
+    numbers: Of the tensors, rising. addresses: The table of the tensors, for an encoder that reads it, too.
     """
 
     def __init__(

@@ -72,9 +72,8 @@ class Rotations:
 class Arrivals:
     """Messages whose aggregate is the signal of a message: those that the owner of rows received.
 
-    Args:
-        message: `[replicas, nbytes]` uint8, from the first value on.
-        aggregation: "mean", "nonzero" or "majority"; "" where there are none.
+    message: `[replicas, nbytes]` uint8, from the first value on. aggregation: "mean", "nonzero", "majority", "" for
+    none.
     """
 
     message: Tensor
