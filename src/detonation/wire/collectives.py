@@ -28,12 +28,9 @@ class BlockIntegers:
     A message is its packed integers and then the scales of its blocks in bf16; the last block is filled up with zeros.
     A block that holds a number that is not finite decodes to numbers that are not finite. It is odd, as every
     precision: see `codec.precision`.
-
-    rotate: blocks are multiplied by an orthonormal Hadamard matrix before they are quantized, and after.
     """
 
     width: int
-    rotate: bool = False
     block: ClassVar[int] = BLOCK
 
     @property
@@ -53,7 +50,7 @@ class BlockIntegers:
         """Quantizes each line."""  # [..., n] fp32 -> [..., nbytes(n)] uint8
         missing = -values.shape[-1] % self.block
         lines = pad(values, (0, missing)) if missing else values.contiguous()
-        blocks = self._rotated(lines.view(*lines.shape[:-1], -1, self.block))  # [..., blocks, block]
+        blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
         # a scale that is 0 or not finite makes numbers that are not finite of some; the mask keeps them in their block
@@ -69,21 +66,7 @@ class BlockIntegers:
         split = packed_bytes(blocks * self.block, self.width)
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)
         scales = encoded[..., split:].contiguous().view(torch.bfloat16).float().unsqueeze(-1)  # [..., blocks, 1]
-        values = codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales)
-        return self._rotated(values).flatten(-2)[..., :count]
-
-    def _rotated(self, blocks: Tensor) -> Tensor:  # [..., blocks, block] -> the same
-        return _hadamard(blocks) if self.rotate else blocks
-
-
-def _hadamard(blocks: Tensor) -> Tensor:
-    """Blocks times the orthonormal Hadamard matrix of their length, a power of two, in Sylvester's order."""
-    width, size = 1, blocks.shape[-1]
-    while width < size:  # a product of matrices rounds by the number of blocks, and by the machine
-        one, other = blocks.view(*blocks.shape[:-1], -1, 2, width).unbind(-2)
-        blocks = torch.stack([one + other, one - other], -2).flatten(-3)
-        width *= 2
-    return blocks.mul(size**-0.5)
+        return codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
 
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -43,7 +43,7 @@ class ShardUnit:
         module.set_custom_all_gather(self.gather)
         self.reduce: ErrorFeedbackReduce | None = None
         if WIDTHS[wire.gradients]:
-            codec = BlockIntegers(WIDTHS[wire.gradients], wire.rotate)
+            codec = BlockIntegers(WIDTHS[wire.gradients])
             self.reduce = ErrorFeedbackReduce(link, in_node, codec, self._trained_sizes)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
