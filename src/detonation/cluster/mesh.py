@@ -38,10 +38,8 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 def checkpoint_activations(model: nn.Module) -> None:
     """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
 
-    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations.
-
-    Raises:
-        ValueError: The model has no layers.
+    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations. Raises
+    `ValueError` where the model has no layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -50,10 +48,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_layers(model: nn.Module, backend: str) -> None:
     """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
 
-    The hooks of `shard` stay outside of the compiled code.
-
-    Raises:
-        ValueError: The model has no layers, or torch has no such backend.
+    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has no layers, or torch
+    no such backend.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:

@@ -47,8 +47,7 @@ class LaunchPosition:
 def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None without a launcher.
 
-    Raises:
-        ValueError: a variable of the launcher is not a whole number.
+    Raises `ValueError` where a variable of the launcher is not a whole number.
 
     >>> launch_position({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).local_world_size
     4

@@ -58,10 +58,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def memory_norm(self) -> float:
-        """The norm of what the replica behind the feed had not sent yet when the last copy was made.
-
-        A newcomer has no such memory, and a replica that is lost takes about as much with it.
-        """
+        """The norm of what the replica behind the feed had not sent at the last copy: a newcomer has no such memory."""
         return math.hypot(*(shard.about.get("memory_norm", 0.0) for shard in self._shards))
 
     @property

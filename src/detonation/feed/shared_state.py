@@ -82,10 +82,7 @@ def shared_content(snapshot: Snapshot) -> list[memoryview]:
 
 @torch.no_grad()
 def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
-    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded alike.
-
-    Raises `ValueError` where it is another model.
-    """
+    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded alike, or is refused."""
     targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for key, target in targets.items():
         tensor, whole = saved.tensor(key), tuple(target.shape)

@@ -29,15 +29,11 @@ class LostFeed(DetonationError, ConnectionError):
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
-    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names.
+    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env` or this process.
 
     A token is never an argument of a command, which every user of a machine can read.
 
-    Args:
-        env: In the place of the environment of this process.
-
-    Raises:
-        ValueError: There is none, it is shorter than 16 bytes, or others may read its file.
+    Raises `ValueError` where there is none, it is shorter than 16 bytes, or others may read its file.
 
     Example:
         >>> read_token({"DETONATION_TOKEN": "0123456789abcdef"})
@@ -63,10 +59,7 @@ def checked_token(token: bytes | None) -> bytes:
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key of the frames that follow.
-
-    Raises `Refused` where the other end does not know the token, and `OSError` where it is gone.
-    """
+    """The feed's side of the handshake; returns the key of the frames that follow. Raises as `prove_to_feed`."""
     deadline = time.monotonic() + HANDSHAKE_S
     mine = secrets.token_bytes(_NONCE)
     connection.settimeout(HANDSHAKE_S)

@@ -262,10 +262,7 @@ def check_dimensions(dims: ParallelDims) -> None:
 
 
 def parsed_scheme(text: str) -> Scheme:
-    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own overrides.
-
-    Raises:
-        ValueError: The scheme or an argument does not exist, or the arguments are no JSON object.
+    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own overrides, or `ValueError`.
 
     Example:
         >>> parsed_scheme('demo={"topk": 2}').arguments["topk"]

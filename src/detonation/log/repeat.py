@@ -84,9 +84,8 @@ class Player(ABC):
 class Playback(Player):
     """Plays back the log of one rank in `directory`, after `first` and up to `to` steps, in the place of an exchange.
 
-    Raises:
-        DamagedLog: Later, where the log is damaged, or lacks what an optimizer asks for.
-        ValueError: There is no log of this rank from there on, or it is of another run.
+    Raises `ValueError` where there is no log of this rank from there on, or it is of another run, and later
+    `DamagedLog`.
     """
 
     def __init__(self, directory: Path, optimizer: Replicated, first: int, to: int | None = None) -> None:

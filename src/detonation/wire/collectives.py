@@ -169,10 +169,9 @@ class ErrorFeedbackReduce(ReduceScatter):
 
 
 class WeightMoves:
-    """Counts the moves of sharded weights in this process: the steps of torch optimizers, and what else is announced.
+    """Counts the moves of sharded weights in this process, of which every rank makes the same.
 
-    Every rank takes the same steps, so all agree on when weights are exchanged. A tensor's own version would not do:
-    a rank whose shard is empty has nothing to write to.
+    A tensor's own version would not do: a rank whose shard is empty has nothing to write to.
     """
 
     count = 0

@@ -45,11 +45,8 @@ class Entry:
 class TensorFile:
     """The tensors of the file at `path`, each read when it is asked for.
 
-    metadata: texts by name. entries: the tensors by key.
-
-    Raises:
-        OSError: it cannot be read, or `path` is a link.
-        CorruptCheckpoint: it is no safetensors file.
+    metadata: texts by name. entries: the tensors by key. Raises `OSError` where it cannot be read, or is a link, and
+    `CorruptCheckpoint` where it is no safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,9 +150,7 @@ class ShardSummary:
 def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> ShardSummary:
     """Writes contiguous host tensors, and `rest` as JSON in the header.
 
-    Raises:
-        OSError: the disk is full or fails.
-        ValueError: safetensors has no such dtype.
+    Raises `OSError` where the disk is full or fails, and `ValueError` where safetensors has no such dtype.
     """
     return ShardSummary(*disk.write_file(path, shard_content(tensors, rest)))
 

@@ -47,7 +47,7 @@ class SecondaryFailure(RunError):
 
 
 class WorldError(DetonationError, RuntimeError):
-    """A rank failed. Carries the root cause, not the effects of that rank's end on its peers.
+    """A rank failed: the root cause, not the effects of that rank's end on its peers.
 
     reported: another process of the same launcher has reported it already.
     """

@@ -262,9 +262,7 @@ class Heartbeat:
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Seconds of silence until a rank counts as lost: `silence_s` plus the transfer time of its largest message.
-
-    Heartbeats wait behind a message that fills a slow link.
+    """Seconds of silence until a rank counts as lost: heartbeats wait behind a message that fills a slow link.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

@@ -29,12 +29,11 @@ _POLL_S = 0.02
 def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
     """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
 
-    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on one address
-    alone (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
+    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on one address alone
+    (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
 
-    Raises:
-        ValueError: another process has the port, or MASTER_ADDR or MASTER_PORT is missing or wrong.
-        RunError: the ranks did not meet within 300 s.
+    Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing or wrong, and
+    `RunError` where the ranks did not meet within 300 s.
     """
     rank, world_size = position.rank, position.world_size
     if folder is not None:
@@ -117,17 +116,11 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, interface: str = "") -> None:
-    """Sets the interface of torch's network libraries in `env`.
+    """Sets the interface of torch's network libraries in `env`; `interface` takes precedence over what is there.
 
     Between machines gloo would listen where the name of this machine leads, which may be loopback, so it gets the
-    interface towards MASTER_ADDR. NCCL never chooses loopback between machines, and may use several interfaces.
-
-    Args:
-        one_machine: all ranks are on this machine, so that loopback serves unless `env` names another interface.
-        interface: takes precedence over `env`; "" leaves the choice to it.
-
-    Raises:
-        ValueError: this machine does not have the interface.
+    interface towards MASTER_ADDR. On `one_machine` loopback serves. NCCL never chooses loopback between machines, and
+    may use several interfaces. Raises `ValueError` where this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
     named, wanted = ("--interface", interface) if interface else (GLOO_INTERFACE, env.get(GLOO_INTERFACE, ""))

@@ -50,17 +50,14 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
-        """Writes what has changed since the last call; returns the bytes written.
+        """Writes what has changed since the last call, after `step` steps were taken; returns the bytes written.
 
         Each rank of a sharded model calls it, because the shards are gathered. Where the folder takes no file, as a
         full disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call
-        publishes the changes of both.
+        publishes the changes of both. Where `step` is not above the last one, training went back: readers get a base.
 
-        Args:
-            step: The number of steps taken. Where it is not above the last one, training went back: readers get a base.
-
-        Raises:
-            ValueError: `step` is negative, or a tensor has a type that safetensors lacks, such as a complex one.
+        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks, such as a complex
+        one.
         """
         if step < 0:
             raise ValueError(f"step is {step}, must be at least 0")

@@ -26,9 +26,7 @@ POLL_S = 0.1
 class WeightPatch:
     """New values of one tensor, with the fields of the `SparseWeightPatch` of vLLM.
 
-    name: In the model. indices: Of the elements, as in the flattened tensor, in rising order.
-
-    Shapes: indices `[changed]` int64, values `[changed]`.
+    name: In the model. indices: `[changed]` int64 in rising order, of the flattened tensor. values: `[changed]`.
     """
 
     name: str

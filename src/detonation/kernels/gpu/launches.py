@@ -144,10 +144,7 @@ class Coder:
         negative_zeros: bool,
         arrived: Arrivals | None = None,
     ) -> None:
-        """Writes the messages of a signal; see `encode_kernel`.
-
-        Args:
-            arrived: Messages that make the signal, in the place of `signals`.
+        """Writes the messages of a signal, or of that which the messages `arrived` make; see `encode_kernel`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]` fp32.
         """
