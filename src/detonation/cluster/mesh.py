@@ -66,15 +66,11 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """The `backend_override` of `init_device_mesh`; None where the default group may serve the axis.
+    """The `backend_override` of `init_device_mesh` for the axis between replicas; None where the default group serves.
 
     With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run on a stream of high
-    priority, so that a short message between replicas does not queue behind the kernels of backward.
-
-    Args:
-        axis: The name of the mesh axis between replicas.
-        device: The device's type.
-        chosen: One of `SLOW_BACKENDS`, or None.
+    priority, so that a short message between replicas does not queue behind the kernels of backward. `chosen` is one of
+    `SLOW_BACKENDS`, or None.
     """
     if chosen is not None:
         return {axis: chosen}
