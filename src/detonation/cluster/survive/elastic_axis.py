@@ -287,10 +287,7 @@ class Guest:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """The axis between the replicas, this one among them. Collective, before `step`.
-
-        Raises `ReplicaLost` where the others went on without it.
-        """
+        """The axis between the replicas, this one among them, or `ReplicaLost`. Collective, before `step`."""
         report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
         agreement = None
