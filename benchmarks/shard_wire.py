@@ -32,7 +32,6 @@ vision transformer cannot judge 1 %: its runs part by 5 % through rounding alone
 WIRES = {
     "FSDP2": (),
     "4bit, 4bit": ("mesh.shard_weights=4bit", "mesh.shard_gradients=4bit"),
-    "4bit, 4bit rotated": ("mesh.shard_weights=4bit", "mesh.shard_gradients=4bit", "mesh.shard_rotate=true"),
     "4bit, 8bit": ("mesh.shard_weights=4bit", "mesh.shard_gradients=8bit"),
     "8bit, 8bit": ("mesh.shard_weights=8bit", "mesh.shard_gradients=8bit"),
 }

@@ -12,12 +12,12 @@ import argparse
 import statistics
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
 import detonation as dt
 from detonation.cluster.network.loopback import LoopbackCommunicator
-from detonation.log.writer import logged_bytes
 from detonation.models import build_model
 
 SCHEMES = {
@@ -65,7 +65,7 @@ def row(name: str, scheme: dt.schemes.Scheme, rounds: int, replicas: int) -> str
                 times[which].append((time.perf_counter() - began, time.thread_time() - ran))
         log.close()
         numel = sum(parameter.numel() for parameter in model.parameters())
-        cells = [f"{logged_bytes(pair[1]) / numel:.4f}"]
+        cells = [f"{sum(file.stat().st_size for file in Path(folder).iterdir()) / rounds / numel:.4f}"]
         for clock in (0, 1):
             without, recorded = ([each[clock] for each in one[2:]] for one in times)
             middle = statistics.median(without)

@@ -133,7 +133,7 @@ def scan(device: torch.device, number: int) -> list[Compared]:
         given = [signal.clone() for signal in signals]
         if bad is not None:
             given[bad].view(-1)[-1] = float("nan")
-        scanner = launches.Scanner([each.numel() for each in given], range(len(given)), device)
+        scanner = inspection.Scanner([each.numel() for each in given], range(len(given)), device)
         status = scanner.scan([each.to(device) for each in given], SIGNAL_LIMIT).cpu()
         least = status[status > 0].min() if status.any() else torch.tensor(0)
         found.append((f"the bad signal {bad}", least, torch.tensor(0 if bad is None else 1 + bad), 0.0))
@@ -144,7 +144,7 @@ def rotation(device: torch.device, number: int) -> list[Compared]:
     rule: Any = (Random(0.3), Striding(1 / 16), Slicing(1 / 64))[number]
     rows, seed, step = 70, 5, 3
     cycle, share, deal = rule.place(step, seed)
-    coding = launches.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
+    coding = launching.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
     rotations = launches.Rotations.room(coding, device)
     words, choices = (random_start(seed, cycle, which) for which in (0, 1))
     rotations.rotate(coding, words, choices, share, deal)
@@ -168,8 +168,8 @@ def seal(device: torch.device, number: int) -> list[Compared]:
     found[:, :HEADER_BYTES], found[:, HEADER_BYTES + nbytes :] = 77, 55  # of an earlier step
     header, found = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9), found.to(device)
     header.seal(wanted, nbytes)
-    run, status = launches.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0)), torch.tensor([7], device=device)
-    launches.Inspector(2, device).seal(
+    run, status = inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0)), torch.tensor([7], device=device)
+    inspection.Inspector(2, device).seal(
         [run], nbytes, IDENTITY, header.schema, 3, header.origin, status, header.received
     )
     whole = slice(HEADER_BYTES + nbytes)
@@ -193,10 +193,10 @@ def inspect(device: torch.device, number: int) -> list[Compared]:
     refused, table = decide_usable(Facts(*unsealed(messages), *arrived.facts()), expected, usual)
     octets = messages[:, : HEADER_BYTES + nbytes].to(device).contiguous()
     joined = torch.zeros_like(messages, device=device)
-    found = launches.Inspector(replicas, device).inspect(
+    found = inspection.Inspector(replicas, device).inspect(
         [row_run(codec, octets, HEADER_BYTES, rows)], joined, nbytes, coding_of(codec),
         places_of(codec, rows), IDENTITY, schema, 3, 0, 6, mine, True,
-        launches.Limits(LIMIT, LOUDER, FORGET),
+        inspection.Limits(LIMIT, LOUDER, FORGET),
     ).cpu()  # fmt: skip
     norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
     rest = [at for at in range(13) if at not in (10, 11)]
@@ -219,7 +219,7 @@ def weigh(device: torch.device, number: int) -> list[Compared]:
         [codec.encode(codec.select(values * scale, 0, 0)) for scale in scales], rows, None, ClippedMean()
     )
     weights, message = torch.empty(len(scales), device=device), wanted.source.body.to(device)
-    inspector = launches.Inspector(len(scales), device)
+    inspector = inspection.Inspector(len(scales), device)
     inspector.weigh(message, places_of(codec, rows), coding_of(codec), weights)
     return [("weights", weights, wanted.aggregation.of_replicas, 0.0)]
 
@@ -282,7 +282,7 @@ def seal_sum(device: torch.device, number: int) -> list[Compared]:
     replica, replicas = ((0, 1), (1, 3), (6, 7))[number]
     status, mark = 259 + number, 9
     digits = torch.full((3 * replicas,), 5, dtype=torch.bfloat16 if number == 1 else torch.float32, device=device)
-    launches.SumInspector(device).seal(torch.tensor([0, status], device=device), digits, 3 * replica, 3, mark)
+    inspection.SumInspector(device).seal(torch.tensor([0, status], device=device), digits, 3 * replica, 3, mark)
     wanted = torch.zeros(3 * replicas)
     wanted[3 * replica : 3 * replica + 3] = torch.tensor([status & 255, status >> 8, mark], dtype=torch.float32)
     return [("digits", digits.float(), wanted, 0.0)]
@@ -291,7 +291,7 @@ def seal_sum(device: torch.device, number: int) -> list[Compared]:
 def inspect_sum(device: torch.device, number: int) -> list[Compared]:
     runs = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (257, 9001, 1)[: number + 1]]
     digits, compared = torch.tensor([9.0, 3.0, 1.0]), []
-    inspector = launches.SumInspector(device)
+    inspector = inspection.SumInspector(device)
     for good in (1.0, 0.0):
         if not good:
             runs[-1][-1] = float("inf")

@@ -20,7 +20,7 @@ from detonation.core.compute.nonfinite import LIMIT
 from detonation.core.integrity.header import HEADER_BYTES, IDENTITY, Header
 from detonation.core.integrity.validate import FORGET, LOUDER
 from detonation.engines.triton.coding import coding_of, places_of, row_run
-from detonation.kernels.gpu import launches
+from detonation.kernels.gpu import inspection
 
 MESSAGES = 3
 STATED, ADDED = 7, 8
@@ -48,10 +48,10 @@ def agreed(device: torch.device, times: int, seconds: float) -> dict[str, int]:
     width = codec.width(most_rows, HEADER_BYTES)
     pool = torch.randint(0, 256, (MESSAGES, 2 * width), dtype=torch.uint8, device=device)
     sealed, joined = (torch.zeros(MESSAGES, width, dtype=torch.uint8, device=device) for _ in range(2))
-    inspector = launches.Inspector(MESSAGES, device)
+    inspector = inspection.Inspector(MESSAGES, device)
     usual, status = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     first = torch.full((3,), -1, dtype=torch.int64, device=device)
-    coding, limits = coding_of(codec), launches.Limits(LIMIT, LOUDER, FORGET)
+    coding, limits = coding_of(codec), inspection.Limits(LIMIT, LOUDER, FORGET)
     side = torch.cuda.Stream() if device.type == "cuda" else None
     heavy = torch.zeros(2, 2**26 if side else 1, device=device)
     done = 0

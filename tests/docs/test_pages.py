@@ -59,7 +59,7 @@ def test_every_page_is_in_the_navigation_once():
 
 def test_the_reference_has_every_public_name_once():
     names = [name.removeprefix("detonation.") for page in API for name in API[page]]
-    modules = {"integrations.huggingface", "integrations.lightning", "integrations.fabric", "extend", "testing"}
+    modules = {"integrations.huggingface", "integrations.lightning", "extend", "testing"}
     modules |= {f"feed.weights.{name}" for name in ("weight_feed", "weight_follower", "folders")}
     modules |= {f"errors.{name}" for name in detonation.errors.__all__} | {"extend.register"}
     modules |= {f"schemes.{name}" for name in {*detonation.schemes.__all__} - {*detonation.__all__}}

@@ -31,7 +31,7 @@ from detonation.core.schemes import buckets
 from detonation.core.schemes.gradients import momentum
 from detonation.engines.triton.coding import coding_of, places_of, why_not_triton
 from detonation.engines.triton.engine import TritonEngine
-from detonation.kernels.gpu import launches, launching
+from detonation.kernels.gpu import inspection, launches, launching
 from zoo import SCHEMES, TALKING
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_rotations_are_those_of_the_selection(rule: Rotation):
     rows, seed = 70, 5
     for step in (0, 3, 11):
         cycle, share, deal = rule.place(step, seed)
-        coding = launches.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
+        coding = launching.Coding(rule.chunk, rule.k, "none", type(rule).__name__.lower(), "fp32", 1, 0, False)
         rotations = launches.Rotations.room(coding, CPU)
         rotations.rotate(coding, *(random_start(seed, cycle, which) for which in (0, 1)), share, deal)
         wanted = rule.indices(torch.empty(rows, rule.chunk), step, seed)
@@ -191,8 +191,8 @@ def test_a_seal_is_that_of_ordinary_torch(nbytes):
     found[:, :HEADER_BYTES], found[:, HEADER_BYTES + nbytes :] = 77, 55  # of an earlier step
     header = Header(2**62 + 12345, 3, 5, 1, 7, 2**61 + 9)
     header.seal(wanted, nbytes)
-    inspector = launches.Inspector(2, CPU)
-    run = launches.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0))
+    inspector = inspection.Inspector(2, CPU)
+    run = inspection.RowRun(found, HEADER_BYTES, 0, (nbytes, 0, 0))
     inspector.seal([run], nbytes, IDENTITY, header.schema, 3, header.origin, torch.tensor(7), header.received)
     assert torch.equal(found[:, : HEADER_BYTES + nbytes], wanted[:, : HEADER_BYTES + nbytes])
 
@@ -211,7 +211,7 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
     codec = RUN[name].codec
     rows, replicas = 24, 3
     nbytes, expected = codec.nbytes(rows), Expected(Header(2**40, 3, 0, 0), codec.nbytes(rows), 6, True)
-    inspector = launches.Inspector(replicas, CPU)
+    inspector = inspection.Inspector(replicas, CPU)
     cases = [("as encoded", damage) for damage in DAMAGES.values()]
     cases += [(which, len) for which in ("loud", "noise", "not a number")]
     for content, damage in cases:
@@ -234,10 +234,10 @@ def test_messages_are_refused_as_by_ordinary_torch(name):
         given = torch.zeros_like(messages)
         lengths = codec.precision.lengths(rows, codec.selection.k)
         parts = lengths[0], sum(lengths[1:]), nbytes - sum(lengths)
-        run = launches.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
+        run = inspection.RowRun(messages[:, : HEADER_BYTES + nbytes].contiguous(), HEADER_BYTES, rows, parts)
         found = inspector.inspect(
             [run], given, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, 2**40,
-            3, 0, 6, mine, True, launches.Limits(LIMIT, LOUDER, FORGET),
+            3, 0, 6, mine, True, inspection.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         norms, bounds = ([each[:, at].clone().view(torch.float64) for each in (found, table)] for at in (10, 11))
         beyond = [~(norm <= LIMIT) for norm in norms]  # how far is an accident of the order of a sum
@@ -260,7 +260,7 @@ def test_messages_are_weighed_as_by_ordinary_torch(name):
     for scales in ([1, 5, 2, 0.1], [0, 0, 3, 1], [0, 0], [1]):
         messages = [codec.encode(codec.select(drawn * scale, 0, 0)) for scale in scales]
         wanted = codec.received(messages, rows, None, ClippedMean())
-        mine, other = (launches.Inspector(len(scales), CPU) for _ in range(2))
+        mine, other = (inspection.Inspector(len(scales), CPU) for _ in range(2))
         other._arrivals += 1  # as if another optimizer's messages were weighed on another stream now
         weights = torch.empty(len(scales))
         mine.weigh(wanted.source.body, places_of(codec, rows), coding_of(codec), weights)
@@ -283,7 +283,7 @@ def test_a_sum_that_is_not_finite_is_reported_and_counts_as_zeros(dtype):
     engine, _ = engines(scheme)
     rows, k = engine.layout.rows, scheme.codec.selection.k
     shared = SharedIndices(scheme.codec.selection, rows, 1, 3, CPU)
-    inspector, digits, status = launches.SumInspector(CPU), torch.full((9,), 77.0, dtype=dtype), 70_000
+    inspector, digits, status = inspection.SumInspector(CPU), torch.full((9,), 77.0, dtype=dtype), 70_000
     inspector.seal(torch.tensor([0, 90_000, status]), digits, 3, 3, 246)
     low, middle, high = status.to_bytes(3, "little")
     assert digits.tolist() == [0, 0, 0, low, middle, high + 246, 0, 0, 0]

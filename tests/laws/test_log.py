@@ -17,8 +17,7 @@ from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.simulated import simulate_replicas
 from detonation.core.flat.tensors import digest
 from detonation.log import writer
-from detonation.log.records import MESSAGE, whole_records
-from detonation.log.writer import logged_bytes
+from detonation.log.records import whole_records
 from steps import LOGGED, STEPS, advance, bases, started
 from zoo import Plain, batch, built
 
@@ -48,11 +47,6 @@ def test_replay_is_training_for_every_scheme(name, tmp_path):
     model, optimizer = started(LoopbackCommunicator(REPLICAS), scheme)
     assert dt.replay(tmp_path, optimizer) == STEPS
     assert agreed(model, optimizer) == end and digest(model.parameters()) == weights
-    kept = [
-        len(record.content) for path in tmp_path.iterdir() for record in whole_records(path) if record.kind == MESSAGE
-    ]
-    if scheme.signal == "gradients":  # at the end of other rounds `synchronize` sends some more
-        assert sum(kept) == pytest.approx(logged_bytes(optimizer) * STEPS)
     assert {path.name for path in tmp_path.iterdir()} == {"replica0-shard0-0.updates"}
 
 

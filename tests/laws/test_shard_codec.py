@@ -10,8 +10,6 @@ from detonation.wire.collectives import WEIGHT_MOVES, BlockIntegers, DifferenceG
 CODECS = {
     "4bit": (BlockIntegers(4), 0.14),
     "8bit": (BlockIntegers(8), 0.008),
-    "4bit rotated": (BlockIntegers(4, rotate=True), 0.14),
-    "8bit rotated": (BlockIntegers(8, rotate=True), 0.008),
 }
 """Each codec, and the largest relative error (L2) that it may make on a Gaussian."""
 

@@ -26,7 +26,6 @@ from detonation.cluster.survive.agreement import (
     next_axis_store,
 )
 from detonation.cluster.survive.elastic_axis import MeetingPoint, Survival
-from detonation.cluster.survive.groups import ReceiveBuffers
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.flat.tensors import digest
@@ -598,40 +597,6 @@ def test_ranks_come_in_while_nobody_reads_which_there_are():
     membership._seen, membership._awake, membership._pace = Seen(membership._seen), 0.0, 0.05  # it stood still
     membership._beat(2)
     assert free == [False]
-
-
-def test_a_receive_buffer_is_used_again_when_nobody_needs_it():
-    """Two serve all steps: the one that is read or may be copied to others, and the next one."""
-    seen = []
-
-    def act(communicator):
-        model, optimizer = started(communicator, dt.demo(), torch.optim.AdamW)
-        before = communicator._launch
-
-        def launch(each):
-            before(each)
-            if each.kind == "all_gather" and each.sent.numel() > 1000 and communicator.replica == 0:
-                seen.append(each.target.data_ptr())
-
-        communicator._launch = launch
-        for step in range(STEPS):
-            step_on(optimizer, model(batch(communicator.replica, step, 32)).mean())
-        return digest(model.parameters())
-
-    assert len(set(survivors(act, replicas=2).values())) == 1
-    assert len(seen) >= STEPS and len(set(seen[-STEPS:])) <= 3
-
-
-def test_a_buffer_that_others_may_need_is_not_written_to():
-    buffers, sent = ReceiveBuffers(), torch.zeros(8, dtype=torch.uint8)
-    first, second = buffers.take(2, sent), buffers.take(2, sent)
-    buffers.give_back(first, [first, second])
-    assert buffers.take(2, sent) is not first
-    buffers.forget(first)
-    assert buffers.take(3, sent) is not first  # of another size
-    assert buffers.take(2, sent) is first and buffers.take(2, sent) is not first
-    buffers.give_back(second, [])
-    assert buffers.take(2, sent) is second
 
 
 class Far:

@@ -600,7 +600,6 @@ def test_arguments_of_another_kind_or_out_of_range_are_refused_in_one_line():
         "verify_every is '5'": partial(dt.Safety, verify_every="5"),
         "chunk is -64": partial(dt.demo, chunk=-64, tiles=True),
         "resync_every of the shard wire is 2.5": partial(dt.shard_wire, resync_every=2.5),
-        "rotate of the shard wire is 1": partial(dt.shard_wire, rotate=1),
         "nodes of the shard wire is '2'": partial(dt.shard_wire, nodes="2"),
         "link of the shard wire is 5": partial(dt.shard_wire, link=5),
         "weights of the shard wire is 4": partial(dt.shard_wire, weights=4),

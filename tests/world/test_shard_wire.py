@@ -24,7 +24,6 @@ FP32 = {"weights": "fp32", "gradients": "fp32"}
 WIRES = {
     "4bit": {},
     "8bit": {"weights": "8bit", "gradients": "8bit"},
-    "rotated": {"rotate": True},
     "weights": {"gradients": "fp32"},
     "gradients": {"weights": "fp32"},
     "resync": {"resync_every": 2},
@@ -377,7 +376,6 @@ def test_mistakes_name_the_remedy():
         ({"nodes": 1}, "at least 2"),
         ({"resync_every": -1}, "at least 0"),
         ({"weights": "fp32", "resync_every": 5}, "leave it out"),
-        ({"gradients": "fp32", "rotate": True}, "leave it out"),
     ):
         with pytest.raises(ValueError, match=word):
             dt.shard_wire(**arguments)

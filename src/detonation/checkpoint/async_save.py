@@ -73,11 +73,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def save(self, extra: Mapping[str, Any] | None = None) -> None:
         """Starts saving the state between two steps, under the name of `optimizer.step_count`. All ranks call it.
 
-        Args:
-            extra: JSON values that loading returns, such as a scheduler's state; those of rank 0 count.
-
-        Raises:
-            ValueError: the state or `extra` holds something that a checkpoint cannot hold.
+        `extra`, and `ValueError`, are as in `save_checkpoint`.
         """
         self._join()
         elastic = elastic_axis(self._optimizer)

@@ -42,10 +42,9 @@ class Elastic:
         self._like = like if like in self._among and not saved.file(first, 0).moved else first
 
     def agreed(self, key: str, box: Box | None, alike: bool = False, some: bool = False) -> Tensor:
-        """The part `box` of a tensor that all replicas share from now on.
+        """The part `box` of a tensor that all replicas share from now on; None for one that is not sharded.
 
         Args:
-            box: None for a tensor that is not sharded.
             alike: the replicas are known to be equal, so that reading one of them is enough.
             some: replicas may lack it, and do not count then.
         """
@@ -127,10 +126,8 @@ def _merge(tensors: list[Tensor], key: str) -> Tensor:
 
 
 def owned_rows(pieces: list[Tensor], channel: Channel) -> Tensor:
-    """The rows of the server residuals that this replica owns.
-
-    Shapes: a tensor of each parameter's local shape -> `[owned, chunk]` coefficients.
-    """
+    """The rows of the server residuals that this replica owns."""
+    # a tensor of each parameter's local shape -> [owned, chunk] coefficients
     codec = channel.engine.codec
     flat = codec.basis.forward(channel.layout.flatten(pieces, torch.device("cpu")))
     owners = RowOwners(len(flat), channel.link.replicas, rows_of_a_turn(channel.scheme, channel.link.replicas))

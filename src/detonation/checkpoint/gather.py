@@ -1,6 +1,7 @@
 """Texts from every rank to every rank, and volumes: the ranks that see the same directory."""
 
 import contextlib
+import os
 import platform
 import secrets
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class Texts:
         """The texts of all ranks, by rank. Collective."""
         if self.world_size == 1:
             return [text]
-        content = _encoded(text)
+        content = os.fsencode(text)
         count = torch.tensor([len(content)], device=self.device)
         counts = [torch.empty_like(count) for _ in range(self.world_size)]
         dist.all_gather(counts, count, group=self.group)
@@ -52,15 +53,15 @@ class Texts:
         buffer = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(self.device)
         rows = [torch.empty_like(buffer) for _ in counts]
         dist.all_gather(rows, buffer, group=self.group)
-        return [_decoded(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)]
+        return [os.fsdecode(bytes(row.tolist())[: int(c)]) for row, c in zip(rows, counts, strict=True)]
 
     def broadcast(self, text: str) -> str:
         """The `text` of rank 0, on all ranks. Collective."""
-        content = _encoded(text)
+        content = os.fsencode(text)
         if self.world_size == 1 or not (count := self._of_first([len(content)], torch.int64)[0]):
             return text if self.rank == 0 else ""
         # every rank needs a buffer of the same size; only that of rank 0 counts
-        return _decoded(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
+        return os.fsdecode(bytes(self._of_first(content.ljust(count)[:count], torch.uint8)))
 
     def _of_first(self, values: Sequence[int], dtype: torch.dtype) -> list[int]:
         """The `values` of rank 0. Every rank has equally many."""
@@ -84,15 +85,6 @@ def texts_between(model: nn.Module, optimizer: Replicated) -> TextExchange:
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's parameters, which its process group can send from."""
     return next(local(parameter).device for parameter in model.parameters())
-
-
-def _encoded(text: str) -> bytes:
-    """UTF-8; the name of a file may have bytes that are not."""
-    return text.encode(errors="surrogateescape")
-
-
-def _decoded(content: bytes) -> str:
-    return content.decode(errors="surrogateescape")
 
 
 @dataclass(frozen=True)

@@ -196,8 +196,6 @@ def load_base_state(
     Args:
         file: Has its keys, and its values that are no tensors.
         alike: See `Elastic.agreed`.
-
-    Shapes: any.
     """
     prefix = f"optimizer.{name}."
     state: dict[str, Any] = {k.removeprefix(prefix): v for k, v in file.values.items() if _is_entry(k, prefix)}

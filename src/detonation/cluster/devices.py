@@ -45,13 +45,9 @@ def choose_device(
     """The device that a rank takes. A rank takes the CPU only where no GPU is in sight, or where the user says so.
 
     A process that sees one GPU takes it, whatever its local rank: launchers such as srun hide the GPUs of other ranks.
+    `position` is None for a process that stands alone; `asked` is "cpu" or "cuda", and None chooses.
 
-    Args:
-        env, position: of the rank; None for the position of a process that stands alone.
-        asked: "cpu" or "cuda"; None chooses.
-
-    Raises:
-        ValueError: a GPU is in sight that the rank cannot take. The message names the setting to change.
+    Raises `ValueError` where a GPU is in sight that the rank cannot take. The message names the setting to change.
 
     >>> choose_device({}, GPUs(8, True), LaunchPosition(13, 64, 5, 8)), choose_device({}, GPUs(0, False))
     (device(type='cuda', index=5), device(type='cpu'))
@@ -88,11 +84,7 @@ def device_name(device: torch.device, host: str) -> str:
 
 
 def require_own_devices(names: Sequence[str]) -> None:
-    """Raises `ValueError` where some ranks are on GPUs and others are not, or where two ranks share a GPU.
-
-    Args:
-        names: the `device_name` of each rank, in rank order.
-    """
+    """Raises `ValueError` where only some ranks, by their `device_name`, are on GPUs, or where two share a GPU."""
     on_cpu = [rank for rank, name in enumerate(names) if name.startswith("the CPU")]
     if on_cpu and len(on_cpu) < len(names):
         rank, other = on_cpu[0], next(rank for rank in range(len(names)) if rank not in on_cpu)

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,10 +43,7 @@ _watch: Watch | None = None
 def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
     """Joins a process group of this rank's replica alone (NCCL on GPUs, else gloo), which no other replica can harm.
 
-    Args:
-        position: in the world of all replicas.
-        store: where the ranks of all replicas meet.
-        shards: ranks of a replica, which are neighbours.
+    The `shards` ranks of a replica are neighbours; the ranks of all replicas meet in `store`.
     """
     device = take_device(position)
     keep_to_one_interface(os.environ, position.one_machine)
@@ -56,17 +52,13 @@ def init_replica(position: LaunchPosition, store: Store, shards: int) -> None:
 
 
 def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = None) -> Heartbeat | None:
-    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat.
+    """Joins the default process group (NCCL on GPUs, else gloo) and starts the heartbeat, which a world of one has not.
 
     Args:
         end: ends this process when another rank is lost; see `Heartbeat`.
         folder: a directory of this machine where the ranks meet; without it they meet at MASTER_ADDR:MASTER_PORT.
 
-    Returns:
-        This rank's heartbeat; `None` in a world of one rank.
-
-    Raises:
-        ValueError: as `meet`.
+    Raises `ValueError` as `meet`.
     """
     store, device = meet(position, folder)
     if folder is not None:
@@ -79,16 +71,14 @@ def init_rank(position: LaunchPosition, end: EndProcess, folder: Path | None = N
     global _heartbeat
     _heartbeat = Heartbeat(board, position.rank, position.world_size, end) if position.world_size > 1 else None
     if _heartbeat is not None:
-        watch_waiting(partial(_end_with, _heartbeat, end))
+        watching = _heartbeat
+        watch_waiting(lambda text: end(text, watching.report(text)))
     return _heartbeat
 
 
-def _end_with(heartbeat: Heartbeat, end: EndProcess, text: str) -> NoReturn:
-    end(text, heartbeat.report(text))
-
-
-def _end_alone(text: str) -> NoReturn:
-    _log.error("%s", text)
+def end_alone(reason: str) -> NoReturn:
+    """Logs the reason and ends this process."""
+    _log.error("%s", reason)
     end_now(1)
 
 
@@ -109,15 +99,8 @@ def _init_group(store: Store, rank: int, world_size: int, device: torch.device) 
 def join_world(asked: str | None = None) -> torch.device:
     """Joins the default process group of a launcher's world unless there is one; returns this rank's device.
 
-    Without a launcher the process is a world of one.
-
-    The group carries tensors of the CPU and of the device. A GPU that the caller made current stays current.
-
-    Args:
-        asked: the device's type; None chooses.
-
-    Raises:
-        ValueError: as `meet`.
+    Without a launcher the process is a world of one. The group carries tensors of the CPU and of the device, whose type
+    is `asked`, or chosen. A GPU that the caller made current stays current. Raises `ValueError` as `meet`.
     """
     position = launch_position(os.environ)
     if dist.is_initialized():
@@ -125,17 +108,11 @@ def join_world(asked: str | None = None) -> torch.device:
         position = position or launch_position({**os.environ, **in_group})
         if torch.cuda.is_initialized() and asked != "cpu":  # type: ignore[no-untyped-call]
             return torch.device("cuda", torch.cuda.current_device())
-        device = choose_device(os.environ, look_for_gpus(), position, asked)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
+        return _chosen_device(position, asked)
     if position is None:
         _log.warning("no launcher and no process group: this process is a world of one; torchrun starts more")
-        device = choose_device(os.environ, look_for_gpus(), None, asked)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        position = LaunchPosition(0, 1, 0, 1)
         store: Store = HashStore()
+        device, position = _chosen_device(None, asked), LaunchPosition(0, 1, 0, 1)
     else:
         store, device = meet(position, asked=asked)
     dist.init_process_group(
@@ -148,7 +125,7 @@ def join_world(asked: str | None = None) -> torch.device:
     return device
 
 
-def watch_waiting(end: Callable[[str], NoReturn] = _end_alone) -> None:
+def watch_waiting(end: Callable[[str], NoReturn] = end_alone) -> None:
     """Starts the watch of the default process group, unless there is one; `end` as in `waiting.Watch`."""
     global _watch
     store = distributed_c10d._get_default_store()
@@ -162,12 +139,8 @@ def watch_waiting(end: Callable[[str], NoReturn] = _end_alone) -> None:
 def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None = None) -> tuple[Store, torch.device]:
     """Takes this rank's device (see `take_device`), keeps to one interface, and opens the store where ranks meet.
 
-    Args:
-        folder: as in `init_rank`.
-        asked: the device's type; None chooses.
-
-    Raises:
-        ValueError: a GPU is in sight that this rank cannot take, two ranks share one, or MASTER_ADDR is missing.
+    `folder` is as in `init_rank`, `asked` the device's type, or None to choose. Raises `ValueError` where a GPU is in
+    sight that this rank cannot take, where two ranks share one, and where MASTER_ADDR is missing.
     """
     device = take_device(position, asked)
     if position.address:
@@ -181,17 +154,12 @@ def meet(position: LaunchPosition, folder: Path | None = None, asked: str | None
 
 
 def take_device(position: LaunchPosition, asked: str | None = None) -> torch.device:
-    """Takes this rank's device; `asked` as in `meet`.
+    """Takes this rank's device; `asked`, and `ValueError`, as in `meet`.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK (of the device, among those that this process sees) and LOCAL_WORLD_SIZE, for
     launchers that leave them out.
-
-    Raises:
-        ValueError: a GPU is in sight that this rank cannot take.
     """
-    device = choose_device(os.environ, look_for_gpus(), position, asked)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _chosen_device(position, asked)
     os.environ |= {"RANK": str(position.rank), "WORLD_SIZE": str(position.world_size)}
     os.environ["LOCAL_RANK"] = str((position.local_rank or 0) if device.index is None else device.index)
     if position.local_world_size is not None:
@@ -199,16 +167,18 @@ def take_device(position: LaunchPosition, asked: str | None = None) -> torch.dev
     return device
 
 
+def _chosen_device(position: LaunchPosition | None, asked: str | None) -> torch.device:
+    device = choose_device(os.environ, look_for_gpus(), position, asked)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def set_timeouts(message_bytes: float, shards: int, silence_s: float, rate_bits_per_s: float) -> None:
     """Sets how long this rank waits for others. Called once the size of the largest message between nodes is known.
 
-    A rank counts as lost after `silence_limit_s(silence_s, ...)`. Collectives wait longer: a live rank may be late.
-
-    Args:
-        message_bytes: the largest message between nodes.
-        shards: shards of a replica, to name a lost rank by its coordinates.
-        silence_s: seconds without a heartbeat, beside the transfer time.
-        rate_bits_per_s: the lowest rate to expect of a link.
+    A rank counts as lost after `silence_limit_s(silence_s, ...)`, and has coordinates by its `shards`. Collectives wait
+    longer: a live rank may be late.
     """
     if _heartbeat is not None:
         _heartbeat.set_limit(silence_limit_s(silence_s, message_bytes, rate_bits_per_s), shards)
@@ -264,8 +234,7 @@ def leave() -> None:
 def gpus_for(ranks: int) -> bool:
     """True where each of `ranks` processes of this machine gets a GPU; False where all belong on the CPU.
 
-    Raises:
-        ValueError: a GPU is in sight, but not one for each; see `devices.choose_device`.
+    Raises `ValueError` where a GPU is in sight, but not one for each; see `devices.choose_device`.
     """
     gpus = look_for_gpus()
     if choose_device(os.environ, gpus).type == "cpu":

@@ -39,10 +39,8 @@ def layers_of(module: nn.Module) -> Iterator[nn.Module]:
 def checkpoint_activations(model: nn.Module) -> None:
     """Keeps the inputs of each layer alone for backward, which computes the rest again. In place; names stay.
 
-    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations.
-
-    Raises:
-        ValueError: The model has no layers.
+    After `compile_layers` and before `shard`, whose hooks gather a layer's weights around both computations. Raises
+    `ValueError` where the model has no layers.
     """
     for layer in _some_layers(model, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -51,10 +49,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_layers(model: nn.Module, backend: str) -> None:
     """Compiles each layer by itself: layers of one shape are compiled once. In place; names stay.
 
-    The hooks of `shard` stay outside of the compiled code.
-
-    Raises:
-        ValueError: The model has no layers, or torch has no such backend.
+    The hooks of `shard` stay outside of the compiled code. Raises `ValueError` where the model has no layers, or torch
+    no such backend.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
@@ -71,15 +67,11 @@ def _some_layers(model: nn.Module, setting: str) -> list[nn.Module]:
 
 
 def slow_axis_backend(axis: str, device: str, chosen: str | None) -> dict[int | str, Any] | None:
-    """The `backend_override` of `init_device_mesh`; None where the default group may serve the axis.
+    """The `backend_override` of `init_device_mesh` for the axis between replicas; None where the default group serves.
 
     With NCCL the axis gets a communicator of its own, also where it has all ranks. Its kernels run on a stream of high
-    priority, so that a short message between replicas does not queue behind the kernels of backward.
-
-    Args:
-        axis: The name of the mesh axis between replicas.
-        device: The device's type.
-        chosen: One of `SLOW_BACKENDS`, or None.
+    priority, so that a short message between replicas does not queue behind the kernels of backward. `chosen` is one of
+    `SLOW_BACKENDS`, or None.
     """
     if chosen is not None:
         return {axis: chosen}

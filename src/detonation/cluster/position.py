@@ -48,8 +48,7 @@ class LaunchPosition:
 def launch_position(env: Mapping[str, str]) -> LaunchPosition | None:
     """Reads the position that torchrun, a Kubernetes job, mpirun or srun gave this process; None without a launcher.
 
-    Raises:
-        ValueError: a variable of the launcher is not a whole number.
+    Raises `ValueError` where a variable of the launcher is not a whole number.
 
     >>> launch_position({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}).local_world_size
     4
@@ -157,18 +156,16 @@ def interface_towards(address: str) -> str:
 
 def addresses_of(interface: str) -> list[str]:
     """The IPv4 address and the IPv6 addresses of an interface; none on a system other than Linux."""
-    return list(_addresses(interface)) if interface and sys.platform == "linux" else []
-
-
-def _addresses(interface: str) -> Iterator[str]:
+    found: list[str] = []
+    if not interface or sys.platform != "linux":
+        return found
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        yield socket.inet_ntoa(found[20:24])
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            if name == interface:
-                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in lines if line[-1] == interface]
+    return found
 
 
 def _source_addresses(target: str) -> Iterator[str]:

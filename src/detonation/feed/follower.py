@@ -58,10 +58,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     @property
     def memory_norm(self) -> float:
-        """The norm of what the replica behind the feed had not sent yet when the last copy was made.
-
-        A newcomer has no such memory, and a replica that is lost takes about as much with it.
-        """
+        """The norm of what the replica behind the feed had not sent at the last copy: a newcomer has no such memory."""
         return math.hypot(*(shard.about.get("memory_norm", 0.0) for shard in self._shards))
 
     @property
@@ -130,11 +127,8 @@ class Follower(AbstractContextManager["Follower"]):
 
         Its memory is empty: what the replicas have not sent yet is theirs, and a newcomer has nothing of its own. The
         replicas compare themselves before this returns, so all of them call `Replicated.resume_at` at this step, or
-        join as well. Do not call `update` after that, unless the optimizer is for saving alone.
-
-        Args:
-            axis: As in `replicate`.
-            safety: As in `replicate`.
+        join as well. Do not call `update` after that, unless the optimizer is for saving alone. The arguments are those
+        of `replicate`.
 
         Raises:
             LostFeed: There is no state yet.

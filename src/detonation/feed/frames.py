@@ -40,12 +40,8 @@ class BadFrame(DetonationError, ConnectionError):
 class FrameSocket:
     """Sends or receives frames over a connection whose ends have proved that they know the token.
 
-    A frame has a checksum under the key of the connection, which covers its number: somebody on the way can neither
-    change, insert, repeat nor leave out a frame. Anybody on the way can read it.
-
-    Args:
-        key: From the handshake.
-        feeds: Whether this is the feed's end.
+    A frame has a checksum under the `key` of the handshake, which covers its number: somebody on the way can neither
+    change, insert, repeat nor leave out a frame. Anybody there can read it. `feeds` says that this is the feed's end.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, feeds: bool) -> None:
@@ -63,14 +59,9 @@ class FrameSocket:
         self.bytes_moved += len(header) + _TAG + len(content)
 
     def receive(self, most: int) -> tuple[int, bytearray]:
-        """The kind and the content of the next frame.
+        """The kind and the content of the next frame, of at most `most` bytes.
 
-        Args:
-            most: The bytes that the content may have.
-
-        Raises:
-            BadFrame: It is longer, or its checksum is wrong.
-            OSError: The other end is gone.
+        Raises `BadFrame` where it is longer, or its checksum is wrong, and `OSError` where the other end is gone.
         """
         header = self._exactly(_HEADER.size)
         kind, size = _HEADER.unpack(header)
@@ -145,13 +136,8 @@ _log = logging.getLogger("detonation.feed")
 class Listener:
     """Listens at `address`, and calls `admit` in a thread of its own for each connection that knows the token.
 
-    Args:
-        address: "HOST:PORT"; port 0 takes a free one.
-        token: From `read_token`.
-        admit: Gets the connection after the handshake, the name of the other end, and what it wants.
-
-    Raises:
-        OSError: Nobody can listen there.
+    Port 0 takes a free one. `admit` gets the connection after the handshake, the name of the other end, and what it
+    wants. Raises `OSError` where nobody can listen there.
     """
 
     def __init__(self, address: str, token: bytes, admit: Callable[[FrameSocket, str, dict[str, Any]], None]) -> None:
@@ -226,11 +212,9 @@ LEAST_WAITING = 64 << 20
 
 
 class Subscription:
-    """Sends one follower a copy of the state, and then each step.
+    """Sends one follower, called `peer` in the log, a copy of the state, and then each step.
 
-    Args:
-        peer: The name of the other end, for the log.
-        most_behind: Steps that may wait, once the follower has caught up after its copy.
+    `most_behind` steps may wait, once the follower has caught up after its copy.
     """
 
     def __init__(self, connection: FrameSocket, peer: str, most_behind: int) -> None:
@@ -238,23 +222,18 @@ class Subscription:
         self.alive = True
         self._begun = self._caught_up = False
         self._skip, self._bytes, self._most_bytes = 0, 0, LEAST_WAITING  # before `begin` nothing waits
-        self._queue: deque[tuple[int, Octets, object]] = deque()  # kind, content, and the owner of its memory
+        self._queue: deque[tuple[int, Octets]] = deque()  # kind and content
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._send, name="feed-sender", daemon=True)
         self._thread.start()
 
-    def begin(self, about: Mapping[str, Any], state: Sequence[Octets], owner: object, skip: int) -> None:
-        """Queues a description and the copy of the state.
-
-        Args:
-            owner: Of the memory of `state`.
-            skip: Steps before the copy that are still to be offered.
-        """
+    def begin(self, about: Mapping[str, Any], state: Sequence[Octets], skip: int) -> None:
+        """Queues a description and the copy of the state; `skip` steps before the copy are still to be offered."""
         size = sum(map(len, state))
         with self._changed:
             self._begun, self._skip, self._most_bytes = True, skip, max(LEAST_WAITING, size)
-            self._queue.append((ABOUT, encoded({**about, "state_bytes": size}), None))
-            self._queue.extend((STATE, piece, owner) for part in state for piece in _pieces(part))
+            self._queue.append((ABOUT, encoded({**about, "state_bytes": size})))
+            self._queue.extend((STATE, piece) for part in state for piece in _pieces(part))
             self._changed.notify()
         _log.info("%s follows from step %s on", self.peer, about.get("step"))
 
@@ -265,7 +244,7 @@ class Subscription:
                 self._skip -= 1
                 return
             self._bytes += len(step)
-            self._queue.append((STEP_DONE, step, None))
+            self._queue.append((STEP_DONE, step))
             behind = len(self._queue) > self._most_behind if self._caught_up else self._bytes > self._most_bytes
             self._changed.notify()
         if behind:
@@ -274,7 +253,7 @@ class Subscription:
     def finish(self, about: Mapping[str, Any]) -> None:
         """Queues the end."""
         with self._changed:
-            self._queue.append((BYE, encoded(about), None))
+            self._queue.append((BYE, encoded(about)))
             self._changed.notify()
 
     def drop(self, reason: str) -> None:
@@ -295,24 +274,24 @@ class Subscription:
         kind = ALIVE
         try:
             while self.alive and kind != BYE:
-                kind, content, _ = self._next()
+                kind, content = self._next()
                 self._connection.send(kind, content)
             self._connection.close()
             self.alive = False
         except OSError as error:
             self.drop(str(error) or type(error).__name__)
 
-    def _next(self) -> tuple[int, Octets, object]:
+    def _next(self) -> tuple[int, Octets]:
         with self._changed:
             if not self._queue:
                 self._changed.wait(ALIVE_S)
             if not self._queue:
-                return ALIVE, b"", None
-            kind, content, owner = self._queue.popleft()
+                return ALIVE, b""
+            kind, content = self._queue.popleft()
             if kind == STEP_DONE:
                 self._bytes -= len(content)
             self._caught_up = (self._begun and not self._queue) or self._caught_up
-            return kind, content, owner
+            return kind, content
 
 
 def _pieces(part: Octets) -> list[memoryview]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from detonation.checkpoint.snapshot import take_snapshot
 from detonation.core.agreement.buffers import persistent_buffers
@@ -190,11 +190,9 @@ class Feed(StepRecorder):
         self._sort_out()
 
     def close(self, ended: bool = True, wait_s: float = 10.0) -> None:
-        """Sends what is left to each follower, and listens no longer.
+        """Sends what is left to each follower, at most for `wait_s` seconds, and listens no longer.
 
-        Args:
-            ended: Whether training has come to its end; followers of another would wait for its next start.
-            wait_s: Seconds after which a follower that has not taken everything is left alone.
+        Followers of a training that has not `ended` wait for its next start.
         """
         self._listener.close()
         self.flush()
@@ -208,15 +206,11 @@ class Feed(StepRecorder):
         for each in everyone:
             each.join(max(0.0, deadline - time.monotonic()))
 
-    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
-        """Queues the records of one step for each follower.
-
-        Shapes: any.
-        """
+    def hand_on(self, records: Sequence[LogRecord]) -> None:
+        """Queues the records of one step for each follower."""
         content = b"".join(part for record in filter(self._is_new, records) for part in record.parts())
         for each in self._subscribed:
             each.offer(content)
-        self.recycle(kept)
 
     def _admit(self, connection: FrameSocket, peer: str, wanted: Mapping[str, Any]) -> None:
         """Takes in a follower; called by the threads of the listener."""
@@ -247,11 +241,10 @@ class Feed(StepRecorder):
             return
         with self._lock:
             self._subscribed += coming
-        snapshot = take_snapshot(self._model, optimizer)
-        state = shared_content(snapshot)
+        state = shared_content(take_snapshot(self._model, optimizer))
         about = describe_training(optimizer) | self._about | {"synchronized": self._synchronized}
         for each in coming:
-            each.begin(about, state, snapshot, skip=self.waiting)
+            each.begin(about, state, self.waiting)
         self._options = []  # all options of the groups come with the next step
         self._sent = {}
         now = time.monotonic()

@@ -21,18 +21,7 @@ from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import Scheme
-from detonation.feed.shared_state import (
-    BUFFERS,
-    NORM,
-    is_shared,
-    load_shared_state,
-    load_weights_of,
-    options_of_group,
-    part_of,
-    require_elementwise,
-    shard_views,
-    show_agreed,
-)
+from detonation.feed import shared_state
 from detonation.feed.stream import Joined, Stepped
 from detonation.log.records import MESSAGE, SYNCHRONIZE, LogRecord
 from detonation.log.repeat import Player, repeat_step
@@ -57,7 +46,7 @@ class ReceivedSteps(Player):
 
 
 class ShardFollower:
-    """Repeats the steps of one shard of a training.
+    """Repeats the steps of one shard of a training, in a model that is whole, or sharded as that of training.
 
     moment: Where it is; None before the first copy of the state.
 
@@ -96,15 +85,15 @@ class ShardFollower:
                 self._repeat(event.records, self.optimizer)
             self.moment = moment_after(event, self.moment)
         if events and self.optimizer is not None:
-            show_agreed(self.optimizer)
+            shared_state.show_agreed(self.optimizer)
 
     @torch.no_grad()
     def _load(self, joined: Joined) -> None:
         about = self.about = joined.about
         saved = self.saved = ShardReader(joined.path)
-        load_weights_of(saved, self._model)
+        shared_state.load_weights_of(saved, self._model)
         trained = set(about["trained"])
-        self.module = self._model if self._sharded else shard_views(saved, self._model, trained)
+        self.module = self._model if self._sharded else shared_state.shard_views(saved, self._model, trained)
         parameters = local_parameters(self.module)
         base = base_optimizer(self._make, about, saved.groups, parameters)
         chosen = scheme_of_training(about)
@@ -119,9 +108,9 @@ class ShardFollower:
             kernels=about["kernels"],
             safety=Safety(about["non_finite"], verify_every=0),
         )
-        load_shared_state(saved, self.optimizer, parameters, about["step"])
+        shared_state.load_shared_state(saved, self.optimizer, parameters, about["step"])
         if in_parts:
-            require_elementwise(base, parameters)
+            shared_state.require_elementwise(base, parameters)
             if about["clip"] and not (isinstance(base, SignSGD) and base.moves_by_signs_alone):
                 base.register_step_pre_hook(self._clip)
         self._require_same()
@@ -146,14 +135,14 @@ class ShardFollower:
             )
 
     def _repeat(self, records: Sequence[LogRecord], optimizer: Replicated) -> None:
-        extras = {r.place: r.content for r in records if r.kind == MESSAGE and r.place >= BUFFERS}
-        norm = extras.pop(NORM, None)
+        extras = {r.place: r.content for r in records if r.kind == MESSAGE and r.place >= shared_state.BUFFERS}
+        norm = extras.pop(shared_state.NORM, None)
         self._norm = None if norm is None else torch.frombuffer(bytearray(norm), dtype=torch.float32)[0]
-        self._player.records.extend(r for r in records if r.kind != MESSAGE or r.place < BUFFERS)
+        self._player.records.extend(r for r in records if r.kind != MESSAGE or r.place < shared_state.BUFFERS)
         while (end := self._player.next_end()) is not None:
             repeat_step(end, optimizer)
         for place, content in extras.items():
-            buffer = self._buffers[place - BUFFERS]
+            buffer = self._buffers[place - shared_state.BUFFERS]
             sent = torch.frombuffer(bytearray(content), dtype=buffer.dtype)
             buffer.copy_(sent.view(buffer.shape))
 
@@ -181,7 +170,8 @@ def base_optimizer(
 ) -> torch.optim.Optimizer:
     """The base optimizer of a training, over `parameters` in the groups of its state."""
     groups = [
-        {"params": [parameters[name] for name in group["parameters"]], **options_of_group(group)} for group in saved
+        {"params": [parameters[name] for name in group["parameters"]], **shared_state.options_of_group(group)}
+        for group in saved
     ]
     return (make or _by_name(about["optimizer"]))(groups)
 
@@ -262,7 +252,7 @@ def _hand_over(shards: Sequence[ShardFollower], optimizer: Replicated, parameter
         state: dict[str, Tensor] = {}
         for key, tensor in replicator.local_state().named().items():
             full, name = f"{level}.{key}", key.partition(".")[2]
-            if not is_shared(full) or full not in found[0]:
+            if not shared_state.is_shared(full) or full not in found[0]:
                 state[key] = tensor.clone()  # empty
             elif name in parameters:
                 state[key] = _whole([each[full] for each in found], _boxes(shards, name), tensor)
@@ -287,5 +277,5 @@ def _whole(parts: Sequence[Any], boxes: Sequence[Box | None], like: Tensor) -> A
     whole = torch.empty(like.shape, dtype=first.dtype, device=first.device)
     for part, each in zip(parts, boxes, strict=True):
         assert each is not None
-        part_of(whole, each).copy_(part)
+        shared_state.part_of(whole, each).copy_(part)
     return whole

@@ -84,10 +84,7 @@ def shared_content(snapshot: Snapshot) -> list[memoryview]:
 
 @torch.no_grad()
 def load_weights_of(saved: ShardReader, model: nn.Module) -> None:
-    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded alike.
-
-    Raises `ValueError` where it is another model.
-    """
+    """Copies the part of the weights that `saved` has into `model`, which is whole or sharded alike, or is refused."""
     targets = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for key, target in targets.items():
         tensor, whole = saved.tensor(key), tuple(target.shape)
@@ -122,8 +119,6 @@ def load_shared_state(saved: ShardReader, optimizer: Replicated, parameters: Map
     """Puts the state of the base optimizer, and of the replicators, into an optimizer that took no step.
 
     Its memory stays empty. Raises `ValueError` where it is of another model or scheme.
-
-    Shapes: local shapes.
     """
     for name, parameter in parameters.items():
         load_base_state(saved, saved, optimizer, name, parameter)
@@ -174,10 +169,8 @@ def options_of_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 def shard_views(saved: ShardReader, model: nn.Module, trained: Collection[str]) -> nn.Module:
     """A module with the names of `model`, whose parameters are the parts that the shard of `saved` has of them.
 
-    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change.
-
-    Args:
-        trained: The names of the parameters that training moves.
+    A step of an optimizer on it moves `model`. Neither the gradients nor `requires_grad` of `model` change; views of
+    `trained` parameters require gradients.
     """
     views: dict[str, Tensor] = {}
     parameters = local_parameters(model)

@@ -74,9 +74,8 @@ def read_about(address: str, token: bytes) -> dict[str, Any]:
 class Stream:
     """Receives from the feed at `host`, `port` into `inbox`, whose changes it announces by `changed`.
 
-    Args:
-        most_bytes: Of a copy of the state, and of the records of a step.
-        most_waiting: Steps that may wait in `inbox`; the feed then has to wait, and drops this follower.
+    A copy of the state, and the records of a step, have at most `most_bytes`. Where more than `most_waiting` steps wait
+    in `inbox`, the feed has to wait, and drops this follower.
     """
 
     def __init__(

@@ -29,15 +29,11 @@ class LostFeed(DetonationError, ConnectionError):
 
 
 def read_token(env: Mapping[str, str] | None = None) -> bytes:
-    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names.
+    """The token in `DETONATION_TOKEN`, or in the file that `DETONATION_TOKEN_FILE` names, of `env` or this process.
 
     A token is never an argument of a command, which every user of a machine can read.
 
-    Args:
-        env: In the place of the environment of this process.
-
-    Raises:
-        ValueError: There is none, it is shorter than 16 bytes, or others may read its file.
+    Raises `ValueError` where there is none, it is shorter than 16 bytes, or others may read its file.
 
     Example:
         >>> read_token({"DETONATION_TOKEN": "0123456789abcdef"})
@@ -58,25 +54,12 @@ def read_token(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def checked_token(token: bytes | None) -> bytes:
-    """The token that was given, or else that of the environment, as `read_token` finds it.
-
-    Raises:
-        ValueError: As `read_token`; the token that was given is shorter than 16 bytes.
-
-    Example:
-        >>> checked_token(b"")
-        Traceback (most recent call last):
-        ...
-        ValueError: the token has 0 bytes, must have at least 16
-    """
+    """The token that was given, or that of `read_token`. Raises `ValueError` as that does, and below 16 bytes."""
     return read_token() if token is None else _long_enough(token, "the token")
 
 
 def prove_to_follower(connection: socket.socket, token: bytes) -> bytes:
-    """The feed's side of the handshake; returns the key of the frames that follow.
-
-    Raises `Refused` where the other end does not know the token, and `OSError` where it is gone.
-    """
+    """The feed's side of the handshake; returns the key of the frames that follow. Raises as `prove_to_feed`."""
     deadline = time.monotonic() + HANDSHAKE_S
     mine = secrets.token_bytes(_NONCE)
     connection.settimeout(HANDSHAKE_S)

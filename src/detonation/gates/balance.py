@@ -18,13 +18,8 @@ class Balance:
 
     A local step counts from the end of a call of `step()` to the end of the base optimizer's step in the next one:
     loading, forward, backward. Their mean in a round counts, without those of over `_ODD` medians: an evaluation or a
-    checkpoint between two steps says nothing about their speed.
+    checkpoint between two steps says nothing about their speed. Of the `shards` of a replica the slowest counts.
     At the end of a round the replicas exchange 8 bytes each, which all wait for; an accelerator's host waits, too.
-
-    Args:
-        local_steps: Of the level, which `agree` changes.
-        link: Between the replicas.
-        shards: Links to the other ranks of this replica: the slowest of them counts.
     """
 
     def __init__(self, local_steps: LocalSteps, link: Link, shards: Sequence[Link], device: torch.device) -> None:

@@ -99,19 +99,8 @@ def comm_hook(
 class CommHook:
     """The communication hook of a DistributedDataParallel model. Made by `comm_hook`.
 
-    Args:
-        replicated: Exchanges the gradients of all parameters in one step, and moves no weights.
-        node: The axis inside the node, whose ranks average their gradients first.
-        as_views: Whether gradients are views of the buckets.
-
-    Example:
-        >>> import torch.distributed as dist, detonation as dt
-        >>> from torch import nn
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> hook = dt.comm_hook(DistributedDataParallel(nn.Linear(8, 1)), "demo")
-        >>> hook.step_count, hook.stats.bytes_sent
-        (0, 0)
-        >>> dt.leave()
+    `replicated` exchanges the gradients of all parameters in one step, and moves no weights. The ranks of `node`
+    average their gradients first. With `as_views` gradients are views of the buckets.
     """
 
     def __init__(self, replicated: Replicated, node: DeviceMesh | None, as_views: bool) -> None:
@@ -139,10 +128,7 @@ class CommHook:
         self._replicated.verify()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The memory of this rank, under its name: every rank saves its own.
-
-        Shapes: -> local shapes.
-        """
+        """The memory of this rank, under its name: every rank saves its own."""
         return {self._replicated.coordinates.name: replica_state(self._replicated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -4,15 +4,23 @@ Accelerate shards a model, swaps the parameters of its optimizer, and wraps it. 
 inside the wrapper. A directory `detonation` beside the libraries' own files holds the state that differs.
 """
 
+import math
+import shutil
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from detonation.checkpoint.async_save import save_checkpoint
+from detonation.checkpoint.newest import load_checkpoint
+from detonation.cluster.init import watch_waiting
+from detonation.core.optim.wrapper import OptimizerWrapper
+from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
 from detonation.integrations.shared_files import CheckpointsElsewhere
@@ -23,18 +31,11 @@ try:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
     from transformers.trainer_callback import TrainerCallback
-
-    from detonation.integrations.inside_accelerate import (
-        PART_OF_REPLICAS,
-        ReplicatedStep,
-        keep_with_states,
-        load_part,
-        replicate_inside,
-        save_part,
-    )
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'detonation-torch[hf]'") from error
 
+_PART_OF_REPLICAS = "detonation"
+"""The directory of a checkpoint with the exact state of every rank; the rest is the library's own."""
 _USE = "parallelism_config=Replicas(dp_replicate_size=NODES, dp_shard_size=GPUS_PER_NODE)"
 
 
@@ -108,8 +109,8 @@ def prepare(
     check_setup(accelerator.state, model)
     prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
     sharded, wrapper = prepared[:2]
-    replicate_inside(wrapper, accelerator, sharded, scheme, {"clip": clip, **settings})
-    keep_with_states(accelerator, wrapper, sharded)
+    _replicate_inside(wrapper, accelerator, sharded, scheme, {"clip": clip, **settings})
+    _keep_with_states(accelerator, wrapper, sharded)
     return prepared
 
 
@@ -124,7 +125,7 @@ def replicated(optimizer: Optimizer) -> Replicated:
         accelerator.log({"loss": loss.item(), "bytes_sent": replicated(optimizer).stats.bytes_sent}, step)
     """
     inside = getattr(optimizer, "optimizer", None)
-    if not isinstance(inside, ReplicatedStep):
+    if not isinstance(inside, _ReplicatedStep):
         raise TypeError(f"the {type(optimizer).__name__} is not replicated: pass the optimizer that prepare returned")
     return inside.replicated
 
@@ -168,16 +169,16 @@ class Replicate(TrainerCallback):
         """Replicates the optimizer, which is sharded and loaded by now, and loads the state of the replicas."""
         trainer, checkpoint = _training()
         check_setup(trainer.accelerator.state, trainer.model)  # the callback may have come after `on_init_end`
-        if isinstance(trainer.optimizer.optimizer, ReplicatedStep):  # train() was called before
+        if isinstance(trainer.optimizer.optimizer, _ReplicatedStep):  # train() was called before
             self.optimizer = trainer.optimizer.optimizer.replicated
         else:
             self._sent_before, own = 0, {"clip": args.max_grad_norm or None, **self._settings}
-            self.optimizer = replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
+            self.optimizer = _replicate_inside(trainer.optimizer, trainer.accelerator, trainer.model, self._scheme, own)
         self._elsewhere = None
         if args.save_strategy != "no" and not args.save_only_model:
-            self._elsewhere = CheckpointsElsewhere(Path(args.output_dir), trainer.model, PART_OF_REPLICAS)
+            self._elsewhere = CheckpointsElsewhere(Path(args.output_dir), trainer.model, _PART_OF_REPLICAS)
         if checkpoint is not None:
-            extra = load_part(Path(checkpoint, PART_OF_REPLICAS), trainer.model, self.optimizer)
+            extra = _load_part(Path(checkpoint, _PART_OF_REPLICAS), trainer.model, self.optimizer)
             self._sent_before = int(extra["bytes_sent"]) - self.optimizer.stats.bytes_sent
         callbacks = trainer.callback_handler.callbacks
         rest = [each for each in callbacks if each is not self and not isinstance(each, _LastRound)]
@@ -187,8 +188,8 @@ class Replicate(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Adds the state of the replicas to the checkpoint that the Trainer has written."""
         if self.optimizer and not args.save_only_model:
-            part = Path(args.output_dir, f"checkpoint-{state.global_step}", PART_OF_REPLICAS)
-            save_part(part, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
+            part = Path(args.output_dir, f"checkpoint-{state.global_step}", _PART_OF_REPLICAS)
+            _save_part(part, others["model"], self.optimizer, {"bytes_sent": self._bytes_sent})
         self._remove_elsewhere(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -264,3 +265,97 @@ def _training() -> tuple[Any, str | None]:
         if "resume_from_checkpoint" in frame.f_locals and hasattr(trainer, "callback_handler"):
             return trainer, frame.f_locals["resume_from_checkpoint"]
     raise RuntimeError("Replicate is a callback of the Trainer: Trainer(..., callbacks=[Replicate(...)])")
+
+
+class _ReplicatedStep(OptimizerWrapper):
+    """Steps with the replicas, and is the base optimizer in all else.
+
+    So the libraries save the base optimizer's state alone. Of `Replicated.state_dict` they would copy the memory, and
+    then drop it or mix the replicas.
+    """
+
+    def __init__(self, inside: Replicated) -> None:
+        super().__init__(inside.base)
+        self.replicated = inside
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step with the replicas."""
+        return self.replicated.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the base optimizer."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of the base optimizer."""
+        self.base.load_state_dict(state_dict)
+
+
+def _replicate_inside(
+    wrapper: Any, accelerator: Accelerator, model: nn.Module, scheme: Scheme | str, settings: dict[str, Any]
+) -> Replicated:
+    """Replicates the optimizer inside Accelerate's `wrapper`, over the sharded `model`."""
+    watch_waiting()
+    inside = replicate(wrapper.optimizer, model, accelerator.torch_device_mesh["dp_replicate"], scheme, **settings)
+    wrapper.optimizer = _ReplicatedStep(inside)
+    measure, clip = accelerator.clip_grad_norm_, settings["clip"]
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clipping comes after the exchange, in `step`; before it, each replica would scale by a norm of its own."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        mine = {id(parameter) for group in inside.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in mine for parameter in parameters):  # another model of this accelerator
+            return measure(parameters, max_norm, norm_type)
+        if math.isfinite(max_norm) and (max_norm, norm_type) != (clip, 2):
+            remedy = f"pass clip={max_norm} to prepare, for the 2-norm of the gradients that replicas agreed on"
+            raise ValueError(f"clip_grad_norm_({max_norm}) would clip each replica before the exchange: {remedy}")
+        return measure(parameters, math.inf, norm_type)
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    return inside
+
+
+def _keep_with_states(accelerator: Accelerator, wrapper: Any, model: nn.Module) -> None:
+    """Lets `save_state` and `load_state` keep the state of the replicated optimizer inside `wrapper`, too.
+
+    The parts of an accelerator are numbered in the order of `prepare`: `detonation`, `detonation_1`, ...
+    """
+
+    def parts(path: str) -> Iterator[Path]:
+        """The part of `wrapper`; none after `free_memory`, which forgets what was prepared."""
+        kept = [each for each in accelerator._optimizers if isinstance(each.optimizer, _ReplicatedStep)]
+        for number, each in enumerate(kept):
+            if each is wrapper:
+                yield Path(path, f"{_PART_OF_REPLICAS}_{number}" if number else _PART_OF_REPLICAS)
+
+    def save(models: Any, weights: Any, path: str) -> None:
+        for part in parts(path):
+            _save_part(part, model, wrapper.optimizer.replicated)
+
+    def load(models: Any, path: str) -> None:
+        for part in parts(path):
+            _load_part(part, model, wrapper.optimizer.replicated)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def _save_part(part: Path, model: nn.Module, optimizer: Replicated, extra: Mapping[str, Any] | None = None) -> None:
+    """Saves in `part` what the library's own files beside it do not hold exactly. Collective."""
+    state = AcceleratorState()
+    if state.is_local_main_process:  # on each node, as they may share no file system
+        shutil.rmtree(part, ignore_errors=True)  # of an earlier run: a later step of it would be loaded in our place
+    state.wait_for_everyone()
+    save_checkpoint(part, model, optimizer, extra, keep=1, frozen=False)
+
+
+def _load_part(part: Path, model: nn.Module, optimizer: Replicated) -> dict[str, Any]:
+    """Loads the result of `_save_part` over what the library has loaded; returns `extra`. Collective.
+
+    Raises `ValueError` where there is no `part`, or it is of another model, optimizer or scheme.
+    """
+    loaded = load_checkpoint(part, model, optimizer)
+    if loaded is None:
+        missing = f"{part.parent} has no directory {part.name}, the state of the replicas"
+        raise ValueError(f"{missing}: was it saved with them?")
+    return loaded.extra

@@ -1,5 +1,6 @@
 """`ReplicaStrategy`: replication in the Trainer of Lightning."""
 
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -11,16 +12,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from detonation.checkpoint.async_save import save_checkpoint
 from detonation.checkpoint.gather import Texts, Volumes, device_of, survey
+from detonation.checkpoint.newest import load_checkpoint
 from detonation.choices import checks_keywords
 from detonation.cluster.init import GROUP_TIMEOUT_S
-from detonation.cluster.mesh import shard
+from detonation.cluster.mesh import init_mesh, shard
 from detonation.core.agreement.safety import Safety
+from detonation.core.optimizer.replicate import replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.schemes.scheme import Scheme
-from detonation.integrations.fabric import PART, ReplicatedWorld, forget_replicas, refuse_scaler
 
 try:
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -28,10 +32,12 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: ReplicaStrategy needs pip install 'detonation-torch[lightning]'") from error
 
+PART = "detonation"
+"""The part of a checkpoint with the exact state of every rank; the rest is Lightning's own."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
+class ReplicaStrategy(ModelParallelStrategy):
     """Trains a LightningModule sharded inside each replica (FSDP2), whose replicas communicate by `scheme`.
 
     The module stays as it is. The whole of it is sharded, unless it has a `configure_model`, which then shards it over
@@ -69,6 +75,8 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
     """
 
     _optimizers: list[Optimizer]
+    sent_before = 0
+    """Bytes that `bytes_sent` counts beside those of this run."""
 
     @checks_keywords("argument of ReplicaStrategy")
     def __init__(
@@ -94,9 +102,22 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         """The optimizers of `fit`, which hold the numbers (`stats`) and the state of the replicas."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Replicated)]
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to its replicas, in this run and in those that it resumes."""
+        return self.sent_before + sum(optimizer.stats.bytes_sent for optimizer in self.replicated)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank gets its own batches, the shards of a replica too."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
     def setup_environment(self) -> None:
         """Joins the world, and makes the mesh ("replicate", "shard")."""
-        self.join()
+        self._setup_distributed()
+        replicas = self.num_nodes if self._data_parallel_size == "auto" else self._data_parallel_size
+        shards = self.num_processes if self._tensor_parallel_size == "auto" else self._tensor_parallel_size
+        self._device_mesh = init_mesh(replicas, shards, self.root_device.type)
         module = self.lightning_module
         assert module is not None
         module._device_mesh = self._device_mesh
@@ -105,7 +126,8 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Refuses what would part the replicas, and sets up the model and its optimizers."""
-        refuse_scaler(self.precision_plugin)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError('precision="16-mixed" scales the loss of each replica by itself: use "bf16-mixed"')
         self._clip = self._own_clip or trainer.gradient_clip_val or 0.0
         if self._clip and trainer.gradient_clip_algorithm == "value":
             _refuse_value(None, self._clip)
@@ -115,9 +137,14 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         """Replicates the optimizers that the module configures, after schedulers were attached to them."""
         super().setup_optimizers(trainer)
         assert self.model is not None
-        clip, plain = self._clip or None, list(self._optimizers)
-        made: list[Optimizer] = [self.replicated_by_scheme(optimizer, self.model, clip) for optimizer in plain]
-        self.optimizers, self.sent_before = made, 0
+        if self.replicated:
+            raise ValueError("the optimizer is replicated already: give the plain one, the strategy replicates it")
+        axis, clip = self.device_mesh["replicate"], self._clip or None
+        self.optimizers = [
+            replicate(optimizer, self.model, axis, self._scheme, clip=clip, **self._options)
+            for optimizer in self._optimizers
+        ]
+        self.sent_before = 0
 
     def setup_precision_plugin(self) -> None:
         """Takes clipping over from Lightning, which would clip each replica's gradients before the exchange."""
@@ -155,7 +182,11 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
         path, trains = Path(self.broadcast(filepath)), bool(checkpoint.pop("optimizer_states", None))
         super().save_checkpoint(checkpoint, path, storage_options)
         assert self.model is not None
-        self.save_exactly(path, self.model, self.replicated if trains else [])
+        if self.local_rank == 0:  # of another run, which may have come further
+            shutil.rmtree(path / PART, ignore_errors=True)
+        self.barrier()
+        for number, optimizer in enumerate(self.replicated if trains else ()):
+            save_checkpoint(path / PART / str(number), self.model, optimizer, {"bytes_sent": self.bytes_sent}, keep=1)
         if path.parent not in self._volumes:
             self._volumes[path.parent] = survey(path.parent, Texts(device_of(self.model)))
 
@@ -173,17 +204,39 @@ class ReplicaStrategy(ReplicatedWorld, ModelParallelStrategy):
             ValueError: The checkpoint is of another model, optimizer or scheme, or the rest of it cannot be read.
         """
         path = Path(self.broadcast(checkpoint_path))
-        assert self.model is not None and self.lightning_module is not None
+        assert self.lightning_module is not None
         kept, fits = self._optimizers, self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if fits and (own := self.load_exactly(path, self.model, self.replicated, weights_only)) is not None:
-            return own
+        if fits and self.replicated and self.broadcast((path / PART).is_dir()):
+            return self._load_exactly(path, weights_only)
         try:
             # those of an earlier fit are no part of an evaluation, and in `fit` the checkpoint is of another strategy
             self._optimizers = [each.base for each in self.replicated] if fits else []
             rest = super().load_checkpoint(path, weights_only)
         finally:
             self._optimizers = kept
-        forget_replicas(self.replicated if fits else [])
+        for optimizer in self.replicated if fits else ():  # whose base was loaded from elsewhere; the next step warns
+            state = optimizer.state_dict()
+            del state["replication"]
+            optimizer.load_state_dict(state)
+        return rest
+
+    def _load_exactly(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Loads the state of every rank, and returns the rest of the checkpoint. Collective."""
+        assert self.model is not None
+        for number, optimizer in enumerate(self.replicated):
+            loaded = load_checkpoint(path / PART / str(number), self.model, optimizer)
+            if loaded is None:
+                raise ValueError(f"{path} was written with {number} optimizers, there are {len(self.replicated)}")
+            self.sent_before += int(loaded.extra.get("bytes_sent", 0)) - self.bytes_sent  # as if it had not stopped
+        rest: dict[str, Any] = {}
+        problem = ""
+        try:
+            rest = torch.load(path / _METADATA_FILENAME, weights_only=weights_only) if self.is_global_zero else {}
+        except Exception as error:  # the file may hold anything, and the others wait
+            problem = f"{type(error).__name__}: {error}"
+        rest, problem = self.broadcast((rest, problem))  # nodes may share no file system
+        if problem:
+            raise ValueError(f"{path / _METADATA_FILENAME} cannot be loaded: {problem}")
         return rest
 
     def _shard(self, module: LightningModule) -> None:

@@ -16,19 +16,10 @@ _log = logging.getLogger("detonation")
 
 
 def warn_unless_shared(directory: Path, model: nn.Module) -> Volumes:
-    """Logs a warning where `directory` is not one for all ranks, before the first checkpoint. Collective.
+    """Makes `directory`, and warns where it is not one for all ranks, before the first checkpoint. Collective.
 
     Each node has its own part of our state. The library's own part is missing somewhere, which it says when it resumes.
-
-    Args:
-        directory: Of the library's checkpoints; it is made where it does not exist.
-        model: Whose device carries the collectives.
-
-    Returns:
-        The ranks that see the same directory.
-
-    Raises:
-        OSError: A rank cannot write there; raised on all ranks.
+    Returns the ranks that see the same directory; raises `OSError` on all ranks where one cannot write there.
 
     Example:
         >>> import tempfile, torch.distributed as dist
@@ -53,12 +44,7 @@ class CheckpointsElsewhere:
     """The checkpoints of the Trainer on disks of other nodes, of which it removes old ones on that of rank 0 alone.
 
     All ranks make it before training, with the line of `warn_unless_shared`. Only what rank 0 had and has no more is
-    removed, on each other disk once.
-
-    Args:
-        directory: Of the checkpoints.
-        model: Whose device carries the collectives.
-        part: The directory of our own in each of them; nothing without it is removed.
+    removed, on each other disk once, and only where it holds our `part`.
 
     Example:
         >>> import tempfile, torch.distributed as dist

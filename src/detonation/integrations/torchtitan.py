@@ -140,10 +140,6 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc]
     The container holds the base optimizer, which schedulers move and checkpoints of torchtitan save.
 
     replicated: the replicated optimizer, for its `stats`. sent_before: bytes that this rank had sent before it resumed.
-
-    Args:
-        config: torchtitan's, and the scheme.
-        model_parts: One model.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -235,8 +231,7 @@ class ReplicaCheckpoints(CheckpointManager):  # type: ignore[misc]
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **options: Any) -> None:
         """Loads torchtitan's part, and over it the state of the replicas. Collective.
 
-        Raises:
-            ValueError: The checkpoint has no state of the replicas, or that of another model, optimizer or scheme.
+        Raises `ValueError` where the checkpoint has no such state, or that of another model, optimizer or scheme.
         """
         super().dcp_load(state_dict, checkpoint_id, *others, **options)
         if OPTIMIZER in state_dict:
@@ -267,10 +262,7 @@ def check_dimensions(dims: ParallelDims) -> None:
 
 
 def parsed_scheme(text: str) -> Scheme:
-    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own overrides.
-
-    Raises:
-        ValueError: The scheme or an argument does not exist, or the arguments are no JSON object.
+    """The scheme of `NAME` or `NAME={"argument": value}`, the spelling of torchtitan's own overrides, or `ValueError`.
 
     Example:
         >>> parsed_scheme('demo={"topk": 2}').arguments["topk"]

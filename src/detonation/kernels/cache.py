@@ -25,10 +25,8 @@ def cached(name: str, make: Callable[[Path], None], usable: Callable[[Path], obj
     """The result of `usable(path)` for the file `name` of the cache; `make(path)` makes it where it is not there.
 
     Directories are tried in turn: the user's cache, a private one that all processes of the user share, and a new one
-    for this process alone. The log says in one line why the cache itself is not used.
-
-    Raises:
-        OSError: `make` or `usable` failed, in each of them.
+    for this process alone. The log says in one line why the cache itself is not used. Raises `OSError` where `make` or
+    `usable` failed in each of them.
     """
     reasons: list[str] = []
     for directory in _directories(reasons):
@@ -66,8 +64,7 @@ def _of_user() -> Path:
 def private_directory(path: Path) -> Path:
     """Makes `path` a directory that only this user can write; returns it without symbolic links.
 
-    Raises:
-        OSError: another user owns it, could put another directory in its place, or it cannot be made.
+    Raises `OSError` where another user owns it, could put another directory in its place, or where it cannot be made.
     """
     path = Path(os.path.realpath(path))
     for parent in reversed([path, *path.parents]):

@@ -109,10 +109,8 @@ class Library:
         few: bool,
         basis: Tensor,
     ) -> None:
-        """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`.
-
-        Shapes: residual `[rows, chunk]`, values `[rows, k]` fp32, indices `[nbytes]` uint8 as `encode` returns them.
-        """
+        """Takes `share` of the values out of the residual; `few` and `basis` as in `decode`."""
+        # residual [rows, chunk], values [rows, k] fp32, indices [nbytes] uint8 as encode returns them
         rows, chunk = residual.shape
         status = self._library.detonation_release(
             residual.data_ptr(), rows, chunk, numel, share, values.shape[1], width, values.data_ptr(),
@@ -148,89 +146,61 @@ class Library:
         (rows, k), count = values[0].shape, len(targets)
         shrink = None if rates is None else (ctypes.c_float * count)(*[rate[0] for rate in rates])
         lr = None if rates is None else (ctypes.c_float * count)(*[rate[1] for rate in rates])
-        status = self._library.detonation_decode(
-            (ctypes.c_void_p * count)(*[t.data_ptr() for t in targets]),
-            (ctypes.c_int64 * count)(*[t.numel() for t in targets]),
-            rows,
-            chunk,
-            (ctypes.c_void_p * len(values))(*[v.data_ptr() for v in values]),
-            (ctypes.c_void_p * len(indices))(*[i.data_ptr() for i in indices]),
-            indices[0].nbytes,
-            len(values),
-            k,
-            width,
-            few,
-            nonzero,
-            1 / len(values),
-            basis.data_ptr(),
-            shrink,
-            lr,
+        into, sent, places = (
+            (ctypes.c_void_p * len(each))(*[t.data_ptr() for t in each]) for each in (targets, values, indices)
         )
+        numel = (ctypes.c_int64 * count)(*[t.numel() for t in targets])
+        status = self._library.detonation_decode(
+            into, numel, rows, chunk, sent, places, indices[0].nbytes, len(values), k, width, few, nonzero,
+            1 / len(values), basis.data_ptr(), shrink, lr,
+        )  # fmt: skip
         assert status == 0
 
     def product(self, coefficients: Tensor, basis: Tensor) -> Tensor:
-        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other.
-
-        Shapes: `[rows, chunk]` and `[chunk, chunk]` fp32, chunk one of `KERNEL_CHUNKS` -> `[rows, chunk]`.
-        """
+        """`coefficients @ basis`, whose vectors are added in order, one fused multiply-add after the other."""
+        # [rows, chunk] and [chunk, chunk] fp32, chunk one of KERNEL_CHUNKS -> [rows, chunk]
         (rows, chunk), out = coefficients.shape, torch.empty_like(coefficients)
-        pointers = basis.data_ptr(), out.data_ptr()
-        status = self._library.detonation_product(coefficients.data_ptr(), rows, chunk, *pointers)
+        status = self._library.detonation_product(
+            coefficients.data_ptr(), rows, chunk, basis.data_ptr(), out.data_ptr()
+        )
         assert status == 0
         return out
 
     def beyond(self, tensors: Sequence[Tensor], limit: float) -> int:
-        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none.
-
-        Shapes: any.
-        """
+        """The number of the first of `tensors` (fp32) that holds NaN or a magnitude above `limit`; -1 where none."""
         count = len(tensors)
         pointers = (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
         numel = (ctypes.c_int64 * count)(*[t.numel() for t in tensors])
         return int(self._library.detonation_beyond(pointers, numel, count, limit))
 
     def sign_step(self, weights: Tensor, directions: Tensor, shrink: float, lr: float) -> None:
-        """`weights = shrink * weights - lr * sign(directions)`.
-
-        Shapes: any, the same for both; fp32.
-        """
+        """`weights = shrink * weights - lr * sign(directions)`, in fp32."""
         self._library.detonation_sign_step(weights.data_ptr(), directions.data_ptr(), weights.numel(), shrink, lr)
 
     def pack(self, numbers: Tensor, width: int, nbytes: int) -> Tensor:
-        """Packs numbers of `width` bits, each line by itself.
-
-        Shapes: `[lines, n]` int64 -> `[lines, nbytes]` uint8.
-        """
+        """Packs numbers of `width` bits, each line by itself."""  # [lines, n] int64 -> [lines, nbytes] uint8
         packed = torch.empty(len(numbers), nbytes, dtype=torch.uint8, device="cpu")
         for line, octets in zip(numbers, packed, strict=True):
             self._library.detonation_pack(line.data_ptr(), len(line), width, octets.data_ptr())
         return packed
 
     def unpack(self, packed: Tensor, count: int, width: int) -> Tensor:
-        """The inverse of `pack`.
-
-        Shapes: `[lines, nbytes]` uint8 -> `[lines, count]` int64.
-        """
+        """The inverse of `pack`."""  # [lines, nbytes] uint8 -> [lines, count] int64
         numbers = torch.empty(len(packed), count, dtype=torch.int64, device="cpu")
         for octets, line in zip(packed, numbers, strict=True):
             self._library.detonation_unpack(octets.data_ptr(), count, width, line.data_ptr())
         return numbers
 
     def mark(self, indices: Tensor, chunk: int) -> Tensor:
-        """The bitmap of rows of `chunk` bits in which `indices` are set.
-
-        Shapes: `[rows, k]` int64 -> `[ceil(rows * chunk / 8)]` uint8.
-        """
+        """The bitmap of rows of `chunk` bits in which `indices` are set."""
+        # [rows, k] int64 -> [ceil(rows * chunk / 8)] uint8
         rows, k = indices.shape
         bitmap = torch.empty((rows * chunk + 7) // 8, dtype=torch.uint8, device="cpu")
         self._library.detonation_mark(indices.data_ptr(), rows, k, chunk, bitmap.data_ptr())
         return bitmap
 
     def marked(self, bitmap: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """The indices that are set in a bitmap, in order.
-
-        Shapes: `[ceil(rows * chunk / 8)]` uint8 -> `[rows, k]` int64.
-        """
+        """The indices that are set in a bitmap, in order."""  # [ceil(rows * chunk / 8)] uint8 -> [rows, k] int64
         indices = torch.empty(rows, k, dtype=torch.int64, device="cpu")
         self._library.detonation_marked(bitmap.data_ptr(), rows, k, chunk, indices.data_ptr())
         return indices
@@ -238,29 +208,21 @@ class Library:
     def checksums(self, messages: Tensor, skipped: int = -1) -> Tensor:
         """The sum of the 32-bit words of each message, each times an odd number that depends on the word's place.
 
-        Args:
-            skipped: The first of eight bytes, in the first line, that count as zeros; -1 for none.
-
-        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
+        From number `skipped` on, in the first line, eight bytes count as zeros; -1 for none.
         """
         add = self._library.detonation_checksum
         found = [add(each.data_ptr(), each.nbytes, skipped) for each in messages]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     def check_indices(self, packed: Tensor, rows: int, k: int, chunk: int, width: int) -> Tensor:
-        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0.
-
-        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
-        """
+        """1 where a packed index is not below `chunk`, 2 where the indices of a row do not rise, else 0."""
+        # [messages, nbytes] uint8 -> [messages] int64
         check = self._library.detonation_check_indices
         found = [check(each.data_ptr(), rows, k, chunk, width) for each in packed]
         return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     def check_bitmap(self, bitmaps: Tensor, rows: int, k: int, chunk: int) -> Tensor:
-        """2 where a row has not exactly `k` bits set, else 0.
-
-        Shapes: `[messages, nbytes]` uint8 -> `[messages]` int64.
-        """
+        """2 where a row has not exactly `k` bits set, else 0."""  # [messages, nbytes] uint8 -> [messages] int64
         check = self._library.detonation_check_bitmap
         found = [check(each.data_ptr(), rows, k, chunk) for each in bitmaps]
         return torch.tensor(found, dtype=torch.int64, device="cpu")

@@ -1,6 +1,5 @@
 """The records of a log, each with a checksum, and the recorder: a tape that makes them of the messages of each step."""
 
-import ctypes
 import json
 import struct
 import zlib
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from detonation.core.base_error import DetonationError
+from detonation.core.flat.tensors import octets
 from detonation.core.integrity.readback import Readback
 from detonation.core.integrity.tape import Tape
 from detonation.core.optimizer.replicated import Replicated
@@ -34,10 +33,8 @@ class DamagedLog(DetonationError, ValueError):
 class LogRecord:
     """One record.
 
-    Args:
-        place: Of messages: the channel and bucket of which they are.
-        step: Of messages: at which they were sent; else the number of steps that were taken when it was written.
-        content: The messages, or JSON.
+    place: Of messages: the channel and bucket of which they are. step: Of messages: at which they were sent; else the
+    number of steps that were taken when it was written. content: The messages, or JSON.
     """
 
     kind: int
@@ -134,36 +131,23 @@ class StepRecorder(ABC):
         self._messages: list[tuple[int, Copy]] = []  # each with the steps that were taken when it came
         self._waiting: list[tuple[Copies, LogRecord]] = []
         self._late = 0  # steps whose messages are on their way to the host
-        self._spare: list[Tensor] = []  # buffers that nobody reads any more: fresh memory costs more than the copy
         self._options: list[dict[str, Any]] = []  # of each group, as they were recorded last
         self._optimizer: Replicated | None = None  # of the last end
         self._last = -1  # steps that were taken at that end
 
     @abstractmethod
-    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
-        """Takes the records of one step or call of `synchronize`: its messages, and its end.
-
-        Args:
-            kept: The tensors that hold the messages; `recycle` takes them back once nobody reads the records.
-
-        Shapes: any.
-        """
+    def hand_on(self, records: Sequence[LogRecord]) -> None:
+        """Takes the records of one step or call of `synchronize`: its messages, and its end."""
 
     def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas.
-
-        Shapes: any.
-        """
+        """Takes in the messages of all replicas."""
         if self.records:
-            on_device = message.device.type != "cpu"
-            copied = message.contiguous() if on_device else self._buffer(message.nbytes).view(message.dtype)
-            if on_device and copied.data_ptr() == message.data_ptr():
+            copied = message.contiguous()
+            if copied.data_ptr() == message.data_ptr():
                 copied = copied.clone()
-            elif not on_device:
-                copied.view(message.shape).copy_(message)
             taken = self._optimizer.step_count if self._optimizer else 0
             self._messages.append((taken, (place, step, Readback(copied))))
-            self._late = int(on_device)
+            self._late = int(message.device.type != "cpu")
 
     def take(self, place: int, step: int) -> Tensor:
         """Never called: this tape records."""
@@ -198,23 +182,8 @@ class StepRecorder(ABC):
         """Hands on all steps but the last `late`."""
         while len(self._waiting) > late:
             messages, end = self._waiting.pop(0)
-            kept = [(place, step, copy.wait()) for place, step, copy in messages]
-            records = [LogRecord(MESSAGE, place, step, _octets(tensor)) for place, step, tensor in kept]
-            self.hand_on([*records, end], [tensor for _, _, tensor in kept])
-
-    def recycle(self, kept: Sequence[Tensor]) -> None:
-        """Takes back the tensors of a step, for the messages of another.
-
-        Shapes: any.
-        """
-        self._spare = [tensor.view(-1).view(torch.uint8) for tensor in kept]
-
-    def _buffer(self, nbytes: int) -> Tensor:
-        """Memory for a message."""  # [nbytes] uint8
-        for index, spare in enumerate(self._spare):
-            if len(spare) == nbytes:
-                return self._spare.pop(index)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            records = [LogRecord(MESSAGE, place, step, octets(copy.wait())) for place, step, copy in messages]
+            self.hand_on([*records, end])
 
     def forget(self) -> None:
         """Drops all that was not handed on; the next step records all options of the groups."""
@@ -240,10 +209,7 @@ class Tapes:
         self._tapes = tapes
 
     def put(self, place: int, step: int, message: Tensor) -> None:
-        """Takes in the messages of all replicas.
-
-        Shapes: any.
-        """
+        """Takes in the messages of all replicas."""
         for tape in self._tapes:
             tape.put(place, step, message)
 
@@ -255,11 +221,6 @@ class Tapes:
         """Ends a step, or a call of `synchronize`."""
         for tape in self._tapes:
             tape.end(what, optimizer)
-
-
-def _octets(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the host, which must live as long."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _plain(value: Any) -> Any:

@@ -34,11 +34,7 @@ def log_files(directory: Path) -> list[tuple[Path, int, int, str]]:
 
 
 class Player(ABC):
-    """Plays back records in the place of an exchange: one process is all replicas.
-
-    Raises:
-        DamagedLog: Where the records lack what an optimizer asks for.
-    """
+    """Plays back records in the place of an exchange: one process is all replicas. `DamagedLog` where some lack."""
 
     plays = True
 
@@ -51,10 +47,7 @@ class Player(ABC):
         """The next record; None where there is none."""
 
     def take(self, place: int, step: int) -> Tensor:
-        """The next messages of a place.
-
-        Shapes: -> `[bytes]` uint8.
-        """
+        """The next messages of a place."""  # -> [bytes] uint8
         while not self._messages[place, step]:
             if not self._load():
                 raise DamagedLog(f"the record of step {step} has no message of place {place}: it is of another run")
@@ -92,9 +85,8 @@ class Player(ABC):
 class Playback(Player):
     """Plays back the log of one rank in `directory`, after `first` and up to `to` steps, in the place of an exchange.
 
-    Raises:
-        DamagedLog: Later, where the log is damaged, or lacks what an optimizer asks for.
-        ValueError: There is no log of this rank from there on, or it is of another run.
+    Raises `ValueError` where there is no log of this rank from there on, or it is of another run, and later
+    `DamagedLog`.
     """
 
     def __init__(self, directory: Path, optimizer: Replicated, first: int, to: int | None = None) -> None:

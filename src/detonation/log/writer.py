@@ -7,18 +7,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from detonation.core.agreement.selftest import selftest
-from detonation.core.integrity.header import DIGITS, HEADER_BYTES
 from detonation.core.link.elastic_communicator import ElasticCommunicator
 from detonation.core.optimizer.replicated import Replicated
-from detonation.core.schemes.traffic import buckets_of, collective_for
 from detonation.log.records import LOG_VERSION, START, STEP, Copies, LogRecord, StepRecorder, noted
 
 SUFFIX = ".updates"
@@ -73,7 +68,7 @@ class UpdateLog(StepRecorder):
         self._file, self._length = -1, 0
         self._levels: object = None  # of which the file is
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: tuple[Future[None], Sequence[Tensor]] | None = None  # the last step, and what it is written from
+        self._writing: Future[None] | None = None  # the last step
         self._kept: deque[list[LogRecord]] = deque(maxlen=_KEPT)
         self._identity: dict[str, Any] = {}  # of the kept steps
 
@@ -97,7 +92,8 @@ class UpdateLog(StepRecorder):
             if self._file < 0:
                 if self._kept:
                     self._write_kept(optimizer)
-                self._open(optimizer, optimizer.step_count - (what == "step"))
+                self._begin(optimizer, optimizer.step_count - (what == "step"), _settings(optimizer))
+                self._levels = optimizer.build()
             self.add(messages, what, optimizer)
             if self._fsync_every and optimizer.step_count % self._fsync_every == 0:
                 self._finish()
@@ -123,11 +119,7 @@ class UpdateLog(StepRecorder):
         self.close()
 
     def rotate(self, oldest: int = 0) -> None:
-        """Begins another file with the next step, as after a checkpoint.
-
-        Args:
-            oldest: Files whose steps are all among the first so many are removed.
-        """
+        """Begins another file, as after a checkpoint; removes those whose steps are all among the first `oldest`."""
         self.close()
         files = segments(self.directory, "")
         for rank in {rank for rank, _, _ in files} if self.records else ():
@@ -162,10 +154,6 @@ class UpdateLog(StepRecorder):
                 with suppress(OSError):
                     os.ftruncate(self._file, self._length)
 
-    def _open(self, optimizer: Replicated, first: int) -> None:
-        self._begin(optimizer, first, _settings(optimizer))
-        self._levels = optimizer.build()
-
     def _begin(self, optimizer: Replicated, first: int, settings: dict[str, Any]) -> None:
         rank = optimizer.coordinates
         about = {"version": LOG_VERSION, "first": first, "rank": rank.name, **settings}
@@ -178,31 +166,26 @@ class UpdateLog(StepRecorder):
         self._options, self._length = [], 0
         self.hand_on([noted(START, first, about)])
 
-    def hand_on(self, records: Sequence[LogRecord], kept: Sequence[Tensor] = ()) -> None:
+    def hand_on(self, records: Sequence[LogRecord]) -> None:
         """Appends the records to the file, many bytes in a thread while the next step computes; keeps them where
         another replica writes it.
-
-        Shapes: any.
         """
         if self._file < 0:
-            self._kept.append([replace(record, content=bytes(record.content)) for record in records])
-            self.recycle(kept)
+            self._kept.append([*records])
             return
         self._finish()
         if sum(len(record.content) for record in records) <= AT_ONCE_BYTES:
             self._append(records)
-            self.recycle(kept)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "update-log")
-        self._writing = self._thread.submit(self._append, records), kept
+        self._writing = self._thread.submit(self._append, records)
 
     def _finish(self) -> None:
         """Waits for the step that is being written; raises the `OSError` that ended it."""
         if self._writing is not None:
-            (writing, kept), self._writing = self._writing, None
+            writing, self._writing = self._writing, None
             writing.result()
-            self.recycle(kept)
 
     def _append(self, records: Sequence[LogRecord]) -> None:
         parts = [memoryview(part) for record in records for part in record.parts() if len(part)]
@@ -245,37 +228,8 @@ def _settings(optimizer: Replicated) -> dict[str, Any]:
     return {**identity(optimizer), "close": optimizer.closeness is not None, "selftest": arithmetic(optimizer)}
 
 
-def logged_bytes(optimizer: Replicated) -> float:
-    """Bytes of messages that a log takes per step, as a mean; the options of a step take some hundred more.
-
-    Every replica's message where all receive all, those of the owners, or the sum; rounds count once in their steps.
-    """
-    total = 0.0
-    for replicator in optimizer.build():
-        scheme, layout, link = replicator.scheme, replicator.layout, replicator.link
-        sizes = link.replicas, link.local_ranks
-        parts = [layout.rows]
-        if scheme.divides_messages:
-            parts = [bucket.layout.rows for bucket in buckets_of(scheme, layout, *sizes)]
-        way, codec = collective_for(scheme, layout, *sizes), scheme.codec
-        for rows in parts:
-            if way == "all-reduce":
-                octets = codec.nbytes(rows) + DIGITS * link.replicas * codec.precision.nbytes(1, 1)
-            elif way == "all-gather":
-                octets = link.replicas * (HEADER_BYTES + codec.nbytes(rows))
-            else:
-                owned = -(-rows // link.replicas)
-                octets = link.replicas * (HEADER_BYTES + scheme.reply_codec(link.replicas).nbytes(owned))
-            total += octets / scheme.round.every
-    return total
-
-
 def segments(directory: Path, rank: str) -> list[tuple[str, int, Path]]:
-    """The files of a log, in order: the rank that wrote each, the steps taken before, and its path.
-
-    Args:
-        rank: The name of the rank of which they are; "" for all.
-    """
+    """The files of a log, in order: the rank that wrote each, the steps before, and its path; `rank` is "" for all."""
     found = []
     for path in directory.glob(f"*{SUFFIX}"):
         name, _, first = path.name.removesuffix(SUFFIX).rpartition("-")

@@ -23,19 +23,14 @@ from detonation.wire.wire import BLOCK, quantized_bytes
 
 @dataclass(frozen=True)
 class BlockIntegers:
-    """`width` bits per number: evenly spaced levels from minus to plus the largest magnitude of a block of 128.
+    """4 or 8 bits per number: evenly spaced levels from minus to plus the largest magnitude of a block of 128.
 
     A message is its packed integers and then the scales of its blocks in bf16; the last block is filled up with zeros.
     A block that holds a number that is not finite decodes to numbers that are not finite. It is odd, as every
     precision: see `codec.precision`.
-
-    Args:
-        width: 4 or 8.
-        rotate: Blocks are multiplied by an orthonormal Hadamard matrix before they are quantized, and after.
     """
 
     width: int
-    rotate: bool = False
     block: ClassVar[int] = BLOCK
 
     @property
@@ -52,13 +47,10 @@ class BlockIntegers:
         return quantized_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Quantizes each line.
-
-        Shapes: `[..., n]` fp32 -> `[..., nbytes(n)]` uint8.
-        """
+        """Quantizes each line."""  # [..., n] fp32 -> [..., nbytes(n)] uint8
         missing = -values.shape[-1] % self.block
         lines = pad(values, (0, missing)) if missing else values.contiguous()
-        blocks = self._rotated(lines.view(*lines.shape[:-1], -1, self.block))  # [..., blocks, block]
+        blocks = lines.view(*lines.shape[:-1], -1, self.block)  # [..., blocks, block]
         largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # [..., blocks]
         scales = (largest / self.largest).to(torch.bfloat16)
         # a scale that is 0 or not finite makes numbers that are not finite of some; the mask keeps them in their block
@@ -69,29 +61,12 @@ class BlockIntegers:
         return torch.cat([packed, scales.view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, count: int) -> Tensor:
-        """Reads messages of `count` numbers each.
-
-        Shapes: `[..., nbytes(count)]` uint8 -> `[..., count]` fp32.
-        """
+        """Reads messages of `count` numbers each."""  # [..., nbytes(count)] uint8 -> [..., count] fp32
         blocks = -(-count // self.block)
         split = packed_bytes(blocks * self.block, self.width)
         codes = unpack(encoded[..., :split], blocks * self.block, self.width, torch.float32).sub_(self.largest + 1)
         scales = encoded[..., split:].contiguous().view(torch.bfloat16).float().unsqueeze(-1)  # [..., blocks, 1]
-        values = codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales)
-        return self._rotated(values).flatten(-2)[..., :count]
-
-    def _rotated(self, blocks: Tensor) -> Tensor:  # [..., blocks, block] -> the same
-        return _hadamard(blocks) if self.rotate else blocks
-
-
-def _hadamard(blocks: Tensor) -> Tensor:
-    """Blocks times the orthonormal Hadamard matrix of their length, a power of two, in Sylvester's order."""
-    width, size = 1, blocks.shape[-1]
-    while width < size:  # a product of matrices rounds by the number of blocks, and by the machine
-        one, other = blocks.view(*blocks.shape[:-1], -1, 2, width).unbind(-2)
-        blocks = torch.stack([one + other, one - other], -2).flatten(-3)
-        width *= 2
-    return blocks.mul(size**-0.5)
+        return codes.view(*codes.shape[:-1], blocks, self.block).mul_(scales).flatten(-2)[..., :count]
 
 
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -104,12 +79,8 @@ class ErrorFeedbackReduce(ReduceScatter):
     rank with the same place there; its own node's sum is not quantized. The rounding errors are added to the next sums.
 
     residual: `[nodes - 1, n]` fp32, the rounding errors for the other nodes in their order; None until the first use.
-
-    Args:
-        link: Between the nodes.
-        local: The ranks of this node; None for one.
-        codec: Of the sums.
-        sizes: The numbers of each trained parameter in a shard, by name, in the order of messages.
+    local: the ranks of this node; None for one. sizes: the numbers of each trained parameter in a shard, in the order
+    of messages.
     """
 
     def __init__(
@@ -154,10 +125,7 @@ class ErrorFeedbackReduce(ReduceScatter):
         output_tensor.copy_(total)
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """The residual of each parameter; empty before the first use.
-
-        Shapes: -> `[nodes - 1, size]` fp32 each.
-        """
+        """The residual of each parameter; empty before the first use."""  # -> [nodes - 1, size] fp32 each
         if self.residual is None:
             return {}
         return dict(zip(self._laid_out, torch.split(self.residual, [*self._laid_out.values()], 1), strict=True))
@@ -189,10 +157,8 @@ class ErrorFeedbackReduce(ReduceScatter):
         return self.residual
 
     def _summed_in_node(self, parts: Tensor) -> Tensor:
-        """The sums over the ranks of this node of what the ranks with this rank's place in their nodes own.
-
-        Shapes: `[nodes, local * n]` -> `[nodes, n]`.
-        """
+        """The sums over the ranks of this node of what the ranks with this rank's place in their nodes own."""
+        # [nodes, local * n] -> [nodes, n]
         if self._local is None:
             return parts
         nodes, size = len(parts), self._local.size()
@@ -203,10 +169,9 @@ class ErrorFeedbackReduce(ReduceScatter):
 
 
 class WeightMoves:
-    """Counts the moves of sharded weights in this process: the steps of torch optimizers, and what else is announced.
+    """Counts the moves of sharded weights in this process, of which every rank makes the same.
 
-    Every rank takes the same steps, so all agree on when weights are exchanged. A tensor's own version would not do:
-    a rank whose shard is empty has nothing to write to.
+    A tensor's own version would not do: a rank whose shard is empty has nothing to write to.
     """
 
     count = 0
@@ -242,15 +207,13 @@ class DifferenceGather(AllGather):
     """The all-gather of one FSDP unit, whose shards lie on several nodes.
 
     After an optimizer step each rank sends the difference between its shard and the reference to the other nodes, once.
-    All ranks add the same bytes to the same reference, so their copies stay bitwise equal. The output is the
-    reference, gathered inside the node; where no step was taken nothing else is sent.
+    All ranks add the same bytes to the same reference, so their copies stay bitwise equal. The output is the reference,
+    gathered inside the node; where no step was taken nothing else is sent.
 
     reference: `[nodes, n]`, the shards of the ranks with this rank's place in their node, as all know them; None until
     the first gather, which is exact.
 
     Args:
-        link: Between the nodes.
-        local: The ranks of this node; None for one.
         codec: Of differences; None sends the weights as they are.
         resync_every: Exchanges after which one is exact; 0 for never.
         is_trained: False where no step can move the weights; the last exchange, after they were frozen, is exact.
@@ -306,17 +269,13 @@ class DifferenceGather(AllGather):
         self.reference = None
 
     def counts(self) -> Tensor:
-        """The exchanges since the last exact one, and whether a step was taken since the last gather.
-
-        Shapes: -> `[2]` int64.
-        """
+        """The exchanges since the last exact one, and whether a step was taken since the last gather."""
+        # -> [2] int64
         return torch.tensor([self._exchanges, self._seen != WEIGHT_MOVES.count], dtype=torch.int64, device="cpu")
 
     def restore(self, own: Tensor, counts: Tensor) -> None:
-        """Continues from a saved reference, of which `own` is this rank's part. Collective.
-
-        Shapes: `[n]`, and `[2]` int64 as of `counts`.
-        """
+        """Continues from a saved reference, of which `own` is this rank's part. Collective."""
+        # [n], and [2] int64 as of counts
         self.reference = self._exact(own)
         self._exchanges, stepped = map(int, counts.tolist())
         self._seen, self._seen_version = -1 if stepped else WEIGHT_MOVES.count, self._version()

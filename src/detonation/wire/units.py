@@ -23,13 +23,10 @@ _log = logging.getLogger("detonation")
 
 
 class ShardUnit:
-    """The collectives of one FSDP unit between nodes.
+    """The collectives of one FSDP unit, `module`, between nodes; it becomes an attribute of the unit.
 
-    Args:
-        module: An FSDP unit; gets this as an attribute.
-        parameters: Its own parameters by name, in the order of FSDP2, without those of the units inside.
-        link: Between the nodes.
-        in_node: The ranks of this node; None for one.
+    parameters: its own by name, in the order of FSDP2, without those of the units inside. in_node: the ranks of this
+    node; None for one.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class ShardUnit:
         module.set_custom_all_gather(self.gather)
         self.reduce: ErrorFeedbackReduce | None = None
         if WIDTHS[wire.gradients]:
-            codec = BlockIntegers(WIDTHS[wire.gradients], wire.rotate)
+            codec = BlockIntegers(WIDTHS[wire.gradients])
             self.reduce = ErrorFeedbackReduce(link, in_node, codec, self._trained_sizes)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_force_sum_reduction_for_comms(True)
@@ -74,10 +71,7 @@ class ShardUnit:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Continues from the result of `state`; from exact weights and no residual where it does not fit. Collective.
-
-        Shapes: as `state`.
-        """
+        """Continues from `state`; from exact weights and no residual where it does not fit. Collective."""
         self.gather.forget()
         counts, own = saved.get(f"counts.{next(iter(self.parameters))}"), []
         for name, parameter in self.parameters.items():
@@ -107,23 +101,14 @@ class ShardUnit:
 
 
 def padded_numel(parameter: Tensor) -> int:
-    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard.
-
-    Shapes: any.
-    """
+    """The numbers that each rank's shard of `parameter` takes in FSDP2's messages: that of the largest shard."""
     return math.prod(largest_local_shape(parameter))
 
 
 def join_units(
     model: nn.Module, modules: Sequence[FSDPModule], wire: ShardWire, link: Link, in_node: dist.ProcessGroup | None
 ) -> None:
-    """Gives each FSDP unit of `model` its collectives between nodes.
-
-    Args:
-        modules: The units, those inside of others first.
-        link: Between the nodes.
-        in_node: The ranks of this node; None for one.
-    """
+    """Gives each FSDP unit of `model`, those inside of others first, its collectives between nodes; see `ShardUnit`."""
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     for module in modules:
         own = [parameter for parameter in cast(nn.Module, module).parameters() if id(parameter) in names]
@@ -164,18 +149,12 @@ def shard_bytes_sent(model: nn.Module) -> int:
 
 
 def shard_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of all units on this rank, by `<kind>.<parameter>`; see `ShardUnit.state`.
-
-    Shapes: local shapes.
-    """
+    """The state of all units on this rank, by `<kind>.<parameter>`; see `ShardUnit.state`."""
     return {key: tensor for unit in shard_units(model) for key, tensor in unit.state().items()}
 
 
 def load_shard_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective.
-
-    Shapes: as `shard_state`.
-    """
+    """Continues from the result of `shard_state`, or exactly from the weights where it does not fit. Collective."""
     for unit in shard_units(model):
         unit.load({key: tensor for key, tensor in saved.items() if key.partition(".")[2] in unit.parameters})
 

@@ -19,7 +19,6 @@ class ShardWire:
     gradients: str = "4bit"
     nodes: int | None = None
     resync_every: int = 0
-    rotate: bool = False
     link: str = ""
 
     def __post_init__(self) -> None:
@@ -35,8 +34,6 @@ class ShardWire:
             raise ValueError(f"resync_every is {self.resync_every}, must be at least 0 (0 = at the start only)")
         if self.resync_every and self.weights == "fp32":
             raise ValueError("resync_every is set, but weights='fp32' are exact at every exchange: leave it out")
-        if self.rotate and self.gradients == "fp32":
-            raise ValueError("rotate is set, but gradients='fp32' are not quantized: leave it out")
         if self.link:
             LinkSpeed.parse(self.link)
 
@@ -46,7 +43,6 @@ def shard_wire(
     gradients: str = "4bit",
     nodes: int | None = None,
     resync_every: int = 0,
-    rotate: bool = False,
     link: str = "",
 ) -> ShardWire:
     """Compresses the traffic of `shard` between nodes, for a model that is larger than one node.
@@ -64,7 +60,6 @@ def shard_wire(
         gradients: "4bit" or "8bit" with error feedback, or "fp32": torch's own reduce-scatter.
         nodes: nodes that the shards of a replica lie on, at least 2; by default as the launcher says.
         resync_every: exchanges of weights after which the reference becomes exact again; 0 does so at the start only.
-        rotate: gradients are rotated by a Hadamard matrix per block first, which spreads outliers over the block.
         link: emulated speed of the link between the nodes, such as "100mbit,5ms"; "" leaves the network as it is.
 
     Raises:
@@ -82,7 +77,7 @@ def shard_wire(
     Reference:
         Jia et al., SDP4Bit (arXiv 2410.15526); Wang et al., ZeRO++ (arXiv 2306.10209).
     """
-    return ShardWire(weights, gradients, nodes, resync_every, rotate, link)
+    return ShardWire(weights, gradients, nodes, resync_every, link)
 
 
 BLOCK = 128
@@ -99,12 +94,10 @@ def quantized_bytes(count: int, width: int) -> int:
 
 
 def weight_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int, itemsize: int = 4, exact: bool = False) -> int:
-    """Bytes that a rank sends to other nodes in one exchange of weights.
+    """Bytes that a rank sends to other nodes in one exchange of weights of `itemsize` bytes.
 
-    Args:
-        sizes: The numbers of a rank's shard of each FSDP unit, as FSDP2 pads them.
-        itemsize: Bytes of a gathered weight.
-        exact: The weights travel as they are: the first exchange, a resync.
+    `sizes` are the numbers of a rank's shard of each FSDP unit, as FSDP2 pads them. They travel `exact` in the first
+    exchange and in a resync.
 
     >>> weight_bytes(ShardWire(), [256], nodes=2), weight_bytes(ShardWire(), [256], nodes=2, exact=True)
     (132, 1024)
@@ -116,8 +109,7 @@ def weight_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int, itemsize: in
 def gradient_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int) -> int:
     """Bytes that a rank sends to other nodes in one reduce-scatter of all units; 0 where torch's own carries them.
 
-    Args:
-        sizes: The numbers of a rank's shard of the trained parameters of each FSDP unit, as FSDP2 pads them.
+    `sizes` are those of `weight_bytes`, of trained parameters alone.
 
     >>> gradient_bytes(ShardWire(gradients="8bit"), [256], nodes=3)
     520
@@ -129,9 +121,7 @@ def gradient_bytes(wire: ShardWire, sizes: Sequence[int], nodes: int) -> int:
 def wire_memory(wire: ShardWire, size: int, nodes: int, itemsize: int = 4) -> int:
     """Bytes that a rank holds for a shard wire between steps: the reference, and the residual of gradients.
 
-    Args:
-        size: The numbers of a rank's shard of all parameters.
-        itemsize: Bytes of a gathered weight.
+    `size` counts the numbers of its shard of all parameters, which have `itemsize` bytes when they are gathered.
 
     >>> wire_memory(ShardWire(), 100, nodes=2), wire_memory(ShardWire(gradients="fp32"), 100, nodes=2, itemsize=2)
     (1200, 400)

@@ -1,4 +1,1 @@
-"""The files of a checkpoint: shards, manifest, their directory, and every operation on the file system.
-
-Nothing here knows a model or an optimizer: tensors come in and go out by key. `checkpoint` and `train` call it.
-"""
+"""The files of a checkpoint, by key: shards, manifest, their directory. Nothing here knows a model or an optimizer."""

@@ -1,7 +1,6 @@
 """Safetensors files: a reader that needs torch alone, and the state of one rank, hashed while it is written and checked
 before it is read."""
 
-import ctypes
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from detonation.checkpoint.files import disk
 from detonation.core.base_error import DetonationError
+from detonation.core.flat.tensors import octets
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -45,11 +45,8 @@ class Entry:
 class TensorFile:
     """The tensors of the file at `path`, each read when it is asked for.
 
-    metadata: texts by name. entries: the tensors by key.
-
-    Raises:
-        OSError: it cannot be read, or `path` is a link.
-        CorruptCheckpoint: it is no safetensors file.
+    metadata: texts by name. entries: the tensors by key. Raises `OSError` where it cannot be read, or is a link, and
+    `CorruptCheckpoint` where it is no safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,9 +150,7 @@ class ShardSummary:
 def write_shard(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> ShardSummary:
     """Writes contiguous host tensors, and `rest` as JSON in the header.
 
-    Raises:
-        OSError: the disk is full or fails.
-        ValueError: safetensors has no such dtype.
+    Raises `OSError` where the disk is full or fails, and `ValueError` where safetensors has no such dtype.
     """
     return ShardSummary(*disk.write_file(path, shard_content(tensors, rest)))
 
@@ -203,11 +198,3 @@ def shard_content(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> Ite
     for _, tensor in ordered:
         if tensor.nbytes:
             yield octets(tensor)
-
-
-def octets(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which must live as long as this.
-
-    Shapes: any.
-    """
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)).cast("B")

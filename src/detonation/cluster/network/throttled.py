@@ -29,10 +29,8 @@ class ThrottledCommunicator:
     Computation meanwhile counts, so overlap works as on a real link. Only the sending side is limited: in ring
     collectives a node receives as much as it sends.
 
-    Collective: all ranks construct it together. `speed` may be set again between two steps.
-
-    Raises:
-        ValueError: not all ranks are processes of this machine.
+    Collective: all ranks construct it together. `speed` may be set again between two steps. Raises `ValueError` where
+    not all ranks are processes of this machine.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class SecondaryFailure(RunError):
 
 
 class WorldError(DetonationError, RuntimeError):
-    """A rank failed. Carries the root cause, not the effects of that rank's end on its peers.
+    """A rank failed: the root cause, not the effects of that rank's end on its peers.
 
     reported: another process of the same launcher has reported it already.
     """
@@ -107,10 +107,7 @@ def is_network_error(error: BaseException) -> bool:
 
 
 def write_result(path: Path, value: Any) -> None:
-    """Writes plain values, lists and string-keyed dicts, in any nesting; tuples come back as lists.
-
-    The file appears whole: its presence means that the result is complete.
-    """
+    """Writes JSON values to a file that appears whole: its presence means that the result is complete."""
     write_whole(path, json.dumps(value).encode())
 
 

@@ -67,13 +67,8 @@ class FileBoard:
 class StoreBoard:
     """A board in the store of the rendezvous, over a connection of its own.
 
-    Whoever reaches the store can write to it. With a token, which only the ranks know, a notice of somebody else is
-    ignored, and does not end the run.
-
-    Args:
-        host: the process that hosts the store, in words.
-        hosted_here: this process hosts it.
-        token: signs notices; "" leaves them unsigned.
+    Whoever reaches the store can write to it. With a `token`, which only the ranks know, a notice of somebody else is
+    ignored, and does not end the run. `host` says in words which process hosts the store.
     """
 
     def __init__(self, store: Store, rank: int, host: str, hosted_here: bool, token: str = "") -> None:
@@ -150,8 +145,7 @@ EndProcess = Callable[[str, bool], NoReturn]
 class Heartbeat:
     """This rank's heartbeat, from construction until `stop`.
 
-    Args:
-        end: called in another thread when a rank is lost; the main thread may wait inside the network library.
+    `end` is called in another thread when a rank is lost: the main thread may wait inside the network library.
     """
 
     def __init__(self, board: FileBoard | StoreBoard, rank: int, world_size: int, end: EndProcess) -> None:
@@ -186,10 +180,8 @@ class Heartbeat:
     def explain(self, text: str) -> tuple[str, bool]:
         """Finds out why this rank lost a connection, with the error `text`, and posts it on the board.
 
-        Waits a moment for missing heartbeats, and names the silent ranks where there are any.
-
-        Returns:
-            The reason on the board, and True where another rank posted it.
+        Waits a moment for missing heartbeats, and names the silent ranks where there are any. Returns the reason on the
+        board, and True where another rank posted it.
         """
         self._reporting.acquire()
         try:
@@ -270,9 +262,7 @@ class Heartbeat:
 
 
 def silence_limit_s(silence_s: float, message_bytes: float, rate_bits_per_s: float) -> float:
-    """Seconds of silence until a rank counts as lost: `silence_s` plus the transfer time of its largest message.
-
-    Heartbeats wait behind a message that fills a slow link.
+    """Seconds of silence until a rank counts as lost: heartbeats wait behind a message that fills a slow link.
 
     >>> silence_limit_s(15, 1_000_000, 10e6)
     15.8

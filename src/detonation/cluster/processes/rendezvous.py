@@ -29,12 +29,11 @@ _POLL_S = 0.02
 def rendezvous_store(position: LaunchPosition, folder: Path | None = None) -> Store:
     """Opens the store where all ranks meet: a file in `folder`, else at MASTER_ADDR:MASTER_PORT of the environment.
 
-    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on one address
-    alone (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
+    torchrun's agent hosts that store, on all interfaces of its machine. Otherwise rank 0 hosts it, on one address alone
+    (see `_listen`). Keys that an earlier attempt left in a store of the agent are out of sight.
 
-    Raises:
-        ValueError: another process has the port, or MASTER_ADDR or MASTER_PORT is missing or wrong.
-        RunError: the ranks did not meet within 300 s.
+    Raises `ValueError` where another process has the port, or MASTER_ADDR or MASTER_PORT is missing or wrong, and
+    `RunError` where the ranks did not meet within 300 s.
     """
     rank, world_size = position.rank, position.world_size
     if folder is not None:
@@ -79,17 +78,11 @@ def _attempt_name(store: Store, rank: int, world_size: int) -> str:
 
 
 def name_of_first(store: Store, rank: int, world_size: int, name: str, timeout_s: float) -> str:
-    """The name that rank 0 has given, on all ranks that came for it. Collective.
+    """The name that rank 0 has given, on all ranks that came for it. Collective; `TimeoutError` where not all came.
 
     Counts of restarts differ between launchers, so the ranks greet each other: rank 0 answers each greeting with its
-    name, until each rank has confirmed that name; a rank believes an answer to its own greeting alone.
-
-    Args:
-        store: May hold what ranks that are gone have left.
-        name: On rank 0 another one than any before in this store.
-
-    Raises:
-        TimeoutError: Not all ranks came.
+    name, which no other start in this store had, until each rank has confirmed it; a rank believes an answer to its own
+    greeting alone. The store may hold what ranks that are gone have left.
     """
     token, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     others = range(1, world_size)
@@ -123,17 +116,11 @@ def describe_store_host(env: Mapping[str, str]) -> str:
 
 
 def keep_to_one_interface(env: MutableMapping[str, str], one_machine: bool, interface: str = "") -> None:
-    """Sets the interface of torch's network libraries in `env`.
+    """Sets the interface of torch's network libraries in `env`; `interface` takes precedence over what is there.
 
     Between machines gloo would listen where the name of this machine leads, which may be loopback, so it gets the
-    interface towards MASTER_ADDR. NCCL never chooses loopback between machines, and may use several interfaces.
-
-    Args:
-        one_machine: all ranks are on this machine, so that loopback serves unless `env` names another interface.
-        interface: takes precedence over `env`; "" leaves the choice to it.
-
-    Raises:
-        ValueError: this machine does not have the interface.
+    interface towards MASTER_ADDR. On `one_machine` loopback serves. NCCL never chooses loopback between machines, and
+    may use several interfaces. Raises `ValueError` where this machine does not have the interface.
     """
     known = [name for _, name in socket.if_nameindex()]
     named, wanted = ("--interface", interface) if interface else (GLOO_INTERFACE, env.get(GLOO_INTERFACE, ""))

@@ -59,9 +59,6 @@ def who_waits(rank: int, standings: Sequence[Standing], seconds: float) -> str:
 def waits_in_vain(rank: int, standings: Sequence[Standing], partners: Collection[int]) -> bool:
     """True where `rank` is in a step to which none of its partners that have not come can come: all of them have left.
 
-    Args:
-        partners: the ranks with which it is in a group.
-
     >>> waits_in_vain(0, [Standing(21, "inside"), Standing(20, "left"), Standing(20)], {1})
     True
     """
@@ -107,10 +104,8 @@ def _described(rank: int, standing: Standing) -> str:
 class Watch:
     """Publishes this rank's standing in `store`, and logs where it waits, until `stop`. Collective in no way.
 
-    Args:
-        store: of the process group.
-        line_s: seconds of standing still until the first line.
-        end: ends this process with its reason, from another thread: the main thread waits inside the network library.
+    The first line comes after `line_s` seconds of standing still. `end` ends this process with its reason, from another
+    thread: the main thread waits inside the network library.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, line_s: float, end: Callable[[str], NoReturn]) -> None:

@@ -61,12 +61,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The members of an epoch, and how far each of their ranks had come.
+    """The members of an epoch, by the numbers with which they began, and how far each of their ranks had come.
 
-    Args:
-        members: Replicas, by the numbers with which they began.
-        reports: By rank.
-        guest: A replica that may come in before the next step; -1 for none.
+    guest: A replica that may come in before the next step; -1 for none.
     """
 
     epoch: int
@@ -127,11 +124,6 @@ def next_axis_store(base: Store, rank: int, world_size: int) -> Store:
 def latest_axis_store(base: Store) -> Store:
     """The part for the axis that was made last. Waits for one."""
     return axis_store(base, int(base.get(f"{_AXES}/latest")))
-
-
-def left_out(store: Store, replica: int) -> bool:
-    """True where the others go on without `replica`."""
-    return bool(store.check([f"lost/{replica}"]))
 
 
 def note_gone(store: Store, rank: int) -> None:

@@ -1,7 +1,6 @@
 """The axis between replicas, of which some may be lost while the others train on: its store, the axis, its guests."""
 
 import json
-import logging
 import signal
 import socket
 import time
@@ -16,10 +15,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, init_replica
+from detonation.cluster.init import GROUP_TIMEOUT_S, LaunchPosition, end_alone, init_replica
 from detonation.cluster.position import host_and_port
 from detonation.cluster.processes.failure import Failure
-from detonation.cluster.processes.signals import end_now
 from detonation.cluster.survive.agreement import (
     EPOCH,
     SIZE,
@@ -29,7 +27,6 @@ from detonation.cluster.survive.agreement import (
     axis_key,
     axis_store,
     latest_axis_store,
-    left_out,
     next_axis_store,
     note_gone,
     parse_agreement,
@@ -42,12 +39,9 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Survival:
-    """The wish of a launcher to go on when replicas are lost.
+    """The wish of a launcher to go on when replicas of `shards` ranks are lost, while `min_replicas` are left.
 
-    Args:
-        shards: Ranks of a replica, which are neighbours.
-        min_replicas: With fewer left the world ends.
-        address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
+    address: "HOST:PORT" where the replicas meet; "" for a free port of this machine alone.
     """
 
     shards: int
@@ -118,7 +112,7 @@ class MeetingPoint:
         if self._store is None:
             return []
         shards, store = self._survival.shards, axis_store(self._store, 0)
-        lost = [replica for replica in range(self._replicas) if left_out(store, replica)]
+        lost = [replica for replica in range(self._replicas) if store.check([f"lost/{replica}"])]
         return [replica * shards + shard for replica in lost for shard in range(shards)]
 
     def close(self) -> None:
@@ -152,9 +146,6 @@ def take_place(store: Store, replica: int, replicas: int) -> None:
     """Notes the place of this process, for `place`."""
     global _place
     _place = Place(store, replica, replicas)
-
-
-_log = logging.getLogger("detonation")
 
 
 def elastic(
@@ -219,15 +210,9 @@ def elastic(
         shards,
         silence_s,
         min_replicas,
-        end or end_here,
+        end or end_alone,
     )
     return SurvivingCommunicator(membership, timeout_s)
-
-
-def end_here(reason: str) -> None:
-    """Logs the reason and ends this process."""
-    _log.error("%s: this process ends", reason)
-    end_now(1)
 
 
 _POLL_S = 0.005
@@ -281,7 +266,7 @@ class Guest:
             dist.broadcast(number, dist.get_global_rank(group, 0), group)
         self.number = int(number)
         self.membership = Membership(
-            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_here, is_guest=True
+            own, self.number, replicas, self._shard, shards, silence_s, min_replicas, end_alone, is_guest=True
         )
         self._store = self.membership.store
         self._store.set(axis_key("ask", self.number), "1")  # at once: the others look for one number after another
@@ -306,10 +291,7 @@ class Guest:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def come_in(self, step: int, timeout_s: float = 60.0) -> SurvivingCommunicator:
-        """The axis between the replicas, this one among them. Collective, before `step`.
-
-        Raises `ReplicaLost` where the others went on without it.
-        """
+        """The axis between the replicas, this one among them, or `ReplicaLost`. Collective, before `step`."""
         report, deadline = RankReport(_ALL, [], {}, step, self.number, [step]), time.monotonic() + timeout_s
         self._store.set(axis_key("at", self.number, self.membership.rank), "1")
         agreement = None

@@ -3,7 +3,7 @@ collectives with a number, and the record of a loss."""
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -91,10 +91,7 @@ def _outlast(held: list[tuple[Any, list[dist.Work]]]) -> None:
 
 
 def host(tensor: Tensor) -> Tensor:
-    """`tensor` in host memory, which is all that gloo carries; a copy from an accelerator.
-
-    Shapes: any -> the same.
-    """
+    """`tensor` in host memory, which is all that gloo carries; a copy from an accelerator."""
     return tensor.to(torch.device("cpu"))
 
 
@@ -125,9 +122,8 @@ class SurvivedLoss:
 class NumberedCollective:
     """A collective that this rank started; it is kept until every replica has surely finished it.
 
-    Args:
-        layout: The replicas that have a number now, by the numbers with which they began.
-        floor: This rank had finished all collectives up to here when it started this one, and so had all others.
+    layout: the replicas that have a number now, by the numbers with which they began. floor: up to here this rank, and
+    so all others, had finished all collectives when it started this one.
     """
 
     number: int
@@ -140,51 +136,3 @@ class NumberedCollective:
     flight: Flight | None = None  # None: the group refused it
     result: Tensor | None = None
     absent: frozenset[int] = frozenset()
-
-
-class ReceiveBuffers:
-    """Results of all-gathers that nobody reads any more: the latest serves the next all-gather of its size.
-
-    New memory pages for a large message cost more than the message. But a result is kept while another replica may need
-    a copy, so it is used again only when it was both returned and forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._returned: list[Tensor] = []
-        self._free: Tensor | None = None
-
-    def give_back(self, received: Tensor, kept: Iterable[Tensor | None]) -> None:
-        """Takes a result back from its reader.
-
-        Args:
-            kept: The results that another replica may need.
-
-        Shapes: any.
-        """
-        if received.device.type != "cpu":  # a copy of what is kept here
-            return
-        if any(received is result for result in kept):
-            self._returned.append(received)
-        else:
-            self._free = received
-
-    def forget(self, result: Tensor | None) -> None:
-        """Says that no replica needs `result` any more.
-
-        Shapes: any.
-        """
-        for index, returned in enumerate(self._returned):
-            if returned is result:
-                self._free = self._returned.pop(index)
-                return
-
-    def take(self, rows: int, sent: Tensor) -> Tensor:
-        """A buffer for `rows` messages like `sent`.
-
-        Shapes: `[n]` -> `[rows, n]`.
-        """
-        free = self._free
-        if free is None or free.shape != (rows, sent.numel()) or free.dtype != sent.dtype:
-            return sent.new_empty(rows, sent.numel())
-        self._free = None
-        return free

@@ -50,8 +50,7 @@ class Membership:
 
     Args:
         store: Reached by all ranks; it must outlive each of them.
-        silence_s: A rank that does not beat for this long is lost.
-        min_replicas: With fewer left all end.
+        silence_s: A rank that does not beat for this long is lost; with fewer than `min_replicas` left all end.
         end: Called in another thread where this replica was left out and its main thread did not end.
         is_guest: This replica is no member yet: it beats, until `join`.
         confirm_s: A rank that neither reports nor beats for so long after a loss is lost, too; None is `CONFIRM_S`.

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from detonation.cluster.init import note_loss
 from detonation.cluster.survive.agreement import Agreement, RankReport, ReplicaLost, axis_key
-from detonation.cluster.survive.groups import (
-    Flight,
-    Group,
-    NumberedCollective,
-    NumberedKind,
-    ReceiveBuffers,
-    SurvivedLoss,
-    host,
-)
+from detonation.cluster.survive.groups import Flight, Group, NumberedCollective, NumberedKind, SurvivedLoss, host
 from detonation.cluster.survive.membership import Membership
 from detonation.cluster.survive.users import AxisUser, Host, StoreTexts
 from detonation.core.link.elastic_communicator import ElasticCommunicator
@@ -45,7 +37,7 @@ class SurvivingCommunicator(ElasticCommunicator):
         self.layout, self.host = list(membership.members), Host(membership)
         self.replica = self.layout.index(membership.replica)
         self.losses: list[SurvivedLoss] = []
-        self._kept, self._buffers = dict[int, NumberedCollective](), ReceiveBuffers()
+        self._kept: dict[int, NumberedCollective] = {}
         self._started, self._floor, self._joined = floor, floor, begun
         self.guest: tuple[int, int] | None = None  # the step before which a replica comes in, and its number
         self.awaits, self._channels, self.adopted = -1, 0, begun
@@ -70,10 +62,6 @@ class SurvivingCommunicator(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.start("all_to_all", mine, self)
-
-    def recycle(self, received: Tensor) -> None:
-        with self._changed:
-            self._buffers.give_back(received, [each.result for each in self._kept.values()])
 
     def for_one(self) -> AxisUser:
         with self._changed:
@@ -159,7 +147,7 @@ class SurvivingCommunicator(ElasticCommunicator):
                 each.target = each.sent.clone()  # the network adds into it
                 work = self._group.all_reduce(each.target)
             elif each.kind == "all_gather":
-                each.target = self._buffers.take(len(each.members), each.sent)
+                each.target = each.sent.new_empty(len(each.members), each.sent.numel())
                 work = self._group.all_gather(each.target, each.sent)
             else:
                 rows = each.sent.view(len(each.layout), -1)
@@ -198,7 +186,7 @@ class SurvivingCommunicator(ElasticCommunicator):
             result[[each.layout.index(member) for member in each.members]] = each.target
         self._conclude(each, result, missing)
         for number in [number for number in self._kept if number <= each.floor]:
-            self._buffers.forget(self._kept.pop(number).result)
+            del self._kept[number]
         return True
 
     def _conclude(self, each: NumberedCollective, result: Tensor, absent: list[int]) -> None:

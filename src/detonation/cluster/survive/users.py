@@ -20,10 +20,7 @@ class StoreTexts:
     """Gathers texts of the ranks of some replicas; any thread may use it, one at a time.
 
     The store keeps the first value of a key. So where a rank is lost, either all others have its text or none has.
-
-    Args:
-        members: The replicas, by the numbers with which they began.
-        channel: A name that no other texts had.
+    No other texts had the name `channel`.
     """
 
     def __init__(self, membership: Membership, members: Sequence[int], channel: str) -> None:
@@ -97,14 +94,10 @@ class Host:
 class AxisUser(ElasticCommunicator):
     """One optimizer's end of an elastic axis: after a loss it takes the new numbers before a step of its own.
 
-    Until then a lost replica is absent for it. Optimizers may be in different steps.
+    Until then a lost replica is absent for it. Optimizers may be in different steps. All ranks make them in one order.
 
     layout: the replicas that have a number for it, by the numbers with which they began. begun: the steps that it
     began. pending: agreements on members that it has not adopted.
-
-    Args:
-        number: Of this user; all ranks make them in the same order.
-        begun: The steps that were taken before it.
     """
 
     def __init__(self, axis: "SurvivingCommunicator", number: int, begun: int) -> None:
@@ -127,9 +120,6 @@ class AxisUser(ElasticCommunicator):
 
     def all_to_all(self, mine: Tensor) -> Callable[[], Tensor]:
         return self.axis.start("all_to_all", mine, self)
-
-    def recycle(self, received: Tensor) -> None:
-        self.axis.recycle(received)
 
     def enter_step(self, step: int) -> bool:
         with self._membership.changed:

@@ -137,8 +137,18 @@ def digest(tensors: Iterable[Tensor]) -> str:
     content = hashlib.sha256()
     for tensor in tensors:
         raw = local(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu()
-        content.update((ctypes.c_char * raw.numel()).from_address(raw.data_ptr()) if raw.numel() else b"")
+        content.update(octets(raw))
     return content.hexdigest()
+
+
+def octets(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, which lives as long as a view of it.
+
+    Shapes: any.
+    """
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or 1)
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def locals_of(parameters: Mapping[str, Tensor]) -> list[Tensor]:

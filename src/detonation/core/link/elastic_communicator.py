@@ -103,13 +103,6 @@ class ElasticCommunicator(RenumberedCommunicator):
     """
 
     @abstractmethod
-    def recycle(self, received: Tensor) -> None:
-        """Takes back the result of an all-gather, which nobody reads any more.
-
-        Shapes: `[replicas, bytes]` uint8.
-        """
-
-    @abstractmethod
     def expects(self, step: int) -> bool:
         """True where a replica may come in before `step`; the same on all ranks that have come to it."""
 

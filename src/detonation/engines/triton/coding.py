@@ -78,9 +78,6 @@ def places_of(codec: Codec, rows: int, owners: RowOwners | None = None) -> Place
 
 
 def row_run(codec: Codec, octets: Tensor, room: int, rows: int) -> RowRun:
-    """A run of rows of messages, as kernels read it.
-
-    Shapes: octets `[messages, room + nbytes]` uint8.
-    """
+    """A run of rows of messages, as kernels read it."""  # octets [messages, room + nbytes] uint8
     lengths = codec.precision.lengths(rows, codec.selection.k)
     return RowRun(octets, room, rows, (lengths[0], sum(lengths[1:]), codec.nbytes(rows) - sum(lengths)))

@@ -18,7 +18,7 @@ from detonation.core.integrity.tape import Tape
 from detonation.core.integrity.validate import FORGET, LOUDER, Expected
 from detonation.core.integrity.workspace import Workspace
 from detonation.engines.triton.coding import coding_of, places_of, row_run
-from detonation.kernels.gpu import launches
+from detonation.kernels.gpu import inspection
 
 
 class TritonGuard(Guard):
@@ -68,13 +68,13 @@ class TritonGuard(Guard):
         parts = [row_run(codec, each, each.shape[1] - codec.nbytes(count), count) for (_, count), each in pairs]
         whole = octets[0]
         # the replicas of a simulation receive one buffer together, in which none may write
-        if len(parts) > 1 or whole.device.type == "cpu" or not launches.is_aligned(whole, 16):
+        if len(parts) > 1 or whole.device.type == "cpu" or not inspection.is_aligned(whole, 16):
             whole = workspace.take(("whole", phase), (len(whole), codec.width(rows, HEADER_BYTES)), whole.device)
         header = Header(self._schema, step, self._place | phase, 0)
         expected = Expected(header, nbytes, len(self._names), signals)
         table = self._inspector(len(whole)).inspect(
             parts, whole, nbytes, coding_of(codec), places_of(codec, rows), IDENTITY, header.schema, step, header.place,
-            expected.parameters, self.usual, signals, launches.Limits(LIMIT, LOUDER, FORGET),
+            expected.parameters, self.usual, signals, inspection.Limits(LIMIT, LOUDER, FORGET),
         )  # fmt: skip
         report = partial(self._report, expected=expected, last=not phase)
         self._counts.report_later(step + self._delay, _readback(table), report)
@@ -98,18 +98,18 @@ class TritonGuard(Guard):
         self._counts.report_later(step + self._delay, _readback(report), partial(self._report_sum, step, absent))
         return report
 
-    def _inspector(self, count: int) -> launches.Inspector:
+    def _inspector(self, count: int) -> inspection.Inspector:
         if count not in self._inspectors:
-            self._inspectors[count] = launches.Inspector(count, self.usual.device)
+            self._inspectors[count] = inspection.Inspector(count, self.usual.device)
         return self._inspectors[count]
 
     @cached_property
-    def _inspectors(self) -> dict[int, launches.Inspector]:
+    def _inspectors(self) -> dict[int, inspection.Inspector]:
         return {}
 
     @cached_property
-    def _sums(self) -> launches.SumInspector:
-        return launches.SumInspector(self.usual.device)
+    def _sums(self) -> inspection.SumInspector:
+        return inspection.SumInspector(self.usual.device)
 
 
 def _readback(numbers: Tensor) -> readback.Readback:

@@ -34,7 +34,7 @@ from detonation.engines.triton.coding import (
     why_not_triton,
 )
 from detonation.engines.triton.device_guard import TritonGuard
-from detonation.kernels.gpu import launches
+from detonation.kernels.gpu import inspection, launches, launching
 
 _log = logging.getLogger("detonation")
 OwnerRows = tuple[int, int, int, int, int, int]
@@ -51,8 +51,7 @@ def _say(what: str) -> None:
 class TritonEngine(ReferenceEngine):
     """The operations of `ReferenceEngine`, each in one launch; ordinary torch does what no kernel does.
 
-    Args:
-        of_owner: The owner whose rows these are: its number, and the fields of `RowOwners`.
+    of_owner: the owner whose rows these are.
     """
 
     name, reads_status, guard = "triton", True, TritonGuard
@@ -73,8 +72,8 @@ class TritonEngine(ReferenceEngine):
         self._releases = "exact" if self._exact else "rounded" if rounds else "read"
         self.releases_at_once, self._of_owner, self._runtime = True, of_owner, runtime
         slots = layout.slots
-        self._slots = launches.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
-        self._signals, self._targets = launches.Addresses(self.device), launches.Addresses(self.device)
+        self._slots = launching.Slots([s.row for s in slots], [s.numel for s in slots], layout.rows, self.device)
+        self._signals, self._targets = launching.Addresses(self.device), launching.Addresses(self.device)
         self._fine = torch.zeros((), dtype=torch.int64, device=self.device)
         self._nothing = torch.empty(layout.rows, 0, dtype=torch.float32, device=self.device)
         self._scanner: tuple[tuple[int, ...], Any] = ((), None)
@@ -103,7 +102,7 @@ class TritonEngine(ReferenceEngine):
         key = tuple(numbers)
         if self._scanner[0] != key or self._scanner[1] is None:
             numels = [slot.numel for slot in self.layout.slots]
-            self._scanner = key, launches.Scanner(numels, key, self.device, self._signals)
+            self._scanner = key, inspection.Scanner(numels, key, self.device, self._signals)
         status: Tensor = self._scanner[1].scan(signals, SIGNAL_LIMIT, found)
         return status
 
@@ -153,11 +152,11 @@ class TritonEngine(ReferenceEngine):
             return
         if self._rates[0] != tuple(rates):
             numbers = [number for rate in rates for number in rate]
-            self._rates = tuple(rates), launches.uploaded(numbers, torch.float32, self.device)
+            self._rates = tuple(rates), launching.uploaded(numbers, torch.float32, self.device)
         self._decode(received, "signs", weights, rates=self._rates[1])
 
     def _is_writable(self, tensor: Tensor) -> bool:
-        return tensor.dtype in launches.KIND_OF and tensor.is_contiguous()
+        return tensor.dtype in launching.KIND_OF and tensor.is_contiguous()
 
     def reads(self, received: Received) -> bool:
         """True if a kernel decodes these messages; else the log says once why not."""
@@ -252,7 +251,7 @@ class TritonEngine(ReferenceEngine):
         )
 
     def _readable(self, tensor: Tensor) -> Tensor:
-        return tensor.contiguous() if tensor.dtype in launches.KIND_OF else tensor.float().contiguous()
+        return tensor.contiguous() if tensor.dtype in launching.KIND_OF else tensor.float().contiguous()
 
     def _rotate(self, codec: Codec, step: int) -> None:
         """Makes the coder's rotation that of `step`."""

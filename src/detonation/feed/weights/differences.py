@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from detonation.checkpoint.files.shard_file import octets
+from detonation.core.flat.tensors import octets
 
 CHUNK = 1 << 22
 """Patterns that are compared at a time, a multiple of 4: their differences stay in a cache."""
@@ -35,19 +35,14 @@ def patterns_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(patterns: Tensor, like: Tensor) -> Tensor:
-    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where it can be.
-
-    Shapes: `[patterns]` int16, any -> that of `like`.
-    """
+    """The tensor that has these bits, with the type and shape of `like`; a view of `patterns` where it can be."""
+    # [patterns] int16, any -> that of like
     bits = patterns.to(torch.uint8) if like.element_size() == 1 else patterns
     return bits.view(like.dtype).view(like.shape)
 
 
 def starts(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Where the patterns of each tensor begin, when all stand one after another; under "" their number.
-
-    Shapes: any.
-    """
+    """Where the patterns of each tensor begin, when all stand one after another; under "" their number."""
     counts = [tensor.nbytes // min(2, tensor.element_size()) for tensor in tensors.values()]
     return dict(zip([*tensors, ""], accumulate(counts, initial=0), strict=True))
 
@@ -83,10 +78,8 @@ def _changes_in(new: Tensor, old: Tensor, room: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def move(tensor: Tensor, positions: Tensor, deltas: Tensor) -> None:
-    """Adds `deltas` to the patterns of `tensor` at `positions`, which occur once each.
-
-    Shapes: any, `[changed]` int64, `[changed]` int16.
-    """
+    """Adds `deltas` to the patterns of `tensor` at `positions`, which occur once each."""
+    # any, [changed] int64, [changed] int16
     patterns = patterns_of(tensor)
     patterns[positions.to(patterns.device)] += deltas.to(patterns.device)
     if patterns.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
@@ -116,17 +109,11 @@ def encode_difference(positions: Tensor, deltas: Tensor) -> dict[str, Tensor]:
 
 
 def decode_difference(planes: Mapping[str, Tensor], count: int, patterns: int) -> tuple[Tensor, Tensor]:
-    """The positions and deltas of a difference.
+    """The positions and deltas of a difference of `count` among `patterns` patterns, which a stranger may have made.
 
-    Args:
-        planes: Made by `encode_difference`, perhaps by a stranger.
-        count: Of the changed patterns.
-        patterns: Of the weights.
+    Raises `ValueError` where the planes do not hold `count` positions below `patterns`.
 
     Shapes: `[bytes]` uint8 each -> `[count]` int64 in rising order, `[count]` int16.
-
-    Raises:
-        ValueError: They do not hold `count` positions below `patterns`.
     """
     if not 0 <= count <= patterns:
         raise ValueError(f"a difference has {count} changes of {patterns} patterns")

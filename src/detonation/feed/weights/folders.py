@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from detonation.checkpoint.files.shard_file import CorruptCheckpoint, header_length, shard_content, tensors_in
+from detonation.checkpoint.files.shard_file import CorruptCheckpoint, header_length, tensors_in
 from detonation.whole_files import write_whole
 
 
@@ -30,11 +30,7 @@ class Folder(Protocol):
 
 
 class LocalFolder:
-    """A directory, also one that other machines mount.
-
-    Args:
-        path: Made where it is not there.
-    """
+    """A directory, also one that other machines mount."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -149,16 +145,10 @@ class WeightFile:
         return sorted(cls(int(m[1]), int(m[2]), m[4], m[3]) for m in found)
 
 
-def file_content(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[memoryview]:
-    """The parts of a file, which are the memory of `tensors`, contiguous and on the host."""
-    return list(shard_content(tensors, about))
-
-
 def read_content(file: WeightFile, content: bytearray) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads back the arguments of `file_content`; the tensors are views of `content`.
+    """Reads back the arguments of `shard_content`; the tensors are views of `content`.
 
-    Raises:
-        CorruptCheckpoint: The content is another than that of which the name was made, or no such file.
+    Raises `CorruptCheckpoint` where the content is another than that of which the name was made, or no such file.
     """
     if _checksum([memoryview(content)]) != file.checksum:
         raise CorruptCheckpoint(f"{file.name} is damaged: its checksum differs")

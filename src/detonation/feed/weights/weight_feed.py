@@ -10,19 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from detonation.checkpoint.files.shard_file import DTYPES
+from detonation.checkpoint.files.shard_file import DTYPES, shard_content
 from detonation.checkpoint.snapshot import weights
 from detonation.feed.weights.differences import changes, encode_difference, move, patterns_of, starts, tensor_of
-from detonation.feed.weights.folders import (
-    BASE,
-    DIFFERENCE,
-    END,
-    Folder,
-    LocalFolder,
-    WeightFile,
-    file_content,
-    folder_at,
-)
+from detonation.feed.weights.folders import BASE, DIFFERENCE, END, Folder, LocalFolder, WeightFile, folder_at
 
 _log = logging.getLogger("detonation.feed")
 
@@ -59,17 +50,14 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
 
     @torch.no_grad()
     def publish(self, step: int) -> int:
-        """Writes what has changed since the last call; returns the bytes written.
+        """Writes what has changed since the last call, after `step` steps were taken; returns the bytes written.
 
         Each rank of a sharded model calls it, because the shards are gathered. Where the folder takes no file, as a
         full disk does, training goes on: a warning is logged, `trouble` says why, this returns 0, and the next call
-        publishes the changes of both.
+        publishes the changes of both. Where `step` is not above the last one, training went back: readers get a base.
 
-        Args:
-            step: The number of steps taken. Where it is not above the last one, training went back: readers get a base.
-
-        Raises:
-            ValueError: `step` is negative, or a tensor has a type that safetensors lacks, such as a complex one.
+        Raises `ValueError` where `step` is negative, or a tensor has a type that safetensors lacks, such as a complex
+        one.
         """
         if step < 0:
             raise ValueError(f"step is {step}, must be at least 0")
@@ -144,7 +132,7 @@ class WeightFeed(AbstractContextManager["WeightFeed"]):
     def _write(
         self, folder: Folder, run: int, kind: str, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
     ) -> tuple[WeightFile, int]:
-        content = file_content(tensors, {"step": step, **about})
+        content = list(shard_content(tensors, {"step": step, **about}))
         file, size = WeightFile.of(run, step, kind, content), sum(map(len, content))
         folder.write(file.name, content)
         self.bytes_written += size

@@ -26,9 +26,7 @@ POLL_S = 0.1
 class WeightPatch:
     """New values of one tensor, with the fields of the `SparseWeightPatch` of vLLM.
 
-    name: In the model. indices: Of the elements, as in the flattened tensor, in rising order.
-
-    Shapes: indices `[changed]` int64, values `[changed]`.
+    name: In the model. indices: `[changed]` int64 in rising order, of the flattened tensor. values: `[changed]`.
     """
 
     name: str
@@ -73,14 +71,10 @@ class WeightFollower(AbstractContextManager["WeightFollower"]):
         return hashlib.sha256(bytes.fromhex(digest(self.model.parameters()))).hexdigest()
 
     def update(self, to: int | None = None, wait_s: float | None = None) -> int:
-        """Takes the steps that are there; returns `step`.
+        """Takes the steps that are there; returns `step`. The arguments are those of `Follower.update`.
 
-        Where training went back to an earlier step, so does the model. A file that is missing or damaged is never
-        used: the model stays where it is until the next base, and `trouble` says why.
-
-        Args:
-            to: Take steps up to this one, and wait for it.
-            wait_s: Seconds to wait for anything new (by default 0), or with `to` for that step (by default no limit).
+        Where training went back to an earlier step, so does the model. A file that is missing or damaged is never used:
+        the model stays where it is until the next base, and `trouble` says why.
 
         Raises:
             LostFeed: Training ended before `to`, or has passed it and its files are gone.

@@ -125,10 +125,8 @@ def sum_of_vectors(
 
 @triton.jit
 def run_of_rows(address0, address1, row1, address2, row2, address3, row3, row, RUNS: tl.constexpr):
-    """The address of the run of a sum that each row lies in, and its number there.
-
-    Shapes: row `[rows]` int64 -> twice the same.
-    """
+    """The address of the run of a sum that each row lies in, and its number there."""
+    # row [rows] int64 -> twice the same
     address, local = tl.zeros_like(row) + wide(address0), row
     if RUNS > 1:
         address, local = tl.where(row >= row1, wide(address1), address), tl.where(row >= row1, row - row1, local)

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from detonation.kernels.gpu.checks import inspect_sum_kernel, scan_kernel, seal_sum_kernel
 from detonation.kernels.gpu.decode import weigh_kernel
 from detonation.kernels.gpu.launching import INTERPRETED, KIND_OF, Addresses, Coding, Places, Slots, launch, uploaded
-from detonation.kernels.gpu.messages import inspect_kernel, seal_kernel
+from detonation.kernels.gpu.messages import (
+    inspect_kernel,
+    inspect_sum_kernel,
+    scan_kernel,
+    seal_kernel,
+    seal_sum_kernel,
+)
 
 LINE_BYTES, HEADER_BYTES, CHECKSUM_WORD = 4096, 64, 14
 PARTS = 2 if INTERPRETED else 128
@@ -37,9 +42,8 @@ class Limits:
 class RowRun:
     """Some rows of several messages, which begin at any address.
 
-    Args:
-        octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and indices.
-        lengths: The bytes of values, statistics and indices.
+    octets: `[messages, bytes]` uint8, of each `room` bytes and then its values, statistics and indices, of which
+    `lengths` are the bytes.
     """
 
     octets: Tensor
@@ -66,10 +70,7 @@ class Inspector:
         self, runs: Sequence[RowRun], nbytes: int, identity: int, schema: int, step: int, origin: int, status: Tensor,
         received: int,
     ) -> None:  # fmt: skip
-        """Writes the header of each message before the one of its runs that has room for it.
-
-        Args:
-            runs: In the order of their rows, at most `RUNS`.
+        """Writes the header of each message before the one of its runs that has room for it; rows rise with runs.
 
         Shapes: status `[n]` int64, see `status_of`.
         """
@@ -110,10 +111,8 @@ class Inspector:
         return self._table
 
     def weigh(self, message: Tensor, places: Places, coding: Coding, weights: Tensor) -> None:
-        """Writes the weights of `aggregate.ClippedMean`.
-
-        Shapes: message `[count, nbytes]` uint8, from the first value on; weights `[count]` fp32.
-        """
+        """Writes the weights of `aggregate.ClippedMean`."""
+        # message [count, nbytes] uint8, from the first value on; weights [count] fp32
         launch(
             weigh_kernel, self._count * PARTS, message, message.stride(0), places.statistics_at,
             places.owned * coding.k, self._squares, PARTS, self._arrivals, weights, self._count,
@@ -155,10 +154,7 @@ class SumInspector:
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)  # zero again after every launch
 
     def seal(self, status: Tensor, digits: Tensor, first: int, each: int, mark: int) -> None:
-        """Writes a status as `each` digits, from digit `first` on, and zeros in the other places.
-
-        Args:
-            mark: Added to the last digit of the status.
+        """Writes a status, with `mark` added to its last digit, as `each` digits from digit `first` on, and else zeros.
 
         Shapes: status `[n]` int64, see `status_of`; digits `[digits]` fp32 or bf16.
         """
@@ -168,10 +164,7 @@ class SumInspector:
         )  # fmt: skip
 
     def inspect(self, runs: Sequence[Tensor], digits: Tensor, report: Tensor) -> None:
-        """Writes to `report` whether the values of all runs are finite, and then the digits.
-
-        Args:
-            runs: At most `RUNS`, of one type.
+        """Writes to `report` whether the values of all `runs`, at most `RUNS`, are finite, and then the digits.
 
         Shapes: runs any, fp32 or bf16; digits `[digits]` of the same type; report `[1 + digits]` fp32.
         """
@@ -188,9 +181,7 @@ class SumInspector:
 class Scanner:
     """Looks for values that are not finite in tensors of the same sizes, step after step.
 
-    Args:
-        numbers: Of the tensors, rising.
-        addresses: The table of the tensors, for an encoder that reads it, too.
+    numbers: Of the tensors, rising. addresses: The table of the tensors, for an encoder that reads it, too.
     """
 
     def __init__(
@@ -227,10 +218,7 @@ class Scanner:
 
 
 def is_aligned(messages: Tensor, unit: int, room: int = 0) -> bool:
-    """True if each message begins, after `room` bytes, at an address that `unit` divides.
-
-    Shapes: `[messages, bytes]` uint8.
-    """
+    """True if each message begins, after `room` bytes, at an address that `unit` divides."""  # [messages, bytes] uint8
     return not ((messages.data_ptr() + room) % unit or (len(messages) > 1 and messages.stride(0) % unit))
 
 

@@ -11,49 +11,9 @@ from torch import Tensor
 
 from detonation.kernels.gpu.decode import decode_kernel
 from detonation.kernels.gpu.encode import encode_kernel
-from detonation.kernels.gpu.inspection import (
-    RUNS,
-    SCANNING,
-    Inspector,
-    Limits,
-    RowRun,
-    Scanner,
-    SumInspector,
-    is_aligned,
-    power,
-)
-from detonation.kernels.gpu.launching import (
-    INTERPRETED,
-    KIND_OF,
-    Addresses,
-    Coding,
-    Places,
-    Slots,
-    launch,
-    launch_counts,
-    uploaded,
-)
+from detonation.kernels.gpu.inspection import RUNS, is_aligned, power
+from detonation.kernels.gpu.launching import INTERPRETED, Addresses, Coding, Places, Slots, launch
 from detonation.kernels.gpu.parts.choosing import rotation_kernel
-
-__all__ = [
-    "KIND_OF",
-    "SCANNING",
-    "Addresses",
-    "Arrivals",
-    "Coder",
-    "Coding",
-    "Inspector",
-    "Limits",
-    "Places",
-    "Rotations",
-    "RowRun",
-    "Scanner",
-    "Slots",
-    "SumInspector",
-    "is_aligned",
-    "launch_counts",
-    "uploaded",
-]
 
 PROGRAMS = 1024
 """The most programs of a launch whose programs work on one piece after the other: a few for each multiprocessor."""
@@ -67,10 +27,7 @@ PERMUTATIONS = 64
 
 
 def padded_matrix(matrix: Tensor, columns: int) -> Tensor:
-    """`matrix` with zeros to `columns` rows and columns.
-
-    Shapes: `[n, n]` -> `[columns, columns]`.
-    """
+    """`matrix` with zeros to `columns` rows and columns."""  # [n, n] -> [columns, columns]
     found = matrix.new_zeros(columns, columns)
     found[: matrix.shape[0], : matrix.shape[1]] = matrix
     return found
@@ -98,11 +55,9 @@ class Rotations:
         return cls(table, torch.empty(1, dtype=torch.int64, device=device))
 
     def rotate(self, coding: Coding, words: int, choices: int, share: int, deal: int) -> None:
-        """Writes the rotation of one step; see `rotation_kernel`.
+        """Writes the rotation of one step; see `rotation_kernel`, and `Rotation.place` for `share` and `deal`.
 
-        Args:
-            words, choices: Where the random words of permutations and of rows start, as int64.
-            share, deal: See `Rotation.place`.
+        words, choices: Where the random words of permutations and of rows start, as int64.
         """
         each = len(self.table) if INTERPRETED else 1
         bits = (coding.chunk - 1).bit_length()
@@ -117,9 +72,8 @@ class Rotations:
 class Arrivals:
     """Messages whose aggregate is the signal of a message: those that the owner of rows received.
 
-    Args:
-        message: `[replicas, nbytes]` uint8, from the first value on.
-        aggregation: "mean", "nonzero" or "majority"; "" where there are none.
+    message: `[replicas, nbytes]` uint8, from the first value on. aggregation: "mean", "nonzero", "majority", "" for
+    none.
     """
 
     message: Tensor
@@ -190,10 +144,7 @@ class Coder:
         negative_zeros: bool,
         arrived: Arrivals | None = None,
     ) -> None:
-        """Writes the messages of a signal; see `encode_kernel`.
-
-        Args:
-            arrived: Messages that make the signal, in the place of `signals`.
+        """Writes the messages of a signal, or of that which the messages `arrived` make; see `encode_kernel`.
 
         Shapes: message `[count, nbytes]` uint8, from the first value on; residual `[rows, chunk]` fp32.
         """

@@ -27,12 +27,9 @@ launch_counts: Counter[str] = Counter()
 class Coding:
     """The part of a codec that is compiled into a kernel.
 
-    Args:
-        basis: "dct" or "none".
-        selection: "topk", "random", "striding" or "slicing".
-        precision: "fp32", "bf16", "sign", "2bit", "4bit" or "int8".
-        block: The values that are encoded together.
-        width: Bits of an index; 0 where none is sent. With `bitmap` a row has a bit for each coefficient.
+    basis: "dct" or "none". selection: "topk", "random", "striding" or "slicing". precision: "fp32", "bf16", "sign",
+    "2bit", "4bit" or "int8". block: the values that are encoded together. width: bits of an index; 0 where none is
+    sent. With `bitmap` a row has a bit for each coefficient.
     """
 
     chunk: int
@@ -78,12 +75,7 @@ class Places:
 
 
 class Slots:
-    """The rows of each of many tensors in a flat, on the device.
-
-    Args:
-        starts: The first row of each.
-        numels: The coordinates of each.
-    """
+    """The rows of each of many tensors in a flat, on the device: the first row of each, and its coordinates."""
 
     def __init__(self, starts: Sequence[int], numels: Sequence[int], rows: int, device: torch.device) -> None:
         self.count, self.rows, self.device = len(starts), rows, device
@@ -103,10 +95,7 @@ class Addresses:
         self.table = torch.zeros(0, dtype=torch.int64, device=device)  # [2, tensors]
 
     def update(self, tensors: Sequence[Tensor | None]) -> "Addresses":
-        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is absent.
-
-        Shapes: any.
-        """
+        """The table of `tensors`, contiguous and each of one of the types of `KIND_OF`; None is absent."""
         here = [None if t is None or not t.numel() else t for t in tensors]
         addresses = [0 if t is None else t.data_ptr() for t in here]
         kinds = [0 if t is None else KIND_OF[t.dtype] for t in here]
@@ -120,10 +109,8 @@ class Addresses:
 
 
 def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the copy is over.
-
-    Shapes: -> `[numbers]`.
-    """
+    """`numbers` on `device`, without a wait: by way of pinned memory, which torch keeps until the copy is over."""
+    # -> [numbers]
     launch_counts["upload"] += 1
     if device.type == "meta":
         return torch.empty(len(numbers), dtype=dtype, device=device)

@@ -163,7 +163,6 @@ class MeshConfig:
         shard_nodes: Nodes that the shards of one copy lie on; above 1 their traffic crosses a link between nodes.
         shard_weights: Weights between those nodes: "4bit" or "8bit" differences, or "fp32" as they are.
         shard_gradients: Gradients between those nodes: "4bit" or "8bit" with error feedback, or "fp32".
-        shard_rotate: Rotate blocks of gradients by a Hadamard matrix before they are quantized.
         slow_backend: "gloo" carries messages between replicas over TCP, from host memory, where NCCL cannot; NCCL
             serves the ranks of a node all the same. "" takes the backend of the device.
         elastic: Train on without a replica that is lost, in the same processes, over gloo.
@@ -181,7 +180,6 @@ class MeshConfig:
     shard_nodes: int = 1
     shard_weights: str = "fp32"
     shard_gradients: str = "fp32"
-    shard_rotate: bool = False
     slow_backend: str = ""
     elastic: bool = False
     min_replicas: int = 1
@@ -223,7 +221,7 @@ class MeshConfig:
         if self.shard_nodes == 1:
             return None
         kinds = self.shard_weights, self.shard_gradients
-        return ShardWire(*kinds, self.shard_nodes, rotate=self.shard_rotate, link=self.link)
+        return ShardWire(*kinds, self.shard_nodes, link=self.link)
 
 
 def described_mesh(mesh: MeshConfig) -> str:
@@ -235,7 +233,7 @@ def described_mesh(mesh: MeshConfig) -> str:
     return f"{mesh.replicas} replicas " + (f"of {[*mesh.nodes]} shards" if mesh.nodes else f"x {mesh.shards} shards")
 
 
-_SHARD_KEYS = ("shard_weights", "shard_gradients", "shard_rotate")
+_SHARD_KEYS = ("shard_weights", "shard_gradients")
 """Keys of [mesh] that say something about copies on several nodes only."""
 
 

@@ -52,10 +52,8 @@ def slot_of(starts, rows, slots, SEARCH: tl.constexpr):
 
 @triton.jit
 def span_of(starts, numels, slot, rows, CHUNK: tl.constexpr):
-    """The place of the first coordinate of each row in the flattened tensor of its slot, and how many are left there.
-
-    Shapes: `[rows]` each -> `[rows]` int64 and int32.
-    """
+    """Where each row begins in the flattened tensor of its slot, and how many coordinates are left there."""
+    # [rows] each -> [rows] int64 and int32
     begin = (rows - tl.load(starts + slot)) * CHUNK
     return begin, tl.minimum(tl.load(numels + slot) - begin, CHUNK).to(tl.int32)
 

@@ -6,10 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def largest_of(size, column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """The `K` largest magnitudes of each row, by their bits; of equal ones those with the smallest indices.
-
-    Shapes: size `[rows, COLUMNS]` int32, below 0 at the padding -> `[rows, COLUMNS]` int32, 1 where chosen.
-    """
+    """The `K` largest magnitudes of each row, by their bits; of equal ones those with the smallest indices."""
+    # size [rows, COLUMNS] int32, below 0 at the padding -> [rows, COLUMNS] int32, 1 where chosen
     chosen = tl.zeros_like(size)
     if K <= 8:  # one after the other
         for _ in range(K):

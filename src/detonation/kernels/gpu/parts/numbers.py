@@ -154,10 +154,8 @@ def negative_of(values, scale, negative_zeros):
 
 @triton.jit
 def quantised(octets, statistics, values, real, block, negative_zeros, PRECISION: tl.constexpr, BLOCK: tl.constexpr):
-    """Encodes the block number `block` of a message: writes its statistics, and returns the code of each value.
-
-    Shapes: values and real `[BLOCK]`, the second False at the padding.
-    """
+    """Encodes the block number `block` of a message: writes its statistics, and returns the code of each value."""
+    # values and real [BLOCK], the second False at the padding
     values = tl.where(real, values, 0.0)
     size = tl.abs(values)
     written = tl.max(real.to(tl.int32)) > 0
