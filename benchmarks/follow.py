@@ -31,7 +31,7 @@ from lab import FRAME_BYTES, NamespaceCluster, namespace_cluster
 import detonation as dt
 from detonation.cluster.network.simulated import SimulatedCommunicator, simulate_replicas
 from detonation.core.flat.tensors import digest
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 from detonation.models import build_model
 
 TOKEN = b"a token for a benchmark"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from detonation.cluster.processes.rendezvous import INTERFACES
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 INTERFACE = "eth0"
 """Each node's end of its link; the sockets of its ranks keep to this interface."""

@@ -19,7 +19,7 @@ from long_rounds_run import phases, settings
 from paired import percent
 from tuning import Method, Rows, losses
 
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 from detonation.models import build_model
 from detonation.plan.cost import Cost, Network, Work, cost
 from detonation.plan.losses import relative

@@ -77,7 +77,7 @@ def measure(
     from lab import namespace_cluster
 
     from detonation.cluster.launch import run_local
-    from detonation.core.link.link_speed import LinkSpeed
+    from detonation.link_speed import LinkSpeed
 
     torch.set_num_threads(1)  # before the ranks are forked
     with namespace_cluster(NODES, LinkSpeed.parse(FREE)) as cluster:
@@ -91,7 +91,7 @@ def _rank(
     import torch.distributed as dist
 
     import detonation as dt
-    from detonation.core.link.link_speed import LinkSpeed
+    from detonation.link_speed import LinkSpeed
 
     mesh = dt.init_mesh(NODES, ranks, "cpu")
     trainings = [Training(subject, mesh) for subject in subjects]
@@ -119,7 +119,7 @@ class Training:
         import detonation as dt
         from detonation import models
         from detonation.cluster.network.throttled import ThrottledCommunicator
-        from detonation.core.link.link_speed import LinkSpeed
+        from detonation.link_speed import LinkSpeed
         from detonation.train.loop.session import Session, check_config, load_data
         from detonation.train.loop.world import Ranks
         from detonation.train.recipe import optimizers
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--ranks", type=int, default=RANKS, help="per node")
     args = parser.parse_args()
-    from detonation.core.link.link_speed import LinkSpeed
+    from detonation.link_speed import LinkSpeed
 
     slow = {link for link in args.links if LinkSpeed.parse(link).rate_bits_per_s < 50e6}
     turns = {link: dict.fromkeys(args.schemes, 3 if link in slow else args.turns) for link in args.links}
@@ -208,7 +208,7 @@ def main() -> None:
 
 
 def row(real: Timing, emulated: Timing) -> str:
-    from detonation.core.link.link_speed import LinkSpeed
+    from detonation.link_speed import LinkSpeed
 
     cells = [real.name, real.link, f"{real.median:.3f}", f"{emulated.median:.3f}"]
     cells += [f"{emulated.median / real.median:.3f}", f"{LinkSpeed.parse(real.link).seconds(real.bytes_sent, 0):.3f}"]

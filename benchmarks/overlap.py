@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 import detonation as dt
 from detonation import models
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 MODEL = ("olmo2", {"hidden_size": 336, "layers": 6, "heads": 8, "feed_forward": 1344})
 BATCH, CONTEXT = 2, 128

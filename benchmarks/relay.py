@@ -68,7 +68,7 @@ class Conditions:
     @classmethod
     def of(cls, link: str, **others: Any) -> "Conditions":
         """The conditions of a link as `LinkSpeed.parse` reads it, such as "100mbit,5ms", and `others`."""
-        from detonation.core.link.link_speed import LinkSpeed  # imports torch, which a relay's process does without
+        from detonation.link_speed import LinkSpeed  # imports torch, which a relay's process does without
 
         speed = LinkSpeed.parse(link)
         return cls(speed.rate_bits_per_s, speed.latency_s, **others)

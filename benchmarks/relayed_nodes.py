@@ -27,7 +27,7 @@ from benchmarks.lab import Counters, NamespaceCluster, NoNamespaces, require_nam
 from benchmarks.namespaces import RECIPE, SCHEMES, SETS, Subject, Training
 from benchmarks.relay import PACKET, Conditions
 
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 _ETHERNET = 14
 

@@ -96,7 +96,7 @@ def lab(link: str, wires: list[str], turns: int) -> None:
     from lab import namespace_cluster
 
     from detonation.cluster.launch import run_local
-    from detonation.core.link.link_speed import LinkSpeed
+    from detonation.link_speed import LinkSpeed
 
     torch.set_num_threads(1)  # before the ranks are forked
     with namespace_cluster(NODES, LinkSpeed.parse(link)) as cluster:

@@ -5,6 +5,7 @@ from detonation import schemes as schemes
 from detonation.checkpoint.async_save import Checkpoints as Checkpoints
 from detonation.checkpoint.async_save import save_checkpoint as save_checkpoint
 from detonation.checkpoint.newest import load_checkpoint as load_checkpoint
+from detonation.checkpoint.training_state import TrainingState as TrainingState
 from detonation.cluster.fingerprint import fingerprint as fingerprint
 from detonation.cluster.init import leave as leave
 from detonation.cluster.mesh import init_mesh as init_mesh
@@ -17,7 +18,6 @@ from detonation.core.optim.muon import Muon as Muon
 from detonation.core.optim.signsgd import SignSGD as SignSGD
 from detonation.core.optimizer.replicate import replicate as replicate
 from detonation.core.optimizer.replicated import Replicated as Replicated
-from detonation.core.optimizer.state import TrainingState as TrainingState
 from detonation.core.optimizer.state import load_replica_state as load_replica_state
 from detonation.core.optimizer.state import replica_state as replica_state
 from detonation.core.schemes.compressed import muloco as muloco

@@ -23,8 +23,8 @@ from rows import Row
 
 import detonation as dt
 from detonation.core.flat.tensors import digest
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.errors import ReplicaLeft
+from detonation.link_speed import LinkSpeed
 from zoo import Plain, batch, built
 
 SCHEMES = {

@@ -15,17 +15,18 @@ from detonation.core.schemes.registry import SCHEMES
 
 # A folder may import from the folders on its line, and from all that those may import in the same package.
 # It may not import upwards: a line names only folders above it. A file at the root of a package is a room of its own
-# where it has a line, and belongs to the line of the package otherwise. `choices`, `version` and `whole_files` are open
-# to all.
+# where it has a line, and belongs to the line of the package otherwise. `choices`, `link_speed`, `version`
+# and `whole_files` are open to all.
 # The last column: what a folder may import of torch.distributed (nothing, its DTensor alone, or anything).
 NONE, DTENSOR, ANY = "nothing", "DTensor", "anything"
 HOUSE = {
     "choices": ("", NONE),
+    "link_speed": ("", NONE),
     "version": ("", NONE),
     "whole_files": ("", NONE),
     "kernels": ("", NONE),
-    "kernels/gpu/parts": ("", NONE),
-    "kernels/gpu": ("kernels/gpu/parts", NONE),
+    "kernels/parts": ("", NONE),
+    "kernels/gpu": ("kernels/parts", NONE),
     "core/base_error": ("", NONE),
     "core/flat": ("core/base_error", DTENSOR),
     "core/round": ("", NONE),
@@ -163,7 +164,7 @@ def test_a_line_names_only_folders_above_it():
 
 @pytest.mark.parametrize("path", INSIDE)
 def test_folders_import_downwards(path):
-    allowed = {*below(room(path)), "choices", "version", "whole_files", FACE}
+    allowed = {*below(room(path)), "choices", "link_speed", "version", "whole_files", FACE}
     assert {other: name for other, name in ours(path).items() if other not in allowed} == {}
 
 

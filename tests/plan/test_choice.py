@@ -10,7 +10,7 @@ import torch
 import detonation as dt
 import worlds
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 from detonation.plan import auto, losses
 from detonation.plan.advice import advise, why
 from detonation.plan.cost import Network, Work, cost

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 from detonation.plan.auto import rank
 from detonation.plan.cost import Network, Work
 from detonation.plan.losses import Goal

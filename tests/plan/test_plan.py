@@ -12,11 +12,11 @@ import detonation as dt
 import worlds
 from detonation.cli.command import run_command as main
 from detonation.cluster.network.profile import AxisProfile, Profile, Step
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes import buckets
 from detonation.core.schemes.registry import SCHEMES, register
 from detonation.core.schemes.scheme import GradientScheme
 from detonation.core.schemes.traffic import buckets_of, exchange_bytes
+from detonation.link_speed import LinkSpeed
 from detonation.plan.advice import advise, row
 from detonation.plan.cost import Network, Work, cost
 from detonation.plan.losses import Goal

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, shard_costs
 from detonation.report.terminal import shard_rows, show_plan
 from detonation.train.verbs.plan import Question, plan

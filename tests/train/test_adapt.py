@@ -16,9 +16,9 @@ from detonation.cluster.launch import run_local
 from detonation.cluster.network.profile import Step
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.processes.signals import Stop
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes import buckets
 from detonation.core.schemes.traffic import LargerThanDense, overlapped_bytes
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, cost
 from detonation.train.loop import session
 from detonation.train.loop.fit import fit

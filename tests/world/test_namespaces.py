@@ -15,7 +15,7 @@ import detonation as dt
 from detonation.cluster.launch import run_local
 from detonation.cluster.processes.failure import WorldError
 from detonation.core.link.link import Link
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 QUICK = str(Path(__file__).parents[2] / "recipes" / "quick-lm.toml")
 SPEED = LinkSpeed.parse("100mbit")

@@ -7,7 +7,7 @@ import worlds
 from detonation.cluster.network import measure
 from detonation.cluster.network.profile import AxisProfile, Operation, Profile, Sample
 from detonation.cluster.network.throttled import ThrottledCommunicator
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 pytestmark = pytest.mark.usefixtures("lasting_worlds")
 

@@ -7,7 +7,7 @@ import detonation as dt
 import worlds
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.core.link.link import Link
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 
 class Clock:

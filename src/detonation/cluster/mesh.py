@@ -21,8 +21,8 @@ from detonation.cluster.uneven import UnevenAxis, UnevenMesh, sizes_of_nodes
 from detonation.core.flat.tensors import local
 from detonation.core.link.communicator import Axis, require_device
 from detonation.core.link.link import Link
-from detonation.core.link.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.core.optimizer.gathered import local_parameters
+from detonation.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.wire.units import join_units, resync_weights
 from detonation.wire.wire import ShardWire
 

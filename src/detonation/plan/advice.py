@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import ParameterScheme, Scheme
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import Goal
 from detonation.plan.search import BUDGET, Option, one_machine, options

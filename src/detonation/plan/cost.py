@@ -8,10 +8,10 @@ from math import prod
 
 from detonation.cluster.network.profile import Operation, Profile, Step
 from detonation.core.flat.layout import Layout
-from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes import traffic
 from detonation.core.schemes.registry import scheme
 from detonation.core.schemes.scheme import GradientScheme, ParameterScheme, Scheme
+from detonation.link_speed import LinkSpeed, hops
 from detonation.wire.wire import ShardWire, gradient_bytes, weight_bytes, wire_memory
 
 BACKWARD = 2 / 3

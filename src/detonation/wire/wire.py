@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import get_type_hints
 
 from detonation.choices import unknown
-from detonation.core.link.link_speed import LinkSpeed
+from detonation.link_speed import LinkSpeed
 
 WIDTHS = {"fp32": 0, "8bit": 8, "4bit": 4}
 """Bits per number of each precision between nodes; 0 for the numbers as they are."""

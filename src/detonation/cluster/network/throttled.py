@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from detonation.core.link.communicator import ProcessGroupCommunicator
-from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes.traffic import ring_bytes
+from detonation.link_speed import LinkSpeed, hops
 
 _WINDOW = 4096
 """The most exchanges of one rank that may be under way at once."""

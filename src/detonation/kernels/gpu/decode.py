@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from detonation.kernels.gpu.messages import is_last
-from detonation.kernels.gpu.parts.addressing import (
+from detonation.kernels.parts.addressing import (
     load_coordinates,
     message_of_row,
     rounded_as,
@@ -13,8 +13,8 @@ from detonation.kernels.gpu.parts.addressing import (
     store_coordinates,
     wide,
 )
-from detonation.kernels.gpu.parts.choosing import places_of_row
-from detonation.kernels.gpu.parts.numbers import load_packed, load_value, product_of, sum_of_halves
+from detonation.kernels.parts.choosing import places_of_row
+from detonation.kernels.parts.numbers import load_packed, load_value, product_of, sum_of_halves
 
 
 @triton.jit

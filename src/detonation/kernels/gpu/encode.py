@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from detonation.kernels.gpu.decode import aggregated, coefficients_of
-from detonation.kernels.gpu.parts.addressing import (
+from detonation.kernels.parts.addressing import (
     as_bf16,
     bf16_bits,
     dealt_row,
@@ -14,8 +14,8 @@ from detonation.kernels.gpu.parts.addressing import (
     status_of,
     wide,
 )
-from detonation.kernels.gpu.parts.choosing import largest_of, places_of_row
-from detonation.kernels.gpu.parts.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
+from detonation.kernels.parts.choosing import largest_of, places_of_row
+from detonation.kernels.parts.numbers import product_of, quantised, store_bf16, store_fp32, store_packed, write_int8
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from detonation.cluster.survive.elastic_axis import elastic, place
 from detonation.cluster.survive.surviving import SurvivingCommunicator
 from detonation.core.agreement.safety import Safety
 from detonation.core.link.communicator import Axis
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.optimizer.replicate import check_order, replicate
 from detonation.core.optimizer.replicated import Replicated
 from detonation.core.optimizer.setup_checks import check_balance
@@ -30,6 +29,7 @@ from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
 from detonation.data import Data, Streamed, dataset_function, load_dataset
 from detonation.data.translation import TranslationPairs
+from detonation.link_speed import LinkSpeed
 from detonation.models import TASK_OF, build_model, image_arguments, model_function
 from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, require_same_settings
 from detonation.train.recipe import optimizers

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detonation.choices import unknown
-from detonation.core.link.link_speed import SLOW_BACKENDS, LinkSpeed
+from detonation.link_speed import SLOW_BACKENDS, LinkSpeed
 from detonation.wire.wire import ShardWire
 
 Table = dict[str, Any]

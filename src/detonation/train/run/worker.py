@@ -16,8 +16,8 @@ from detonation.cluster.init import set_timeouts as set_timeouts
 from detonation.cluster.processes.signals import Stop, stoppable
 from detonation.cluster.survive.agreement import ReplicaLeft
 from detonation.cluster.survive.elastic_axis import meet_replicas
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.traffic import message_bytes
+from detonation.link_speed import LinkSpeed
 from detonation.plan.cost import spelled
 from detonation.train.loop.checkpoints import resume, save_async, save_now
 from detonation.train.loop.fit import NonFiniteLoss, Stopped, fit

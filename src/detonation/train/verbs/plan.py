@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile
-from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import scheme, schemes
 from detonation.core.schemes.scheme import Scheme
+from detonation.link_speed import LinkSpeed
 from detonation.plan.advice import advise
 from detonation.plan.cost import SHARD_NODE, Network, Work, changed, shard_costs
 from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by

@@ -4,8 +4,6 @@ import math
 import re
 from dataclasses import dataclass
 
-from detonation.core.schemes.traffic import CollectiveKind
-
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 _FORM = re.compile(r"\s*([0-9.]+)\s*([kmg]?b(?:it|ps))(?:/s)?\s*(?:,\s*([0-9.]+)\s*(us|ms|s)\s*)?", re.IGNORECASE)
@@ -64,7 +62,7 @@ class LinkSpeed:
         return f"{rate},{self.latency_s * 1e3:.4g}ms" if self.latency_s else rate
 
 
-def hops(kind: CollectiveKind, replicas: int) -> int:
+def hops(kind: str, replicas: int) -> int:
     """The number of messages of one exchange that follow one another, on a ring.
 
     R - 1 for an all-gather and twice as many for an all-reduce; through owners 1 for all slices at once, then R - 1.
