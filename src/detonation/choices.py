@@ -1,9 +1,8 @@
-"""Choosing by name: a table of functions, "package.module:function", or an entry point. Pure Python, a leaf."""
+"""Choosing by name: from a table of functions, or as "package.module:function". Pure Python, a leaf."""
 
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -110,33 +109,29 @@ def make(kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments
     return table[name](**arguments)
 
 
-def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]], group: str) -> Callable[..., _T]:
-    """The function called `name`: of `table`, of an installed package, or of a module that the name spells.
+def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]]) -> Callable[..., _T]:
+    """The function called `name`: of `table`, or of a module that the name spells.
 
     Args:
         kind: The noun for errors, such as "model".
-        name: A key of `table`, an entry point of `group`, or "package.module:function".
+        name: A key of `table`, or "package.module:function".
         table: The functions of this library.
-        group: The entry-point group of other packages, such as "detonation.models".
 
     Raises:
         ValueError: The name does not exist; the message lists the valid ones.
 
     Example:
-        >>> find_function("number", "math:floor", {"int": int}, "detonation.numbers")(2.5)
+        >>> find_function("number", "math:floor", {"int": int})(2.5)
         2
-        >>> find_function("number", "imt", {"int": int}, "detonation.numbers")
+        >>> find_function("number", "imt", {"int": int})
         Traceback (most recent call last):
         ValueError: unknown number 'imt', did you mean 'int'? Valid: int; or package.module:function
     """
     if ":" in name:
         return imported(name)
-    if name in table:
-        return table[name]
-    offered = entry_points(group)
-    if name not in offered:
-        raise ValueError(f"{unknown(kind, name, (*table, *offered))}; or package.module:function")
-    return offered[name]()
+    if name not in table:
+        raise ValueError(f"{unknown(kind, name, table)}; or package.module:function")
+    return table[name]
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -162,9 +157,3 @@ def imported(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{name} is {found!r}, must be a function")
     return found  # type: ignore[no-any-return]
-
-
-@functools.cache
-def entry_points(group: str) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """The functions that installed packages offer in `group`: for each name a function that loads it."""
-    return {point.name: point.load for point in importlib.metadata.entry_points(group=group)}

@@ -49,8 +49,8 @@ def fails(capsys, monkeypatch, tmp_path):
         ("optimizer.name=LBFGS optimizer.lr=1", "optimizer LBFGS cannot be used: it evaluates the loss several times"),
         ("optimizer.name=SparseAdam optimizer.lr=1", "optimizer SparseAdam cannot be used: it takes sparse gradients"),
         ("optimizer.name=adm", "unknown optimizer 'adm'. Valid: ASGD,"),  # the name before what it lacks
-        ("optimizer.name=lbfgs", "optimizer LBFGS cannot be used: it evaluates the loss several"),
-        ("optimizer.name=sgd", "optimizer.lr is missing: give it in [optimizer]"),
+        ("optimizer.name=sgd", "unknown optimizer 'sgd', did you mean 'SGD'? Valid: ASGD,"),
+        ("optimizer.name=SGD", "optimizer.lr is missing: give it in [optimizer]"),
         (
             "model.name=vit",
             "model vit is for images, but the data sotu-sample are text: take olmo2 or olmoe, or other data",

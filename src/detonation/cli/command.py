@@ -32,10 +32,12 @@ _INTERFACE: dict[str, Any] = {
 }
 """The look of the verbs, as tyro takes it."""
 _GONE = {
-    "replay": "detonation follow DIR",
-    "recipes": "detonation train, which lists them, and detonation train NAME --print",
-    "env": "detonation --version",
-    "simulate --profile": "detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
+    "replay": "say detonation follow DIR",
+    "recipes": "say detonation train, which lists them, and detonation train NAME --print",
+    "env": "say detonation --version",
+    "simulate --profile": "say detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
+    "plan --shard-nodes": "the tutorial larger-than-a-node has the bytes and the memory of a shard wire by formula",
+    "report --plan": "detonation plan prints it, and that of scheme auto is in plan.json of the run",
 }
 """Verbs and flags of earlier versions, and what to say in their place."""
 
@@ -66,7 +68,7 @@ def _command(arguments: list[str]) -> int:
         return _print_completion(" ".join(arguments[1:]))
     for gone in (name, *(f"{name} {flag.partition('=')[0]}" for flag in arguments)):
         if gone in _GONE:
-            return fail(f"detonation {gone} is gone: say {_GONE[gone]}", 2, "--json" in arguments)
+            return fail(f"detonation {gone} is gone: {_GONE[gone]}", 2, "--json" in arguments)
     if name in ("-h", "--help"):
         arguments = ["--help"]
     verb: Any = tyro.cli(verbs(brief=arguments == ["--help"]), args=arguments, **_INTERFACE)

@@ -230,9 +230,9 @@ def _plan(verb: of.Plan) -> dict[str, Any]:
 def _report(verb: of.Report) -> dict[str, Any]:
     from detonation.report.page import write_page
 
-    written = write_page(list(verb.directories), verb.out, verb.plan)
-    say(verb, f"{written.page}, and each figure as PNG in {written.pictures[0].parent}")
-    return {"report": str(written.page), "figures": [str(path) for path in written.pictures]}
+    written = write_page(list(verb.directories), verb.out)
+    say(verb, f"report: {written}")
+    return {"report": str(written)}
 
 
 def _verify(verb: of.Verify) -> dict[str, Any]:

@@ -23,13 +23,12 @@ TASK_OF = {"olmo2": "text", "olmoe": "text", "t5": "translation", "vit": "images
 def model_function(name: str) -> Callable[..., nn.Module]:
     """The function that builds the model called `name`; `ValueError` for a name that does not exist.
 
-    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, an entry point of `detonation.models`,
-    or "package.module:function".
+    Besides `MODELS`, a name may be `hf:` and a directory or an id of the hub, or "package.module:function".
     """
     if name.startswith(HUB_PREFIX):
         return transformers_model(name.removeprefix(HUB_PREFIX))
     try:
-        return find_function("model", name, MODELS, "detonation.models")
+        return find_function("model", name, MODELS)
     except ValueError as error:
         if ":" in name:
             raise

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from detonation.core.schemes.registry import scheme, schemes
+from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.core.schemes.traffic import LargerThanDense
 from detonation.plan.cost import Cost, Network, Work, cost, spelled
@@ -59,8 +59,8 @@ def settings(name: str) -> list[dict[str, Any]]:
 
 
 def candidate_settings() -> list[Scheme]:
-    """Makes every registered scheme, those of users and of installed packages included, at all its `settings`."""
-    found = [scheme(name, arguments) for name in list(schemes()) for arguments in settings(name)]
+    """Makes every registered scheme, those of users included, at all its `settings`."""
+    found = [scheme(name, arguments) for name in SCHEMES for arguments in settings(name)]
     return list({(s.name, tuple(s.arguments.items())): s for s in found}.values())
 
 

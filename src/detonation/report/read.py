@@ -22,7 +22,6 @@ _SHARED_PREFIX = 12
 """Run names that share at least so many characters at the beginning are shown without them."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
 _LOSSES = {"loss", "val_loss"}
-_PLAN = {"options", "first", "reason", "if_half_the_rate", "if_twice_the_rate", "rate_bits_per_s"}
 _SUMMARY = {
     *("scheme", "optimizer", "replicas", "shards", "model", "data", "num_parameters", "steps", "train_loss"),
     *("val_loss", "seconds", "median_step_seconds", "examples_per_second", "bytes_sent_per_step"),
@@ -41,7 +40,6 @@ class Run:
     settings: dict[str, Any]
     records: list[dict[str, Any]]
     environment: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] | None = None
 
     @property
     def timed(self) -> bool:
@@ -92,7 +90,7 @@ def read_begun(directory: Path) -> Run:
 def read_run(directory: Path) -> Run:
     """Reads the run in `directory`. Raises `ValueError`, with the remedy, where it holds no finished run."""
     _require_finished_run(directory)
-    metrics, summary, config, environment, plan = (directory / name for name in FILES)
+    metrics, summary, config, environment = (directory / name for name in FILES[:4])
     table, text = _table(summary), config.read_text(encoding="utf-8", errors="replace")
     if missing := sorted(_SUMMARY - table.keys()):
         raise ValueError(f"{summary} is damaged, it lacks {', '.join(missing[:3])}: restore it, or leave this run out")
@@ -108,7 +106,6 @@ def read_run(directory: Path) -> Run:
         settings,
         records(metrics),
         _table(environment) if environment.exists() else {},
-        read_plan(plan) if plan.exists() else None,
     )
 
 
@@ -135,17 +132,6 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e300
-
-
-def read_plan(path: Path) -> dict[str, Any]:
-    """Reads the output of `detonation plan --json`. Raises `ValueError` for another file."""
-    try:
-        plan = _table(path)
-    except OSError as error:
-        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
-    if not plan.keys() >= _PLAN:
-        raise ValueError(f"{path} is no plan: make one with detonation plan RECIPE.toml ... --json > {path.name}")
-    return plan
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:

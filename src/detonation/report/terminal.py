@@ -16,10 +16,6 @@ from detonation.report.words import duration, factor, less_text, loss_text, prin
 HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent per step", "loss to the baseline")
 """Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
-_SHARD_HEADS = (
-    *("weights, gradients between nodes", "step, nothing hidden", "of it transfer", "sent per node and step"),
-    *("held by the shard wire", "per rank with AdamW in fp32"),
-)
 _SHOWN = 5
 """Rows of a plan; --all, --json and the page have all of them."""
 _WIDTH, _WIDE = 100, 180
@@ -107,7 +103,6 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
     speed = if_there("tokens_per_second", "{:,.0f} tokens/s, ") + f"{summary['examples_per_second']:,.1f} examples/s"
     time = f"{summary['seconds']:.1f} s, median step {1000 * summary['median_step_seconds']:.0f} ms"
-    bigram = if_there("bigram_loss", " nats/byte (a bigram model: {:.4f})")
     virtual = ", virtual, in one process" if summary.get("simulated") else ""
     wire = summary.get("shard_wire", "")
     counts, skipped = summary.get("local_steps", []), summary.get("skipped", {})
@@ -120,7 +115,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{summary['model']}, {summary['num_parameters']:,} parameters, on {summary['data']}"),
         ("steps", f"{summary['steps']:,}"),
         ("training loss", loss_text(summary["train_loss"])),
-        ("validation loss", loss_text(summary["val_loss"]) + bigram),
+        ("validation loss", loss_text(summary["val_loss"])),
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
         ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
         ("time in steps", time),
@@ -177,16 +172,9 @@ def _level(level: dict[str, Any]) -> str:
 def show_plan(plan: Mapping[str, Any], stream: IO[str], everything: bool = False) -> None:
     """Prints the answer in a sentence, the first rows, the flags of the first, and what else is known of it.
 
-    Of copies that lie on several nodes the costs of their shard wires come first, and nothing else where there is one.
     everything: Print all rows, and all columns.
     """
     console = PlainConsole(stream)
-    if shards := shard_rows(plan):
-        size = f"{plan['shards']} shards, {plan['parameters']:,} parameters"
-        console.lines([f"a copy on {plan['shard_nodes']} nodes, {size}"])
-        console.table(_SHARD_HEADS, shards, _WIDTH)
-        if plan["replicas"] == 1:
-            return
     reason, flags, *notes = plan_words(plan)
     console.lines(wrap(reason, _WIDTH))
     first = Column(HEADS[0], overflow="fold", min_width=20)
@@ -210,55 +198,38 @@ def _five(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of texts per option, in the order of `MORE_HEADS`; a plan of an older version has less of them."""
+    """One row of texts per option, in the order of `MORE_HEADS`."""
     return [
         (
-            named(option),
-            option.get("time_to_loss", "-"),
+            _named(option),
+            option["time_to_loss"],
             duration(option["seconds"]),
             f"{1 - option['efficiency']:.0%}",
             size_text(option["bytes_per_step"]),
             option["loss_text"],
             size_text(option["bytes_per_day"]),
             size_text(option["memory_bytes"]),
-            option.get("loss_source", "-"),
+            option["loss_source"],
         )
         for option in plan["options"]
-    ]
-
-
-def shard_rows(plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """One row of texts per shard wire; none for copies that lie on one node."""
-    return [
-        (
-            cost["precisions"],
-            *(duration(cost[key]) for key in ("total_s", "transfer_s")),
-            *(size_text(cost[key]) for key in ("bytes_sent", "wire_bytes", "memory_bytes")),
-        )
-        for cost in plan.get("shard_wires", [])
     ]
 
 
 def plan_words(plan: Mapping[str, Any]) -> list[str]:
     """The text beside the table, in lines: the reason, how to take the first, and what else is known of it."""
     speed, first = plan["rate_bits_per_s"], plan["first"]
-    chosen = {"name": first["scheme"], **first["changed"]}
-    settings = plan.get("settings", chosen)  # a page of an older run has none
-    tables = {"scheme": settings, "optimizer": plan.get("optimizer", {})}
+    tables = {"scheme": plan["settings"], "optimizer": plan.get("optimizer", {})}
     flags = [f"{name}.{key}={_toml(value)}" for name, table in tables.items() for key, value in table.items()]
-    lines = [plan["reason"], f"to take it: --set {' '.join(flags)}"]
-    lines += plan.get("notes", [])
+    lines = [plan["reason"], f"to take it: --set {' '.join(flags)}", *plan["notes"]]
     for key, part in (("if_half_the_rate", 0.5), ("if_twice_the_rate", 2.0)) if speed is not None else ():
         other = plan[key]
-        same = [other[name] == first[name] for name in ("spelled", "optimizer") if name in first]
-        choice = "the same first choice" if all(same) else f"first {named(other)}"
+        choice = "the same first choice" if _named(other) == _named(first) else f"first {_named(other)}"
         lines.append(f"at {rate(part * speed)} per node: {choice}, {duration(other['seconds'])} per step")
-    return lines + ([plan["device"]] if plan.get("device") else [])
+    return lines
 
 
-def named(option: Mapping[str, Any]) -> str:
-    """A scheme with its optimizer, which a plan of an older version has not."""
-    return f"{option['spelled']} with {option['optimizer']}" if "optimizer" in option else str(option["spelled"])
+def _named(option: Mapping[str, Any]) -> str:
+    return f"{option['spelled']} with {option['optimizer']}"
 
 
 def _toml(value: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from detonation.choices import checks_keywords, entry_points, find_function, make
+from detonation.choices import checks_keywords, find_function, make
 from detonation.core.schemes.scheme import Scheme
 
 P = ParamSpec("P")
@@ -70,14 +70,6 @@ def _recorded(function: Callable[P, S], name: str) -> Callable[P, S]:
     return made
 
 
-def schemes() -> Mapping[str, Callable[..., Scheme]]:
-    """Every scheme by name, including the schemes of installed packages (entry points `detonation.schemes`)."""
-    for name, load in entry_points("detonation.schemes").items():
-        if name not in SCHEMES:
-            SCHEMES[name] = _recorded(load(), name)
-    return SCHEMES
-
-
 def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
     """Makes a scheme by its name, as a recipe spells it.
 
@@ -92,7 +84,7 @@ def scheme(name: str, arguments: Mapping[str, Any] | None = None) -> Scheme:
         >>> scheme("demo", {"topk": 2}).arguments["chunk"]
         64
     """
-    function = find_function("scheme", name, SCHEMES, "detonation.schemes")
+    function = find_function("scheme", name, SCHEMES)
     made: Scheme = make(
         "scheme", {name: function if name in SCHEMES else _recorded(function, name)}, name, arguments or {}
     )

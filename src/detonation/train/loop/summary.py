@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from detonation.cluster.devices import peak_memory
-from detonation.data import bigram_loss
 from detonation.train.loop.session import Session
 from detonation.train.output.metrics import Portion, Record, reduction
 
@@ -62,7 +61,7 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
     seconds = sum(record.seconds for record in records)
     fingerprint, equal = session.world.fingerprint(session.model)
     moves = [record.setting for record in records if record.setting]
-    data, (memory, mfu, bigram) = portion(session), _gathered(session, records)
+    data, (memory, mfu) = portion(session), _gathered(session, records)
     taken = data.times(records)
     examples = _examples(session) * taken
     session.waits.meet(
@@ -84,7 +83,6 @@ def summarise(session: Session, records: Sequence[Record], before: Counts = NOTH
         "val_loss": last.val_loss,
         **({} if last.val_accuracy is None else {"val_accuracy": last.val_accuracy}),
         **({} if last.val_bleu is None else {"val_bleu": last.val_bleu}),
-        **({"bigram_loss": bigram} if bigram else {}),
         "seconds": seconds,
         "median_step_seconds": statistics.median(record.seconds for record in records),
         "examples_per_second": examples / seconds,
@@ -128,16 +126,12 @@ def _examples(session: Session) -> int:
     return train.batch_size * train.accumulate * session.config.mesh.shards
 
 
-def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float, float]:
-    """The peak of memory of the rank that needed most, and the MFU and the bigram loss, which rank 0 finds.
-
-    0 where unknown.
-    """
+def _gathered(session: Session, records: Sequence[Record]) -> tuple[int, float]:
+    """The peak of memory of the rank that needed most, and the MFU, which rank 0 finds; 0 where unknown."""
     shares = [record.mfu for record in records if record.mfu is not None]
-    bigram = bigram_loss(session.data) if session.rank == 0 else None
-    own = [peak_memory(session.device), statistics.median(shares) if shares else 0, bigram or 0]
+    own = [peak_memory(session.device), statistics.median(shares) if shares else 0]
     everyone = session.world.all_gather(torch.tensor(own, dtype=torch.float64, device=session.device))()
-    return int(max(memory for memory, *_ in everyone)), everyone[0][1], everyone[0][2]
+    return int(max(memory for memory, *_ in everyone)), everyone[0][1]
 
 
 def _levels(session: Session, records: Sequence[Record]) -> dict[str, Any]:

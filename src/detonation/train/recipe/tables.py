@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from detonation.choices import unknown
+from detonation.train.recipe.optimizers import require_optimizer
 from detonation.train.recipe.schema import (
     Choice,
     Config,
@@ -131,6 +132,7 @@ def _choice(key: str, table: Mapping[str, Any]) -> Choice:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerConfig:
     arguments = dict(table.get("optimizer", {}))
     name = _typed(str, "optimizer.name", _needed("optimizer", "name", arguments))
+    require_optimizer(name)  # before what it lacks
     lr = _typed(float, "optimizer.lr", _needed("optimizer", "lr", arguments))
     return OptimizerConfig(name, lr, arguments)
 

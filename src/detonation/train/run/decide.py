@@ -14,7 +14,7 @@ from detonation.choices import unknown
 from detonation.cluster.network.measure import probe_axis
 from detonation.cluster.network.profile import Step
 from detonation.core.link.link import Link
-from detonation.core.schemes.registry import schemes
+from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise, row, why
 from detonation.plan.auto import PROBE_S, world_link
@@ -84,7 +84,7 @@ class Asked:
         made: dict[str, Config] = {}
         full = self.layers.under("full", {})
         agreeing = full.train.log_updates or full.train.publish or full.mesh.elastic
-        for name in [name for name in schemes() if name != "none" or not agreeing]:
+        for name in [name for name in SCHEMES if name != "none" or not agreeing]:
             for arguments in settings(name):
                 config = self.layers.under(name, arguments)
                 try:

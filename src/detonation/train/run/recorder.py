@@ -36,7 +36,6 @@ class Recorder:
         done: Steps of earlier starts.
         before: Faults in earlier starts.
         kept: Records of earlier starts.
-        tuned: The recipe has tuned settings for the scheme, which is not its own.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Recorder:
         done: int,
         before: Counts = NOTHING,
         kept: Sequence[metrics.Record] = (),
-        tuned: bool = False,
     ) -> None:
         self.before = before
         self._session, self._train, self._screen = session, session.config.train, screen
@@ -55,7 +53,7 @@ class Recorder:
         self.records, self._path, self._done = list(kept), path, done
         self._loggers: list[trackers.Logger] = []
         self._logged = len(self.records)
-        screen.line(_title(session, path, tuned))
+        screen.line(_title(session, path))
         self._least_s = math.inf  # of a step of this rank at the peak of its device
         self._portion = portion(session)
         self._passes = 0.0  # of each replica, on average, since the last line
@@ -132,13 +130,12 @@ class Recorder:
             logger.close()
 
 
-def _title(session: Session, path: Path, tuned: bool) -> str:
+def _title(session: Session, path: Path) -> str:
     config, numel = session.config, sum(parameter.numel() for parameter in session.model.parameters())
     world = f"{config.mesh.replicas} replicas x {config.mesh.shards} shards"
     world += f" and an emulated link of {config.mesh.link}" if config.mesh.link else ""
     model = f"{config.model.name} with {numel:,} parameters"
     optimizer = f"{config.optimizer.name} at lr {config.optimizer.lr:g}"
-    optimizer += f" (as the recipe has tuned it for {config.scheme.name})" if tuned else ""
     return f"{config.schemes} over {world}: {model} on {session.data.name}, by {optimizer}, in {path}"
 
 

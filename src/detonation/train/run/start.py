@@ -109,7 +109,7 @@ def make_task(request: Request, place: LaunchPosition | None) -> RunTask:
     if config.train.publish:
         host_and_port(config.train.publish)
         read_token()
-    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ), layers)
+    return RunTask(request, config, asked, request.resume or restarted(os.environ), restartable(os.environ))
 
 
 def run_task(task: RunTask) -> Table:

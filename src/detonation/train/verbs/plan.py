@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from detonation.choices import unknown
 from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.link.link_speed import LinkSpeed
-from detonation.core.schemes.registry import scheme, schemes
+from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
 from detonation.plan.advice import advise
-from detonation.plan.cost import SHARD_NODE, Network, Work, changed, shard_costs
+from detonation.plan.cost import Network, Work, changed
 from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
 from detonation.plan.search import Candidate, options, pairs
 from detonation.train.recipe.schema import Config, require
@@ -39,7 +39,6 @@ class Question:
     replicas: int | None = None
     shards: int | None = None
     parameters: str | None = None
-    shard_nodes: int | None = None
     optimizer: str | None = None
     steps: int | None = None
 
@@ -61,13 +60,6 @@ def plan(question: Question) -> dict[str, Any]:
     tuned = _tuned(layers, config, goal)
     ranked = options(tuned or pairs(goal), work, network, goal)
     found = advise(ranked, work, network, goal, settings=_settings(layers))
-    nodes = question.shard_nodes
-    if nodes is None:
-        nodes = config.mesh.shard_nodes if config else 1
-    if nodes != 1:
-        between = _between_nodes(question, profile, network.shards, nodes)
-        costs = shard_costs(work.shards, nodes, work.compute_s, between, accumulate=work.accumulate)
-        found |= {"shard_nodes": nodes, "shard_wires": [asdict(cost) for cost in costs]}
     if not tuned:  # the flags must name the optimizer; a learning rate does not carry over
         best = found["first"]
         kept = {key: value for key, value in best["optimizer_settings"].items() if key != "lr"}
@@ -110,8 +102,7 @@ def _layers(question: Question, profile: Profile | None) -> "Layers":
     replicas, shards = question.replicas, question.shards
     if profile is not None:
         replicas, shards = profile.replicas, profile.shards
-    mesh = {"replicas": replicas, "shards": shards, "shard_nodes": question.shard_nodes}
-    return read_layers(question.recipe, question.overrides, mesh=mesh)
+    return read_layers(question.recipe, question.overrides, mesh={"replicas": replicas, "shards": shards})
 
 
 def _config(layers: "Layers") -> Config:
@@ -143,7 +134,7 @@ def _tuned(layers: "Layers | None", config: Config | None, goal: Goal) -> list[C
     from detonation.train.run.decide import Asked, Auto, trained
 
     found = list(trained(Asked(Auto(), layers).candidates()).values())
-    if config.scheme.name not in schemes():
+    if config.scheme.name not in SCHEMES:
         chosen = config.levels[-1].scheme
         own = trained_by(config.optimizer.name, config.optimizer.arguments)
         found.append((scheme(chosen.name, chosen.arguments), own))
@@ -168,20 +159,6 @@ def _network(question: Question, profile: Profile | None, config: Config | None)
     require(replicas >= 1, "--replicas", replicas, "at least 1")
     require(shards >= 1, "--shards", shards, "at least 1")
     return Network.of_link_speed(LinkSpeed.parse(question.link), replicas, shards)
-
-
-def _between_nodes(question: Question, profile: Profile | None, shards: int, nodes: int) -> Network:
-    """The network between the nodes that the shards of one replica lie on."""
-    allowed = f"a divisor of the {shards} shards, from 1 to {shards}"
-    require(1 <= nodes <= shards and shards % nodes == 0, "--shard-nodes", nodes, allowed)
-    if profile is None:
-        return Network.of_link_speed(LinkSpeed.parse(question.link or ""), nodes, shards // nodes)
-    if SHARD_NODE not in profile.axes:
-        known = ", ".join(profile.axes)
-        raise ValueError(
-            f"{question.profile} measured {known}: probe a recipe with mesh.shard_nodes = {nodes}, or say --link"
-        )
-    return Network(nodes, shards // nodes, profile.axes[SHARD_NODE].operations)
 
 
 def _work(question: Question, profile: Profile | None, config: Config | None, network: Network) -> Work:
