@@ -5,7 +5,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,6 +27,7 @@ GONE_KEYS = {
 }
 """Keys and data of recipes that version 0.2 has no more, and what to do in their place."""
 
+_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -107,6 +109,21 @@ def make(kind: str, table: Mapping[str, Callable[..., _T]], name: str, arguments
     if missing:
         raise ValueError(f"{kind} {name} needs {', '.join(missing)}")
     return table[name](**arguments)
+
+
+def plain_types(value: object, hint: Any) -> str:
+    """The plain types of annotation `hint` in words, where `value` has none of them; "" where it has, or none is plain.
+
+    An int is a float, too, and a bool is no int.
+
+    >>> plain_types("x", int | None), plain_types(3, float), plain_types(True, int)
+    ('a whole number', '', 'a whole number')
+    """
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    accepted = kinds | ({int} if float in kinds else set())
+    if not kinds <= {*_PLAIN, NoneType} or type(value) in accepted:
+        return ""
+    return " or ".join(sorted(_PLAIN[kind] for kind in kinds if kind is not NoneType))
 
 
 def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]]) -> Callable[..., _T]:

@@ -12,7 +12,7 @@ import pytest
 
 from commands import Command, launched, outliving
 from covering import some
-from detonation.cli.verbs import shortcuts
+from detonation.cli.verbs import SHORTCUTS, assignments
 from detonation.train.recipe.resolve import parse_sets
 from limits import LIMIT_S
 
@@ -176,7 +176,7 @@ def test_a_command_runs_without_an_output():
 
 
 def test_a_text_flag_is_no_number():
-    given = parse_sets(shortcuts({"data": "2024", "scheme": "demo", "steps": 3, "link": None}))
+    given = parse_sets(assignments(SHORTCUTS, {"data": "2024", "scheme": "demo", "steps": 3, "link": None}))
     assert given == {"data": {"source": "2024"}, "scheme": {"name": "demo"}, "train": {"steps": 3}}
 
 

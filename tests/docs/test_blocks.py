@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pages import PAGES, ROOT, all_blocks, blocks
 import worlds
 from detonation.cli.arguments import Common, Shortcuts, Verb
 from detonation.cli.command import run_command
-from detonation.cli.verbs import flat_sets, shortcuts
+from detonation.cli.verbs import SHORTCUTS, assignments
 from detonation.train.recipe.resolve import merge, read_layers, read_recipe, resolve
 
 # -- the shell
@@ -47,7 +48,7 @@ def test_a_command_line_is_one_that_detonation_takes(block, words):
         own = str(recipe) in ("my.toml", "mine.toml", "RECIPE.toml")
         flags = vars(verb) if isinstance(verb, Shortcuts) else {}
         mesh = {key: getattr(verb, key, None) for key in ("replicas", "shards", "link")}
-        sets = (*shortcuts(flags), *flat_sets(verb.set))
+        sets = (*assignments(SHORTCUTS, flags), *chain(*verb.set))
         read_layers(Path("quick-lm") if own else recipe, sets, mesh=mesh).config()
 
 

@@ -32,12 +32,10 @@ def error_of(capsys, tmp_path, monkeypatch):
 def test_a_directory_that_holds_no_run(error_of, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "inner").mkdir(parents=True)
-    make = "make one with detonation train RECIPE.toml --out DIR"
-    assert error_of("empty") == f"error: empty is empty: {make}"
-    assert error_of("other") == f"error: other holds no finished run: {make}"
-    assert error_of("gone").startswith("error: gone does not exist: give the directory of a run")
     (tmp_path / "file").write_text("")
-    assert error_of("file").startswith("error: file is a file: give the directory of a run")
+    remedy = "give the directory of one, which detonation train names in its last line"
+    for name in ("empty", "other", "gone", "file"):
+        assert error_of(name) == f"error: {name} holds no finished run: {remedy}"
 
 
 def test_an_unfinished_run_and_a_directory_of_runs(error_of, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from detonation.cluster.network.profile import Operation, Profile, Step
+from detonation.cluster.network.profile import Operation, Step
 from detonation.core.flat.layout import Layout
 from detonation.core.link.link_speed import LinkSpeed, hops
 from detonation.core.schemes import traffic
@@ -42,11 +42,6 @@ class Network:
             "all-to-all": 1,
         }
         return cls(replicas, shards, {name: Operation(n * speed.latency_s, rate, 0.0) for name, n in chains.items()})
-
-    @classmethod
-    def of_profile(cls, profile: Profile) -> "Network":
-        """The network that `detonation probe` measured."""
-        return cls(profile.replicas, profile.shards, profile.axes["replicate"].operations)
 
     @property
     def rate_bits_per_s(self) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 
 from detonation.report.figures import PAPER, charts, keys
 from detonation.report.read import Run, agreeing_s, read_all
-from detonation.report.terminal import run_rows
-from detonation.report.words import duration, factor, less_text, loss_text, size_text
+from detonation.report.terminal import RESULTS, results, run_rows
+from detonation.report.words import duration, less_text, loss_text, size_text
 from detonation.whole_files import write_whole
 
 _EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
@@ -64,7 +64,7 @@ def _page_html(runs: Sequence[Run]) -> str:
     from markupsafe import Markup
 
     first, single = runs[0], len(runs) == 1
-    loss, costs = charts(runs)
+    (loss, costs), rows = charts(runs), results([run.summary for run in runs])
     named = Markup('<span class="name"><img class="key" alt="" src="{}"><span>{}</span></span>')
     names = [named.format(key.image(), run.name) for run, key in zip(runs, keys(runs), strict=True)]
     return rendered(
@@ -73,7 +73,7 @@ def _page_html(runs: Sequence[Run]) -> str:
         runs=runs,
         tiles=tiles(first) if single else [],
         numbers=Grid([], run_rows(first.summary)) if single else None,
-        results=None if single else _results(runs, names),
+        results=None if single else Grid(["", *RESULTS], [[name, *row] for name, row in zip(names, rows, strict=True)]),
         loss=loss,
         costs=costs,
         waits=waits_grid(first.summary.get("waits")) if single else None,
@@ -125,27 +125,6 @@ def tiles(run: Run) -> list[tuple[str, str]]:
         (f"{summary[f'{unit}_per_second']:,.4g}", f"{unit} per second"),
         ("equal" if summary["replicas_equal"] else "not equal", "replicas at the end, bit for bit"),
     ]
-
-
-def _results(runs: Sequence[Run], names: Sequence[str]) -> Grid:
-    """One row per run, results first."""
-    accurate = any("val_accuracy" in run.summary for run in runs)
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        summary = run.summary
-        cells = {
-            "": name,
-            "validation loss": loss_text(summary["val_loss"]),
-            "accuracy": f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else "-",
-            "sent per step": size_text(summary["bytes_sent_per_step"]),
-            "less than full": factor(summary["reduction"]),
-            "step time": duration(summary["seconds"] / summary["steps"]),
-            "examples/s": f"{summary['examples_per_second']:,.4g}",
-            "replicas equal": "yes" if summary["replicas_equal"] else "no",
-            "scheme, optimizer": f"{summary['scheme']}, {summary['optimizer']}",
-        }
-        rows.append({head: cell for head, cell in cells.items() if accurate or head != "accuracy"})
-    return Grid([*rows[0]], [[*row.values()] for row in rows])
 
 
 def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:

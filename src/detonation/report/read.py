@@ -17,7 +17,6 @@ from detonation.report.words import printable
 
 FILES = ("metrics.jsonl", "summary.json", "config.toml", "environment.json", "plan.json")
 """The raw data of a run; the last two may be missing."""
-_MAKE = "make one with detonation train RECIPE.toml --out DIR"
 _SHARED_PREFIX = 12
 """Run names that share at least so many characters at the beginning are shown without them."""
 _STEP = ("bytes_sent", "loss", "seconds", "step")
@@ -158,15 +157,15 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def _require_finished_run(directory: Path) -> None:
     """Raises `ValueError`, with the remedy, unless `directory` holds a finished run."""
-    if not directory.is_dir():
-        found = "is a file" if directory.exists() else "does not exist"
-        remedy = "give the directory of a run, which detonation train names in its last line"
-    elif all((directory / name).is_file() for name in FILES[:3]):
+    if all((directory / name).is_file() for name in FILES[:3]):
         return
-    elif inner := len([*directory.glob("*/summary.json")]):
+    if inner := len([*directory.glob("*/summary.json")]):
         found, remedy = f"holds {inner} runs, not one", f"detonation report {directory}/*/"
     elif not (directory / "config.toml").is_file():
-        found, remedy = "holds no finished run" if any(directory.iterdir()) else "is empty", _MAKE
+        found, remedy = (
+            "holds no finished run",
+            "give the directory of one, which detonation train names in its last line",
+        )
     elif not (directory / "metrics.jsonl").exists():
         found = "holds a run without its metrics"
         remedy = "without a shared file system metrics and summary are on the node of rank 0: run report there"

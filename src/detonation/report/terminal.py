@@ -16,6 +16,8 @@ from detonation.report.words import duration, factor, less_text, loss_text, prin
 HEADS = ("scheme and optimizer", "to the loss", "step", "waiting", "sent per step", "loss to the baseline")
 """Of a plan; the last is AdamW with full synchronisation, or the optimizer that must stay."""
 MORE_HEADS = (*HEADS, "sent per day", "state per rank", "measured on")
+RESULTS = ("scheme, optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
+"""Titles of the table of several runs, after that of their names."""
 _SHOWN = 5
 """Rows of a plan; --all, --json and the page have all of them."""
 _WIDTH, _WIDE = 100, 180
@@ -72,27 +74,31 @@ def show(summary: dict[str, Any], notes: Iterable[str], stream: IO[str]) -> None
 
 
 def show_all(summaries: Sequence[dict[str, Any]], notes: Iterable[str], stream: IO[str]) -> None:
-    """Prints several runs in one table, one row per run, and `notes`. The run with the lowest loss is marked.
-
-    A run that failed has a row and a line with its error.
-    """
-    console = PlainConsole(stream)
-    losses = [loss for loss in (summary.get("val_loss") for summary in summaries) if loss is not None]
-    lowest = min(filter(isfinite, losses), default=None)
-    rows, failed = [], []
-    for summary in summaries:
-        head = (Path(summary["directory"]).name, summary["optimizer"])
-        if "error" in summary:
-            rows.append((*head, "diverged" if summary["diverged"] else "failed", *["-"] * 4))
-            failed.append(f"{head[0]}: {summary['error']}")
-            continue
-        loss, sent = summary.get("val_loss"), summary["bytes_sent_per_step"]
-        marked = f"{loss_text(loss)}{' (lowest)' if loss is not None and loss == lowest else ''}"
-        step, equal = duration(summary["median_step_seconds"]), "yes" if summary["replicas_equal"] else "no"
-        rows.append((*head, marked, size_text(sent), factor(summary["reduction"]), step, equal))
-    titles = ("optimizer", "validation loss", "sent per step", "less", "step time", "replicas equal")
-    console.table([Column("run", overflow="fold"), *titles], rows)
+    """Prints several runs in one table, one row per run, the errors of those that failed, and `notes`."""
+    console, names = PlainConsole(stream), [Path(summary["directory"]).name for summary in summaries]
+    rows = ((name, *row) for name, row in zip(names, results(summaries), strict=True))
+    console.table([Column("run", overflow="fold"), *RESULTS], rows)
+    failed = [f"{name}: {run['error']}" for name, run in zip(names, summaries, strict=True) if "error" in run]
     console.lines([*failed, *notes])
+
+
+def results(summaries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The texts of a table of several runs, below `RESULTS`; the lowest loss is marked, and a failed run has none."""
+    losses = [summary["val_loss"] for summary in summaries if summary.get("val_loss") is not None]
+    lowest = min(filter(isfinite, losses), default=None)
+    rows: list[tuple[str, ...]] = []
+    for summary in summaries:
+        trained = f"{summary['scheme']}, {summary['optimizer']}"
+        if "error" in summary:
+            rows.append((trained, "diverged" if summary["diverged"] else "failed", *["-"] * 4))
+            continue
+        loss, step_s = summary["val_loss"], summary["median_step_seconds"]
+        text = loss_text(loss) + (f", {summary['val_accuracy']:.1%} right" if "val_accuracy" in summary else "")
+        text += " (lowest)" if loss is not None and loss == lowest else ""
+        equal = "yes" if summary["replicas_equal"] else "no"
+        sent, less = size_text(summary["bytes_sent_per_step"]), factor(summary["reduction"])
+        rows.append((trained, text, sent, less, duration(step_s), equal))
+    return rows
 
 
 def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

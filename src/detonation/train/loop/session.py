@@ -7,15 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from detonation.choices import find_function
+from detonation.choices import find_function, plain_types
 from detonation.cluster.mesh import checkpoint_activations, compile_layers, init_mesh, shard, slow_axis_backend
 from detonation.cluster.network.throttled import ThrottledCommunicator
 from detonation.cluster.survive.elastic_axis import elastic, place
@@ -35,8 +34,6 @@ from detonation.train.loop.world import ElasticRanks, Ranks, Waits, World, requi
 from detonation.train.recipe import optimizers
 from detonation.train.recipe.schema import Choice, Config, LevelConfig, TrainConfig, require
 from detonation.train.recipe.tables import REPLICATE
-
-_PLAIN: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: ""}
 
 
 @dataclass(frozen=True)
@@ -229,12 +226,8 @@ def check_types(key: str, function: Callable[..., object], arguments: Mapping[st
     except NameError:  # annotations of another package that only a type checker can resolve
         return
     for name, value in arguments.items():
-        plain = set(get_args(hints.get(name))) or {hints.get(name)}
-        if not plain <= set(_PLAIN):
-            continue
-        accepted = plain | ({int} if float in plain else set())
-        names = " or ".join(sorted(_PLAIN[kind] for kind in plain if kind is not NoneType))
-        require(type(value) in accepted, f"{key}.{name}", value, names)
+        if allowed := plain_types(value, hints.get(name)):
+            require(False, f"{key}.{name}", value, allowed)
 
 
 def scheduler(session: Session, done: int) -> LambdaLR:

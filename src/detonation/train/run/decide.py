@@ -16,11 +16,10 @@ from detonation.cluster.network.profile import Step
 from detonation.core.link.link import Link
 from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.advice import advise, row, why
 from detonation.plan.auto import PROBE_S, world_link
 from detonation.plan.cost import Network, Work, changed, spelled
 from detonation.plan.losses import GOAL_STEPS, Goal, task_of, trained_by
-from detonation.plan.search import BUDGET, Candidate, Option, check_budget, options, settings
+from detonation.plan.search import BUDGET, Candidate, Option, advise, check_budget, options, row, settings, why
 from detonation.train.loop.session import Session, check_config, check_levels, scheme_of, start_session
 from detonation.train.loop.timing import forward_backward, optimizer_step
 from detonation.train.output import directory
@@ -104,11 +103,10 @@ class Asked:
 
 def trained(candidates: Mapping[str, Config]) -> dict[str, Candidate]:
     """Each scheme that may be chosen, with the optimizer that the recipe trains it with."""
-    found = {}
-    for name, config in candidates.items():
-        optimizer = trained_by(config.optimizer.name, config.optimizer.arguments)
-        found[name] = (scheme_of(config.levels[-1]), optimizer)
-    return found
+    return {
+        name: (scheme_of(config.levels[-1]), trained_by(config.optimizer.name, config.optimizer.arguments))
+        for name, config in candidates.items()
+    }
 
 
 def goal_of(config: Config, work: Work, optimizer: str | None = None) -> Goal:

@@ -13,10 +13,9 @@ from detonation.cluster.network.profile import Compute, Profile
 from detonation.core.link.link_speed import LinkSpeed
 from detonation.core.schemes.registry import SCHEMES, scheme
 from detonation.core.schemes.scheme import Scheme
-from detonation.plan.advice import advise
 from detonation.plan.cost import Network, Work, changed
 from detonation.plan.losses import GOAL_STEPS, Goal, optimizers, trained_by
-from detonation.plan.search import Candidate, options, pairs
+from detonation.plan.search import Candidate, advise, options, pairs
 from detonation.train.recipe.schema import Config, require
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _settings(layers: "Layers | None") -> Callable[[Scheme], Mapping[str, object
 
 def _network(question: Question, profile: Profile | None, config: Config | None) -> Network:
     if profile is not None:
-        return Network.of_profile(profile)
+        return Network(profile.replicas, profile.shards, profile.axes["replicate"].operations)
     assert question.link is not None
     asked = (2 if question.replicas is None else question.replicas, 1 if question.shards is None else question.shards)
     replicas, shards = (config.mesh.replicas, config.mesh.shards) if config else asked
