@@ -1,7 +1,6 @@
 """The command `detonation`: parse, call, print."""
 
 import contextlib
-import io
 import json
 import os
 import select
@@ -17,17 +16,10 @@ from detonation.cli.verbs import VERBS, explain, fail
 from detonation.report.words import printable
 from detonation.version import __version__
 
-_SHELLS = {
-    "bash": '_detonation() { _tyro_detonation; [[ -n "${COMPREPLY[*]}" ]] || COMPREPLY=(); }\n'
-    "complete -o default -F _detonation detonation",
-    "zsh": "",
-    "fish": "complete --command detonation --condition 'test (count (commandline -opc)) -gt 1' --force-files",
-}
-"""What follows tyro's script of a shell, so that file names are offered where nothing else fits; zsh needs a marker."""
 _INTERFACE: dict[str, Any] = {
     "prog": "detonation",
     "description": "Train PyTorch models over slow links: sharded inside a node, compressed between nodes.\n\n"
-    "--version prints all versions, for a bug report; --completion bash|zsh|fish a script for the shell.",
+    "--version prints all versions, for a bug report.",
     "config": (FlagCreatePairsOff,),
 }
 """The look of the verbs, as tyro takes it."""
@@ -35,6 +27,7 @@ _GONE = {
     "replay": "say detonation follow DIR",
     "recipes": "say detonation train, which lists them, and detonation train NAME --print",
     "env": "say detonation --version",
+    "--completion": "say detonation --tyro-print-completion bash, zsh or fish",
     "simulate --profile": "say detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
     "plan --shard-nodes": "the tutorial larger-than-a-node has the bytes and the memory of a shard wire by formula",
     "report --plan": "detonation plan prints it, and that of scheme auto is in plan.json of the run",
@@ -64,8 +57,6 @@ def _command(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name == "--version":
         return _print_versions("--json" in arguments)
-    if name == "--completion":
-        return _print_completion(" ".join(arguments[1:]))
     for gone in (name, *(f"{name} {flag.partition('=')[0]}" for flag in arguments)):
         if gone in _GONE:
             return fail(f"detonation {gone} is gone: {_GONE[gone]}", 2, "--json" in arguments)
@@ -93,17 +84,6 @@ def _print_versions(as_json: bool) -> int:
 
     found = environment()
     print(json.dumps(found) if as_json else "\n".join(map(printable, environment_lines(found))))
-    return 0
-
-
-def _print_completion(shell: str) -> int:
-    """Prints tyro's script, which offers file names where it would offer nothing."""
-    if shell not in _SHELLS:
-        return fail(f"--completion takes {', '.join(_SHELLS)}, not {shell!r}", 2, False)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        tyro.cli(verbs(), args=["--tyro-print-completion", shell], **_INTERFACE)
-    nothing = "words, current_index, COMPLETION_SPEC)"
-    print(printed.getvalue().replace(nothing, f"{nothing} or ['__TYRO_COMPLETE_FILES__']") + _SHELLS[shell])
     return 0
 
 
