@@ -16,17 +16,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from commands import RECIPE, free_port, write_recipe
+from commands import free_port, write_recipe
 from covering import covered
 from detonation.cli.command import run_command
 from detonation.cluster.network.simulated import simulate_replicas
-from detonation.train.loop.timing import flops
 from detonation.train.output import screen as screens
 from detonation.train.output import trackers
 from detonation.train.output.metrics import Portion, Record, log_line, read_metrics
 from detonation.train.output.screen import Gauges
 from detonation.train.run import recorder
-from detonation.train.verbs.simulate import Simulation, simulate, virtual
+from detonation.train.verbs.simulate import virtual
 from limits import LIMIT_S
 from terminal import Terminal
 
@@ -138,11 +137,11 @@ def test_the_time_left_is_that_of_the_steps_after_the_first_which_sets_up():
 
 
 def test_a_line_says_how_fast_how_full_and_how_long():
-    latest = Record(40, 2.0, 1e-3, 0.5, 1_000_000, grad_norm=0.5, memory=31 * 10**9, mfu=0.414)
+    latest = Record(40, 2.0, 1e-3, 0.5, 1_000_000, grad_norm=0.5, memory=31 * 10**9)
     line = log_line([record(39, seconds=1.5), latest], 100, 8_000_000, Portion(4096, "tokens"))
     assert line == (
         "step  40/100  loss 2.0000  lr 1.00e-03  grad norm 0.5  sent 1.0 MB/step (x8.0 less)"
-        "  1 s/step  4,096 tokens/s  MFU 41%  31.0 GB  60 s left"
+        "  1 s/step  4,096 tokens/s  31.0 GB  60 s left"
     )
 
 
@@ -198,30 +197,6 @@ def test_one_that_came_in_goes_on_with_the_records_of_those_before_it(tiny, tmp_
     assert written == came.records and [each.step for each in written] == [*range(1 if shared else 21, last + 2)]
     assert [each.loss for each in written if each.step in own] == [3.0] * len(own)
     assert opened == [last] and started == [20, last]
-
-
-def test_a_step_that_a_replica_sits_out_is_no_use_of_its_device(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "peak_flops", lambda device: 1e12)
-    kept, session = recorded(tiny("train.log_every=3"), tmp_path, done=0)
-    session.world.rank = 0
-    kept.take_over()
-    for step, taking in enumerate((2, 1, 1, 2, 2, 2), 1):
-        kept.add(record(step, seconds=0.5, taking=taking))
-    kept.close()
-    once = flops(session) / 1e12
-    assert [each.mfu for each in kept.records] == [None, None, 2 * once / 1.5, None, None, 3 * once / 1.5]
-
-
-def test_the_share_of_the_peak_is_that_of_the_arithmetic_of_a_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recorder, "peak_flops", lambda device: 1e12)
-    recipe = write_recipe(tmp_path / "tiny.toml")
-    summary = simulate(Simulation(recipe, out=tmp_path / "run"))
-    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    tokens = RECIPE["train"]["batch_size"] * RECIPE["data"]["context"]
-    # one product forward and two backward with every weight but those of embedding and norms
-    matrices = summary["num_parameters"] - (256 + 5) * RECIPE["model"]["hidden_size"]
-    assert last.mfu * last.seconds * 1e12 == pytest.approx(6 * tokens * matrices)
-    assert " MFU " in capsys.readouterr().out and "mfu" in summary
 
 
 class Typed:

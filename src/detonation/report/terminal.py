@@ -125,7 +125,7 @@ def run_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("validation accuracy", f"{summary['val_accuracy']:.1%}" if "val_accuracy" in summary else ""),
         ("BLEU", f"{summary['val_bleu']:.2f}" if "val_bleu" in summary else ""),
         ("time in steps", time),
-        ("throughput", speed + if_there("mfu", ", MFU {:.0%}")),
+        ("throughput", speed),
         ("waiting", _waits(summary)),
         ("local steps", f"{shown} per round of replicas 0 to {len(counts) - 1}" if counts else ""),
         ("peak memory", f"{size_text(summary['peak_memory'])} on a rank" if "peak_memory" in summary else ""),

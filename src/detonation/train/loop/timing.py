@@ -1,4 +1,4 @@
-"""The time and the arithmetic of a recipe's training step on this machine, without the network."""
+"""The time of a recipe's training step on this machine, without the network."""
 
 import statistics
 import time
@@ -6,15 +6,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import slowest
 from detonation.cluster.network.profile import Step
 from detonation.core.optimizer.replicate import replicate
-from detonation.data import batches
-from detonation.models import build_model
 from detonation.train.loop.fit import backward
 from detonation.train.loop.session import Session, scheme_of
 from detonation.train.recipe import optimizers
@@ -53,24 +49,6 @@ def optimizer_step(session: Session, config: Config) -> Step | None:
 
     last = scheme.round.every - 1
     return Step(at(last), at(last - 1) if last else 0.0)
-
-
-def flops(session: Session) -> int | None:
-    """Floating-point operations of matrix products and attention, forward and backward, in a step of one rank.
-
-    They are counted on shapes alone, beside the run. None for a model that cannot run without values.
-    """
-    config, train = session.config, session.config.train
-    examples = next(iter(batches(session.data.validation, train.batch_size, train.batch_size)))  # of the same shapes
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), session.device, FlopCounterMode(display=False) as counter:
-            model = build_model(config.model.name, config.model.arguments)
-            model(
-                **{key: torch.empty_like(value, device=session.device) for key, value in examples.items()}
-            ).loss.backward()
-    except Exception:  # any model may be here: a figure on the screen must not stop its run
-        return None
-    return int(counter.get_total_flops()) * train.accumulate
 
 
 def _times(function: Callable[[], object]) -> list[float]:
