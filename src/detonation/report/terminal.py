@@ -40,6 +40,10 @@ class PlainConsole(Console):
             raise
         discard(self.file)
 
+    def show_cursor(self, show: bool = True) -> bool:
+        """Called by rich around a bar; a process that is killed would leave a terminal without a cursor."""
+        return False
+
     def lines(self, texts: Iterable[str]) -> None:
         """Prints each text as one line; names in it may come from elsewhere."""
         for text in texts:
