@@ -120,7 +120,7 @@ class Trained:
         from detonation.cluster.processes.signals import Stop
         from detonation.plan.cost import Work, cost
         from detonation.train.loop.fit import fit
-        from detonation.train.loop.timing import forward_backward, optimizer_step
+        from detonation.train.run.decide import forward_backward, optimizer_step
         from detonation.train.recipe.sizes import shard_shapes
 
         compute_s, _ = forward_backward(probed)

@@ -19,7 +19,7 @@ SHORT = ["--set", "train.steps=2", "train.validation_batches=1", "model.layers=1
 
 def test_sixteen_replicas_in_one_process_and_their_report(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run_command(["simulate", QUICK, "--replicas", "16", "--total-batch", "16", *SHORT, "--json"]) == 0
+    assert run_command(["simulate", QUICK, "--replicas", "16", *SHORT, "train.batch_size=1", "--json"]) == 0
     printed = capsys.readouterr()
     summary = json.loads(printed.out)
     assert (summary["replicas"], summary["shards"], summary["replicas_equal"]) == (16, 1, True)
@@ -33,7 +33,6 @@ def test_sixteen_replicas_in_one_process_and_their_report(capsys, monkeypatch, t
     ("arguments", "line"),
     [
         (["--replicas", "0"], "mesh.replicas is 0, but must be at least 1"),
-        (["--replicas", "3", "--total-batch", "32"], "--total-batch is 32, but must be a multiple of 3"),
         (["--set", "mesh.shards=2"], "mesh.shards is 2, but must be 1 in a simulation"),
         (["--set", "scheme.name=demi"], "unknown scheme 'demi', did you mean 'demo'?"),
         (["--set", "scheme.topk=64", "scheme.precision=fp32"], "demo with topk=64"),

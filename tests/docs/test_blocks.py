@@ -66,7 +66,7 @@ def test_a_command_line_in_the_text_is_one_that_detonation_takes(page, span):
     tyro.cli(Verb, args=shlex.split(span))
 
 
-SMALL = {"--steps": "4", "--stop-after": "2", "--checkpoint-every": "2", "--total-batch": "8", "--replicas": "2"}
+SMALL = {"--steps": "4", "--stop-after": "2", "--checkpoint-every": "2", "--replicas": "2"}
 SETS = ["train.steps=4", "train.validation_batches=1", "model.layers=1", "model.hidden_size=32"]
 RUN = sorted({block.page for block in all_blocks("bash") if not block.not_run})
 

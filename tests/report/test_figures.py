@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from detonation.report import figures
 from detonation.report.figures import buckets, charts
-from detonation.report.page import tiles, what_differs, write_page
+from detonation.report.page import what_differs, write_page
 from detonation.report.read import read_all
 from made import made
 
@@ -89,7 +89,7 @@ def test_the_page_gives_rates_per_step_node_and_second(tmp_path):
     (run / "config.toml").write_text('[mesh]\nlink = "100mbit,5ms"\n')
     text = write_page([run]).read_text()
     assert "over an emulated link of 100mbit,5ms" in text
-    for phrase in ("sent per step, x33.3 less than full", "120.0 kB per step", "examples per second"):
+    for phrase in ("<b>x33.3</b><span>reduction", "<b>120.0 kB per step</b><span>sent per replica", "examples/s"):
         assert phrase in text
     assert not re.findall(r"\d \w+ a (?:step|node|second)|sent a step", text)
 
@@ -114,7 +114,7 @@ def test_waiting_for_the_slowest_replica_is_a_part_of_its_own_and_no_compute(tmp
     axes = Figure().add_subplot()
     chart.draw(axes)
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.02, 0.01, 0.06, 0.01])
-    assert "100 ms, 70% waiting" in texts(axes) and ("70.0%", "of the time waiting for others") in tiles(run)
+    assert "100 ms, 70% waiting" in texts(axes)
 
 
 def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
@@ -124,4 +124,4 @@ def test_a_run_from_before_it_was_measured_has_the_other_parts(tmp_path):
     assert chart.keys[2].colour == figures.PART_COLOURS[3]
     axes = Figure().add_subplot()
     chart.draw(axes)
-    assert "100 ms, 10% waiting" in texts(axes) and ("10.0%", "of the time waiting for others") in tiles(run)
+    assert "100 ms, 10% waiting" in texts(axes)

@@ -16,7 +16,7 @@ from detonation.core.link.handshake import Mismatch
 from detonation.core.link.link import Link
 from detonation.train.loop.fit import NonFiniteLoss
 from detonation.train.output import metrics
-from detonation.train.verbs.simulate import Simulation, batch_share, simulate, train_virtual, virtual
+from detonation.train.verbs.simulate import Simulation, simulate, train_virtual, virtual
 
 EXACT = {
     "full": ["scheme.name=full"],
@@ -86,16 +86,6 @@ def test_sixteen_replicas_agree_and_their_memories_do_not(tiny):
     assert len(set(fingerprints)) == 1 and all(equal) and len(set(memories)) == 16
 
 
-def test_a_total_batch_is_shared_and_validated_on_as_many_examples(tiny):
-    config = tiny("mesh.replicas=8", "train.batch_size=4", "train.validation_batches=4", "train.accumulate=2")
-    shared = batch_share(config, 32)
-    assert (shared.train.batch_size, shared.train.validation_batches) == (2, 8)
-    with pytest.raises(ValueError, match=r"--total-batch is 24, but must be a multiple of 16 \(replicas x train.acc"):
-        batch_share(config, 24)
-    with pytest.raises(ValueError, match=r"--total-batch is 0, .* at least 16"):
-        batch_share(config, 0)
-
-
 @pytest.fixture
 def recipe(tmp_path):
     """A small recipe as a file."""
@@ -115,7 +105,7 @@ def recipe(tmp_path):
 
 def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
     out = tmp_path / "run"
-    summary = simulate(Simulation(recipe, ("train.steps=5",), replicas=4, total_batch=8, out=out, to_stderr=True))
+    summary = simulate(Simulation(recipe, ("train.steps=5", "train.batch_size=2"), replicas=4, out=out, to_stderr=True))
     assert (summary["replicas"], summary["shards"], summary["steps"], summary["simulated"]) == (4, 1, 5, True)
     assert json.loads((out / "summary.json").read_text()).items() <= summary.items()
     records = metrics.read_metrics(out / "metrics.jsonl")
@@ -131,11 +121,10 @@ def test_a_simulation_leaves_a_run_directory(recipe, tmp_path):
         ({"overrides": ("mesh.link=10mbit,5ms",)}, "mesh.link is '10mbit,5ms', but must be '' in a simulation"),
         ({"replicas": 0}, "mesh.replicas is 0, but must be at least 1"),
         ({"replicas": 100_000}, "there are"),
-        ({"replicas": 3, "total_batch": 4}, "--total-batch is 4, but must be a multiple of 3"),
         ({"overrides": ("scheme.topk=32",)}, "full synchronisation sends"),
         ({"overrides": ("scheme.name=demi",)}, "demi"),
     ],
-    ids=["shards", "link", "none", "too-many", "total", "larger-than-dense", "scheme"],
+    ids=["shards", "link", "none", "too-many", "larger-than-dense", "scheme"],
 )
 def test_bad_input_is_refused_before_anything_is_written(recipe, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

@@ -140,8 +140,6 @@ class Simulate(Shortcuts):
 
     replicas: Integer = None
     """Copies of the model; the recipe's when left out."""
-    total_batch: Integer = None
-    """Examples per step of all replicas; train.batch_size each when left out."""
     out: Directory = None
     """Run directory; runs/<recipe>-<scheme>-<replicas>-<time> when left out."""
 

@@ -29,6 +29,7 @@ _GONE = {
     "env": "say detonation --version",
     "--completion": "say detonation --tyro-print-completion bash, zsh or fish",
     "simulate --profile": "say detonation plan RECIPE --link RATE --replicas INT --step-time SECONDS",
+    "simulate --total-batch": "say --set train.batch_size=..., the examples of each replica",
     "plan --shard-nodes": "the tutorial larger-than-a-node has the bytes and the memory of a shard wire by formula",
     "report --plan": "detonation plan prints it, and that of scheme auto is in plan.json of the run",
 }

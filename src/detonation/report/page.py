@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from detonation.report.figures import PAPER, charts, keys
-from detonation.report.read import Run, agreeing_s, read_all
+from detonation.report.read import Run, read_all
 from detonation.report.terminal import RESULTS, results, run_rows
-from detonation.report.words import duration, less_text, loss_text, size_text
 from detonation.whole_files import write_whole
 
 _EXTRA = "report.html was not written: it needs matplotlib, pip install 'detonation-torch[plots]'"
 _MOST_REPLICAS = 16
+_TILES = (
+    *("validation loss", "validation accuracy", "BLEU", "sent per replica", "reduction", "throughput"),
+    *("waiting", "replicas equal"),
+)
+"""The numbers of one run that stand at the top of its page."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def _page_html(runs: Sequence[Run]) -> str:
     from markupsafe import Markup
 
     first, single = runs[0], len(runs) == 1
+    numbers = run_rows(first.summary)
     (loss, costs), rows = charts(runs), results([run.summary for run in runs])
     named = Markup('<span class="name"><img class="key" alt="" src="{}"><span>{}</span></span>')
     names = [named.format(key.image(), run.name) for run, key in zip(runs, keys(runs), strict=True)]
@@ -71,8 +76,8 @@ def _page_html(runs: Sequence[Run]) -> str:
         title=first.name if single else f"{len(runs)} runs",
         subtitle=subtitle(runs),
         runs=runs,
-        tiles=tiles(first) if single else [],
-        numbers=Grid([], run_rows(first.summary)) if single else None,
+        tiles=[(text, label) for label, text in numbers if label in _TILES] if single else [],
+        numbers=Grid([], numbers) if single else None,
         results=None if single else Grid(["", *RESULTS], [[name, *row] for name, row in zip(names, rows, strict=True)]),
         loss=loss,
         costs=costs,
@@ -106,25 +111,6 @@ def subtitle(runs: Sequence[Run]) -> str:
         "virtual replicas in one process" if first.get("simulated") and "simulated" in same else "",
     ]
     return " · ".join(part for part in parts if part)
-
-
-def tiles(run: Run) -> list[tuple[str, str]]:
-    """The main results of one run, each with its label."""
-    summary = run.summary
-    waited = sum(record["waited_s"] + agreeing_s(record) for record in run.records) if run.timed else None
-    less = less_text(summary["reduction"])
-    unit = "tokens" if "tokens_per_second" in summary else "examples"
-    sent = f"sent per step{f', {less}' if less else ''}{' than full' if less.endswith('less') else ''}"
-    return [
-        (loss_text(summary["val_loss"]), "validation loss"),
-        *([(f"{summary['val_accuracy']:.1%}", "validation accuracy")] if "val_accuracy" in summary else []),
-        *([(f"{summary['val_bleu']:.2f}", "BLEU")] if "val_bleu" in summary else []),
-        (size_text(summary["bytes_sent_per_step"]), sent),
-        (duration(summary["seconds"] / summary["steps"]), "per step, on average"),
-        *([(f"{waited / summary['seconds']:.1%}", "of the time waiting for others")] if waited is not None else []),
-        (f"{summary[f'{unit}_per_second']:,.4g}", f"{unit} per second"),
-        ("equal" if summary["replicas_equal"] else "not equal", "replicas at the end, bit for bit"),
-    ]
 
 
 def waits_grid(found: Mapping[str, Any] | None) -> Grid | None:

@@ -83,7 +83,9 @@ def _write_model(config: Config, source: Elastic, out: Path) -> tuple[int, bool]
     """Writes a recipe's model and tokenizer; returns the number of parameters, and True for a model of transformers."""
     with torch.device("meta"):
         planned = weights(build_model(config.model.name, config.model.arguments))
-    parts = {name: source.agreed(f"{_MODEL}{name}", _box(tensor)) for name, tensor in planned.items()}
+    # a parameter may be cut; a buffer is whole on every shard
+    boxes = {name: Box.of(each) if isinstance(each, torch.nn.Parameter) else None for name, each in planned.items()}
+    parts = {name: source.agreed(f"{_MODEL}{name}", box) for name, box in boxes.items()}
     random = {key: value for key, value in config.model.arguments.items() if key != "pretrained"}
     model: Any = build_model(config.model.name, random)
     tokenizer = tokenizer_of(config.data.name, config.data.arguments)
@@ -116,8 +118,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _box(tensor: torch.Tensor) -> Box | None:
-    """A parameter may be cut; a buffer is whole on every shard."""
-    return Box.of(tensor) if isinstance(tensor, torch.nn.Parameter) else None

@@ -35,16 +35,11 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation that a user asks for; the fields are named like the flags of `detonation simulate`.
-
-    Args:
-        total_batch: Examples per step over all replicas; `train.batch_size` for each replica when None.
-    """
+    """A simulation that a user asks for; the fields are named like the flags of `detonation simulate`."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()
     replicas: int | None = None
-    total_batch: int | None = None
     out: Path | None = None
     to_stderr: bool = False
 
@@ -81,7 +76,7 @@ def simulate(request: Simulation) -> Table:
 
 
 def configured(request: Simulation) -> Config:
-    """The whole configuration: replicas of one shard, and the batch of each where a total is given."""
+    """The whole configuration, of replicas of one shard."""
     shards = parse_sets(request.overrides).get("mesh", {}).get("shards", 1)
     require(shards == 1, "mesh.shards", shards, "1 in a simulation, where each replica is whole")
     mesh = {"replicas": request.replicas, "shards": 1}
@@ -91,17 +86,7 @@ def configured(request: Simulation) -> Config:
     require(len(config.levels) == 1, "scheme", config.schemes, "one level in a simulation")
     require(not config.mesh.link, "mesh.link", config.mesh.link, "'' in a simulation, where nothing is sent")
     require(not config.train.balance, "train.balance", True, "False in a simulation, whose replicas compute in turns")
-    return check_config(config if request.total_batch is None else batch_share(config, request.total_batch))
-
-
-def batch_share(config: Config, total: int) -> Config:
-    """`config` with a `batch_size` that makes `total` examples per step, validated on as many examples as before."""
-    train, parts = config.train, config.mesh.replicas * config.train.accumulate
-    allowed = f"a multiple of {parts} (replicas x train.accumulate), at least {parts}"
-    require(total >= parts and total % parts == 0, "--total-batch", total, allowed)
-    size = total // parts
-    batches = -(-train.batch_size * train.validation_batches // size)
-    return replace(config, train=replace(train, batch_size=size, validation_batches=batches))
+    return check_config(config)
 
 
 def virtual(config: Config, communicator: SimulatedCommunicator) -> Session:
