@@ -45,20 +45,15 @@ class Key:
     dash: str = ""
     marker: str = ""
 
-    def line(self, **more: Any) -> Any:
-        """The entry as an artist of matplotlib."""
+    def artist(self) -> Any:
+        """The entry for matplotlib."""
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
 
         if not self.dash:
             return Patch(color=self.colour, label=self.text)
-        look: dict[str, Any] = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markersize": 5}
-        return Line2D(**{"xdata": [], "ydata": [], "label": self.text, **look, **more})
-
-    def image(self) -> str:
-        """The line with its marker as the address of an image, for a name in a table."""
-        line = self.line(xdata=[0, 0.5, 1], ydata=[0.5] * 3, markevery=[1], markersize=7)
-        return _image(lambda figure: figure.add_artist(line), 0.42, 0.14)
+        look: dict[str, Any] = {"linestyle": self.dash, "marker": self.marker, "markersize": 5}
+        return Line2D([], [], color=self.colour, label=self.text, **look)
 
 
 _Curve = tuple[Run, Key, list[float]]
@@ -69,7 +64,6 @@ class Chart:
     """A figure.
 
     Args:
-        name: Of its file, without suffix.
         note: Explains how to read it.
         keys: Entries of the legend.
         draw: Draws into matplotlib axes.
@@ -84,13 +78,16 @@ class Chart:
     height: float = _HEIGHT
 
     def image(self) -> str:
-        """The figure, 240 dots per inch, as the address of an image that holds it."""
+        """The figure, 240 dots per inch, as the `data:` address of its PNG."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
         longest = max((len(key.text) for key in self.keys), default=0)
         columns = 1 if longest > 20 else 4 if longest < 8 else 2
         legend = 0.12 + 0.19 * ceil(len(self.keys) / columns) if self.keys else 0.0
-        height = self.height + legend + 0.28
-
-        def fill(figure: Any) -> None:
+        height, file = self.height + legend + 0.28, io.BytesIO()
+        with matplotlib.rc_context(_STYLE):
+            figure = Figure(figsize=(_WIDTH, height))
             axes = figure.add_subplot()
             self.draw(axes)
             # Fixed margins in inches: an automatic layout costs more than the drawing.
@@ -98,23 +95,10 @@ class Chart:
             figure.subplots_adjust(right=0.955, bottom=bottom / height, top=1 - 0.4 / height)
             figure.suptitle(self.title, x=0.03, y=1 - 0.09 / height, ha="left", fontsize=11.5, fontweight="bold")
             if self.keys:
-                handles = [key.line() for key in self.keys]
+                handles = [key.artist() for key in self.keys]
                 figure.legend(handles=handles, loc="lower left", ncols=columns, borderaxespad=0.2)
-
-        return _image(fill, _WIDTH, height)
-
-
-def _image(fill: Callable[[Any], None], width: float, height: float) -> str:
-    """A figure in the style that all share, as a `data:` address of its PNG."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    file = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height))
-        fill(figure)
-        figure.savefig(file, format="png", dpi=240, facecolor=PAPER, metadata={"Software": None})
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            figure.savefig(file, format="png", dpi=240, facecolor=PAPER, metadata={"Software": None})
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def keys(runs: Sequence[Run]) -> list[Key]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detonation.report.figures import PAPER, charts, keys
+from detonation.report.figures import PAPER, charts
 from detonation.report.read import Run, read_all
 from detonation.report.terminal import RESULTS, results, run_rows
 from detonation.whole_files import write_whole
@@ -65,13 +65,10 @@ def try_write(directories: Sequence[Path], out: Path | None = None) -> str:
 
 def _page_html(runs: Sequence[Run]) -> str:
     """The page about `runs`: page.html, filled in."""
-    from markupsafe import Markup
-
     first, single = runs[0], len(runs) == 1
     numbers = run_rows(first.summary)
     (loss, costs), rows = charts(runs), results([run.summary for run in runs])
-    named = Markup('<span class="name"><img class="key" alt="" src="{}"><span>{}</span></span>')
-    names = [named.format(key.image(), run.name) for run, key in zip(runs, keys(runs), strict=True)]
+    names = [run.name for run in runs]
     return rendered(
         title=first.name if single else f"{len(runs)} runs",
         subtitle=subtitle(runs),
