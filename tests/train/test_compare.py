@@ -31,7 +31,7 @@ def test_schemes_are_run_one_after_another_and_shown_side_by_side(tmp_path, capf
     assert run_command(arguments) == 0
     again = capfd.readouterr()
     assert json.loads(again.out) == found and "step 2/2" not in again.err
-    assert "run 1 of 2: full\n" in printed.err and "run 2 of 2: random_sign; about " in printed.err
+    assert "run 1 of 2: full\n" in printed.err and "run 2 of 2: random_sign\n" in printed.err
     assert "by AdamW at lr 0.003, in " in printed.err
     assert "run 1 of 2" not in again.err
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from detonation.choices import unknown
+from detonation.choices import plain_types, unknown
 from detonation.train.recipe.optimizers import require_optimizer
 from detonation.train.recipe.schema import (
     Choice,
@@ -164,8 +164,6 @@ def _typed(kind: Any, setting: str, value: Any) -> Any:
         numbers = isinstance(value, list | tuple) and all(type(item) in (int, float) for item in value)
         require(numbers, setting, value, "a list of numbers")
         return tuple(map(float, value))
-    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), setting, value, names[kind])
-    return value
+    if allowed := plain_types(value, kind):
+        require(False, setting, value, allowed)
+    return float(value) if kind is float else value

@@ -16,7 +16,6 @@ from detonation.choices import make
 from detonation.cluster.network.loopback import LoopbackCommunicator
 from detonation.cluster.network.measure import probe_axis, slowest
 from detonation.cluster.network.profile import Step
-from detonation.core.link.link import Link
 from detonation.core.optimizer.replicate import replicate
 from detonation.core.schemes.registry import SCHEMES
 from detonation.core.schemes.scheme import Scheme
@@ -206,18 +205,14 @@ def _search(
         name = world.send_to_all(spelled(found[0].cost.scheme), device)[0]  # the first rank decides
         if name in steps:
             best = next(option for option in found if spelled(option.cost.scheme) == name)
-            _agree(world, candidates[name], device)
+            text = json.dumps(to_table(candidates[name]), sort_keys=True)
+            world.require_same({"chosen": text}, device, {})  # raises `Mismatch` on all ranks where one has another
             return best, found, work
         step = optimizer_step(session, candidates[name])
         if step is None:  # the optimizer refuses it
             del pairs[name]
         else:
             steps[name] = step
-
-
-def _agree(world: Link, config: Config, device: torch.device) -> None:
-    """Raises `Mismatch` on all ranks where one has another configuration of the choice."""
-    world.require_same({"chosen": json.dumps(to_table(config), sort_keys=True)}, device, {})
 
 
 def forward_backward(session: Session) -> tuple[float, float]:

@@ -59,8 +59,9 @@ def export(directory: Path, out: Path, trust_code: bool = False) -> dict[str, An
         numel, for_transformers = _write_state_dict(reader.shards(here[0]), source, out), False
     else:
         numel, for_transformers = _write_model(config, source, out)
+    os.umask(mask := os.umask(0))
     for file in out.iterdir():
-        file.chmod(0o666 & ~_umask())  # some libraries write through private temporary files
+        file.chmod(0o666 & ~mask)  # some libraries write through private temporary files
     mean = "" if manifest.alike or len(here) == manifest.replicas else f"{len(here)} of {manifest.replicas}"
     return {
         "exported": str(out),
@@ -112,9 +113,3 @@ def _write_state_dict(shards: Sequence[ShardReader], source: Elastic, out: Path)
     out.mkdir(parents=True, exist_ok=True)
     save_file({key.removeprefix(_MODEL): tensor.contiguous() for key, tensor in found.items()}, out / EXPORTED)
     return numel
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -56,7 +56,6 @@ def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | 
     """Measures in the world that a launcher started, or in one of its own; None on all ranks but the first.
 
     Args:
-        request: What to measure.
         fail: As in `train.run.start.run_training`.
 
     Raises:
