@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 _P = ParamSpec("_P")
@@ -61,6 +61,27 @@ def still_known(arguments: Any) -> Any:
         return arguments
     ahead = str(arguments.get("lookahead")) == "True" and str(arguments.get("delay")) != "0"
     return {name: value for name, value in arguments.items() if ahead or name != "lookahead"}
+
+
+def needs(module: str, extra: str) -> ModuleType:
+    """Imports an optional module; raises `ValueError` with the `extra` that installs it where it is missing.
+
+    >>> needs("json", "data").__name__
+    'json'
+    >>> needs("no_such_package", "data")
+    Traceback (most recent call last):
+    ValueError: this needs no_such_package: pip install 'detonation-torch[data]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise ValueError(f"this needs {package}: pip install 'detonation-torch[{extra}]'") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, of libraries that write many; its kind, where it says nothing."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def checks_keywords(kind: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -129,20 +150,13 @@ def plain_types(value: object, hint: Any) -> str:
 def find_function(kind: str, name: str, table: Mapping[str, Callable[..., _T]]) -> Callable[..., _T]:
     """The function called `name`: of `table`, or of a module that the name spells.
 
-    Args:
-        kind: The noun for errors, such as "model".
-        name: A key of `table`, or "package.module:function".
-        table: The functions of this library.
+    Raises `ValueError` for a name that is no key of `table`, nor "package.module:function"; `kind` is the noun for it.
 
-    Raises:
-        ValueError: The name does not exist; the message lists the valid ones.
-
-    Example:
-        >>> find_function("number", "math:floor", {"int": int})(2.5)
-        2
-        >>> find_function("number", "imt", {"int": int})
-        Traceback (most recent call last):
-        ValueError: unknown number 'imt', did you mean 'int'? Valid: int; or package.module:function
+    >>> find_function("number", "math:floor", {"int": int})(2.5)
+    2
+    >>> find_function("number", "imt", {"int": int})
+    Traceback (most recent call last):
+    ValueError: unknown number 'imt', did you mean 'int'? Valid: int; or package.module:function
     """
     if ":" in name:
         return imported(name)

@@ -221,9 +221,9 @@ def _plan(verb: of.Plan) -> dict[str, Any]:
 def _report(verb: of.Report) -> dict[str, Any]:
     from detonation.report.page import write_page
 
-    written = write_page(list(verb.directories), verb.out)
-    say(verb, f"report: {written}")
-    return {"report": str(written)}
+    page = str(write_page(verb.directories, verb.out))
+    say(verb, f"report: {page}")
+    return {"report": page}
 
 
 def _verify(verb: of.Verify) -> dict[str, Any]:

@@ -43,11 +43,7 @@ def dataset_function(task: str) -> Callable[..., Data]:
 
 
 def load_dataset(task: str, arguments: Mapping[str, Any]) -> Data:
-    """Makes a data set by the name of its task.
-
-    Args:
-        task: See `dataset_function`.
-        arguments: Of the task's function: `images`, `text` or `translation`.
+    """Makes a data set by the name of its task, with the arguments of `images`, `text`, `translation` or one's own.
 
     Raises:
         ValueError: Unknown task or argument, or a value out of range.

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from detonation.choices import needs
 from detonation.data import readers
 from detonation.data.dataset import Data
-from detonation.data.packages import check_source, locate, needs
+from detonation.data.packages import check_source, locate
 
 if TYPE_CHECKING:
     import numpy

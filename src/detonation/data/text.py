@@ -9,9 +9,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from detonation.choices import needs
 from detonation.data import labels, readers
 from detonation.data.dataset import Data
-from detonation.data.packages import check_source, locate, needs
+from detonation.data.packages import check_source, locate
 from detonation.data.tokens import all_ids, document_encoder, vocabulary
 
 PIECE = 8192
@@ -154,8 +155,6 @@ class TextStream:
         source: The name of the data, for errors.
         stream: Anything that iterates over rows, and that `split_dataset_by_node` can divide.
         column: The column of the text.
-        encode: Makes ids of a document.
-        context: Ids per block.
         held_out: Documents to leave out, wherever they occur.
     """
 

@@ -46,9 +46,7 @@ def image_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
 def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Builds a model by name, in training mode and with random weights.
 
-    Args:
-        name: See `model_function`.
-        arguments: Of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists them.
+    The arguments are those of the model's function: `olmo2`, `olmoe`, `t5`, `vit`, or as `transformers_model` lists.
 
     Raises:
         ValueError: Unknown name or argument, sizes that do not fit together, or a function that makes no module.

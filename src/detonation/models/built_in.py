@@ -1,18 +1,10 @@
 """Models of the package: language models (dense, and with experts), T5 and a vision transformer."""
 
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-
-def transformers_or_error() -> ModuleType:
-    """Imports transformers, which takes seconds; raises `ValueError` with the extra where it is missing."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError("models need transformers: pip install 'detonation-torch[models]'") from error
-    return transformers
+from detonation.choices import needs
 
 
 def checked(dropout: float, **sizes: int) -> int:
@@ -70,7 +62,7 @@ def olmo2(
     Reference: OLMo team, 2025, arXiv 2501.00656.
     """
     shared = _causal(vocab, hidden_size, layers, heads, feed_forward, dropout)
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     model: nn.Module = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(tie_word_embeddings=False, **shared))
     return model
 
@@ -131,7 +123,7 @@ def olmoe(
         raise ValueError(f"active {active} is above experts {experts}: a token goes to some of the experts")
     if balance < 0:
         raise ValueError(f"balance must be at least 0, not {balance}")
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     config = transformers.OlmoeConfig(
         num_experts=experts, num_experts_per_tok=active, router_aux_loss_coef=balance, **shared
     )
@@ -178,7 +170,7 @@ def t5(
     head_dim = checked(
         dropout, hidden_size=hidden_size, heads=heads, vocab=vocab, layers=layers, feed_forward=feed_forward
     )
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     config = transformers.T5Config(
         vocab_size=vocab, d_model=hidden_size, d_kv=head_dim, d_ff=feed_forward, num_layers=layers, num_heads=heads,
         feed_forward_proj="relu", dropout_rate=dropout,
@@ -237,7 +229,7 @@ def vit(
         raise ValueError(
             f"patch_size {patch_size} does not divide image_size {image_size}: the image is cut into whole patches"
         )
-    transformers = transformers_or_error()
+    transformers = needs("transformers", "models")
     config = transformers.ViTConfig(
         image_size=image_size, patch_size=patch_size, num_channels=channels, num_labels=classes,
         hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=feed_forward,
