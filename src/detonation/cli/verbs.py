@@ -110,9 +110,6 @@ def _train(verb: of.Train) -> dict[str, Any] | None:
     from detonation.train.run.request import Request
     from detonation.train.run.start import is_first, run_training
 
-    for flag, value in {"--checkpoint-every": verb.checkpoint_every, "--keep": verb.keep}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}, but must be at least 1")
     summary = run_training(requested(Request, verb), lambda error: explain(verb, error))
     if not is_first():
         return None

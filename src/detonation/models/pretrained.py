@@ -135,7 +135,8 @@ def _configured(name: str, settings: dict[str, Any], sizes: dict[str, int]) -> A
             config.to_dict(), **settings, **{key: size for key, size in sizes.items() if hasattr(config, key)}
         )
     except Exception as error:  # the configurations check types with errors of their own
-        raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {_last_line(error)}") from error
+        *_, last = str(error).strip().splitlines()
+        raise ValueError(f"{HUB_PREFIX}{name} does not take {settings}: {last.strip()}") from error
     text = config.get_text_config()
     if isinstance(getattr(text, "pad_token_id", None), int) and text.pad_token_id >= text.vocab_size:
         text.pad_token_id = None  # of a larger vocabulary
@@ -159,7 +160,3 @@ def _config(name: str) -> Any:
             f"{HUB_PREFIX}{name} is no directory with a config.json, and no model that the hub gives us: "
             f"{first_line(error)}"
         ) from error
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[-1].strip()

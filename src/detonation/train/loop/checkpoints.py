@@ -33,9 +33,7 @@ logging.getLogger("detonation.checkpoint").addHandler(logging.NullHandler())
 def save_async(session: Session, checkpoints: Checkpoints, before: Counts, followed: Table | None = None) -> None:
     """Starts saving; all ranks call it.
 
-    Args:
-        before: Faults in earlier starts of the run.
-        followed: State of the adapter, in a run that follows its link.
+    Beside the state are the faults `before` this start and, in a run that follows its link, the state of its adapter.
     """
     _, outermost = session.optimizer.levels[-1]
     extra = {

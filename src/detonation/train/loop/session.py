@@ -123,8 +123,7 @@ def _with_steps(config: Config, loaded: Data) -> TrainConfig:
 def start_session(config: Config, device: torch.device, axis: Axis | None = None) -> Session:
     """The session of this rank. Collective; raises `ValueError` where replicas or sizes do not agree.
 
-    Args:
-        axis: In the place of the one that joins the replicas, of a run with one level.
+    `axis` takes the place of the one that joins the replicas, of a run with one level.
     """
     slow = config.mesh.slow_backend or None
     replicas = 1 if config.mesh.elastic else config.mesh.replicas  # of the process group
@@ -176,8 +175,7 @@ def _with_layers(model: nn.Module, train: TrainConfig) -> nn.Module:
 def check_levels(levels: Sequence[LevelConfig], balance: bool = False) -> tuple[LevelConfig, ...]:
     """`levels` with the defaults of their schemes. Raises `ValueError` for a bad name, argument or order.
 
-    Args:
-        balance: Whether replicas are to take different numbers of steps.
+    With `balance` replicas are to take different numbers of steps.
     """
     for level in levels:
         where = "scheme" if level.axis == REPLICATE else f"scheme.{level.axis}"

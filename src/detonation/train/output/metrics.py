@@ -135,8 +135,7 @@ def reduction(sent: float, full: float) -> float | None:
 class Portion:
     """The data that one replica takes in in one step: `count` of `unit`, such as 4096 tokens.
 
-    Args:
-        replicas: That take a step whose record does not say how many.
+    `replicas` take a step whose record does not say how many.
     """
 
     count: int

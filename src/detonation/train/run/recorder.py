@@ -131,9 +131,7 @@ class Recording:
     """Logs and publishes a run, as its configuration says. Collective: all ranks construct it.
 
     Each rank of the first replica has a feed. Where that replica is lost, those of the next one take its place.
-
-    Args:
-        came_later: This replica came in while others trained; the rest is not collective then.
+    For a replica that `came_later`, while others trained, it is not collective.
     """
 
     def __init__(self, session: Session, path: Path, came_later: bool = False) -> None:

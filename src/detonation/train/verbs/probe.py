@@ -55,12 +55,7 @@ class ProbeTask:
 def probe(request: ProbeRequest, fail: Callable[[Exception], int]) -> Profile | None:
     """Measures in the world that a launcher started, or in one of its own; None on all ranks but the first.
 
-    Args:
-        fail: As in `train.run.start.run_training`.
-
-    Raises:
-        ValueError: Bad input, before any process starts.
-        WorldError: A rank failed.
+    `fail` and errors are those of `train.run.start.run_training`.
     """
     place = launch_position(os.environ)
     if place is None:
