@@ -67,8 +67,8 @@ def test_a_verb_that_is_not_there_any_more_names_the_new_one(arguments, instead,
         ),
         (
             ["plan", "--shard-nodes", "2"],
-            "plan --shard-nodes is gone: the tutorial larger-than-a-node has the bytes and the memory of a shard wire by "
-            "formula",
+            "plan --shard-nodes is gone: the tutorial larger-than-a-node has the bytes and the memory of a shard wire "
+            "by formula",
         ),
         (
             ["report", "runs/first", "--plan=plan.json"],
